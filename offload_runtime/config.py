@@ -1,0 +1,168 @@
+"""Frozen configuration: what a model looks like, how tokens are sampled, what the user asked for.
+
+Plain values only (the standard library and nothing else), so that the planner and the tests can build them freely.
+Each dataclass validates itself when made; a wrong value raises `OptionError` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload_runtime.errors import OptionError
+
+GB = 1_000_000_000
+GIB = 1 << 30
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Turn `"24GB"`, `"512MiB"` or a plain number of bytes into an integer. Decimal units unless written with an `i`."""
+    if isinstance(text, int):
+        value = float(text)
+        number, unit = value, ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].lower() not in _SIZE_UNITS:
+            raise OptionError(f"{text!r} is not a size: write it like 24GB, 512MiB or a number of bytes")
+        number, unit = float(match[1]), match[2].lower()
+    size_bytes = int(number * _SIZE_UNITS[unit])
+    if size_bytes <= 0:
+        raise OptionError(f"a size must be positive, not {text!r}")
+    return size_bytes
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write bytes for people: `13.5 GB`, `256.0 MB`, in decimal units as the link's bandwidth is."""
+    for unit, scale in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def require_positive(name: str, value: int) -> None:
+    """Raise `OptionError` unless `value` is at least one."""
+    if value < 1:
+        raise OptionError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and flags of one decoder of the Llama family.
+
+    `layer_windows[i]` is the sliding window of layer i in tokens (None: full attention), `layer_rope[i]` says whether
+    layer i rotates its queries and keys. `rope_parameters` is transformers' dictionary of the same name.
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    layer_rope: tuple[bool, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+            require_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise OptionError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+        if not self.layer_rope:
+            object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
+
+    @property
+    def q_size(self) -> int:
+        """Channels of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all key heads together (the values have as many)."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused q, k, v projection."""
+        return self.q_size + 2 * self.kv_size
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of K and V that one token holds over all layers."""
+        return 2 * self.kv_size * self.num_layers * element_bytes
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is chosen from logits: a pure function of (logits, seed, sequence, position).
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filters off; they apply in this order
+    after the temperature, as in transformers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise OptionError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if 0 < self.temperature < 1e-3:
+            raise OptionError(f"temperature {self.temperature} is too small to divide by: use 0 for greedy decoding")
+        if self.top_k < 0:
+            raise OptionError(f"top_k must be 0 (off) or positive, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p must be in [0, 1], not {self.min_p}")
+        if not 0 <= self.seed < 1 << 64:
+            raise OptionError(f"seed must be in [0, 2**64), not {self.seed}")
+        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
+            raise OptionError("top_k, top_p and min_p do nothing at temperature 0: drop them or give a temperature")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether sampling is a plain argmax."""
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """What one call of `generate` asks for beyond sampling."""
+
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    gamma: int | None = None
+    ignore_eos: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        require_positive("max_new_tokens", self.max_new_tokens)
+        if self.gamma is not None:
+            require_positive("gamma", self.gamma)
+        if any(not text for text in self.stop):
+            raise OptionError("an empty stop string would end every answer at once")

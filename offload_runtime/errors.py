@@ -1,0 +1,53 @@
+"""Typed exceptions for everything a user can cause or meet.
+
+Every message says what is wrong, by how much, what the limit is and the way out. The command line prints it as one
+line and ends with exit code 2. Our own invariants are `assert`s instead.
+"""
+
+
+class OffloadError(Exception):
+    """Base of every error that `offload_runtime` raises on purpose."""
+
+
+class OptionError(OffloadError, ValueError):
+    """An option has a value that makes no sense, or that the chosen mode would ignore."""
+
+
+class CheckpointError(OffloadError):
+    """A checkpoint is missing, truncated, incomplete or of unexpected shapes."""
+
+
+class UnsupportedArchitectureError(CheckpointError):
+    """The checkpoint's architecture is not one the decoder implements."""
+
+
+class HubError(OffloadError):
+    """A model could not be fetched (offline, no such repository, no access, wrong hash)."""
+
+
+class StorageError(OffloadError):
+    """Writing to disk failed (disk full, no permission); nothing half-written is kept."""
+
+
+class VocabularyMismatchError(OffloadError):
+    """The draft model does not share the target's vocabulary, so its proposals mean nothing."""
+
+
+class ContextLengthError(OffloadError):
+    """Prompt and requested tokens do not fit the context that was reserved or that the model supports."""
+
+
+class BudgetError(OffloadError):
+    """A memory budget (VRAM, RAM, pinned) is too small; the message says what would fit."""
+
+
+class NumericalError(OffloadError):
+    """The target produced NaN logits; sampling from them would be meaningless."""
+
+
+class CopyError(OffloadError):
+    """A transfer between host and device failed; the ring's contents cannot be trusted any more."""
+
+
+class DeviceError(OffloadError):
+    """The asked device is not there or lacks a needed capability."""
