@@ -1,0 +1,41 @@
+"""The one place that imports Triton, so that installs without it (CPU-only, Windows) can import every kernel module.
+
+Without Triton `jit` leaves functions as they are and `tl` knows `constexpr` only: enough for the module-level
+definitions of a kernel file. The `*_triton` wrappers call `require_triton` before they launch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    triton_available = True
+except ImportError:
+    triton_available = False
+
+
+class _Language:
+    """Stands in for `triton.language`: `tl.constexpr` works as an annotation and as a wrapper of a constant."""
+
+    @staticmethod
+    def constexpr(value: Any) -> Any:
+        return value
+
+
+def _identity_jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """Stand in for `triton.jit`, bare (`@jit`) or called (`@jit(do_not_specialize=...)`)."""
+    return fn if fn is not None else lambda decorated: decorated
+
+
+if not triton_available:
+    triton, tl = None, _Language()
+
+jit: Any = triton.jit if triton_available else _identity_jit
+
+
+def require_triton(op: str) -> None:
+    """Raise `RuntimeError` with the way out when `op` needs Triton and it is not installed."""
+    if not triton_available:
+        raise RuntimeError(f"{op} on a GPU needs triton, which is not installed: pip install triton, or run on the CPU")

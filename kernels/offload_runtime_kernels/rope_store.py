@@ -1,0 +1,163 @@
+"""Rotate queries and keys, and write keys and values into the cache, in one pass over the fused projection.
+
+    out[:D/2] = x[:D/2] * cos - x[D/2:] * sin
+    out[D/2:] = x[D/2:] * cos + x[:D/2] * sin
+
+computed in fp32 and rounded once. Optionally each head of q and k goes through an RMSNorm over D first (Qwen3). Rows
+whose position is negative are padding: their query is zero and nothing of them enters the cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from offload_runtime_kernels._jit import jit, tl, triton
+
+
+@dataclass(frozen=True)
+class RopeRows:
+    """Where each of N rows stands: all tensors on the compute device.
+
+    `cos`, `sin`: [N, D/2] fp32, or None for layers without rotation; `positions` [N] int32, negative for padding;
+    `slots` [N] int32, the cache slot its key and value go to; `sequences` [N] int32, the cache's batch row.
+    """
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sequences: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMSNorm over each head of the queries and keys: `q_weight`, `k_weight` [D]."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_store_reference(
+    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None
+) -> torch.Tensor:
+    """Plain torch version of `rope_store`."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_rows = rows.positions.shape[0]
+    heads = qkv[:num_rows].view(num_rows, -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if head_norm is not None:
+        q = _head_norm(q, head_norm.q_weight, head_norm.eps)
+        k = _head_norm(k, head_norm.k_weight, head_norm.eps)
+    if rows.cos is not None and rows.sin is not None:
+        q, k = _rotate(q, rows.cos, rows.sin), _rotate(k, rows.cos, rows.sin)
+    real = rows.positions >= 0
+    where = (rows.sequences[real].long(), rows.slots[real].long())
+    k_cache[where] = k[real]
+    v_cache[where] = v[real]
+    return torch.where(real[:, None, None], q, 0)
+
+
+@jit
+def _rope_store_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+    positions_ptr, slots_ptr, sequences_ptr, cache_stride_sequence, cache_stride_slot, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half: tl.constexpr = HEAD_DIM // 2
+    lanes = tl.arange(0, HALF_BLOCK)
+    inside = lanes < half
+    source = qkv_ptr + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    first = tl.load(source + lanes, mask=inside, other=0.0)
+    second = tl.load(source + half + lanes, mask=inside, other=0.0)
+    dtype = first.dtype
+    # Compared lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
+    real = inside & (tl.load(positions_ptr + row) + tl.zeros_like(lanes) >= 0)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if not is_value:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        if HAS_NORM:
+            scale = tl.rsqrt((tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0)) / HEAD_DIM + eps)
+            weight_ptr = q_weight_ptr if head < NUM_HEADS else k_weight_ptr
+            x_weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
+            y_weight = tl.load(weight_ptr + half + lanes, mask=inside, other=0.0).to(tl.float32)
+            x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+            y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+        if HAS_ROPE:
+            cos = tl.load(cos_ptr + row * half + lanes, mask=inside, other=0.0)
+            sin = tl.load(sin_ptr + row * half + lanes, mask=inside, other=0.0)
+            rotated = x * cos - y * sin
+            y = y * cos + x * sin
+            x = rotated
+        first, second = x.to(dtype), y.to(dtype)
+    if head < NUM_HEADS:
+        target = q_ptr + (row * NUM_HEADS + head) * HEAD_DIM
+        zero = tl.zeros_like(first)
+        tl.store(target + lanes, tl.where(real, first, zero), mask=inside)
+        tl.store(target + half + lanes, tl.where(real, second, zero), mask=inside)
+    else:
+        sequence = tl.load(sequences_ptr + row).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        cache_ptr = v_ptr if is_value else k_ptr
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        target = cache_ptr + sequence * cache_stride_sequence + slot * cache_stride_slot + kv_head * HEAD_DIM
+        tl.store(target + lanes, first, mask=real)
+        tl.store(target + half + lanes, second, mask=real)
+
+
+def rope_store_triton(
+    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None
+) -> torch.Tensor:
+    """Triton version of `rope_store`."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_rows = rows.positions.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (head_dim, 1)
+    q = qkv.new_empty(num_rows, num_heads, head_dim)
+    # Triton wants a pointer for every argument; an unused one may point anywhere.
+    cos, sin = (rows.cos, rows.sin) if rows.cos is not None else (qkv, qkv)
+    q_weight, k_weight = (head_norm.q_weight, head_norm.k_weight) if head_norm is not None else (qkv, qkv)
+    _rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+        qkv, q, k_cache, v_cache, cos, sin, q_weight, k_weight,
+        rows.positions, rows.slots, rows.sequences, k_cache.stride(0), k_cache.stride(1),
+        head_norm.eps if head_norm is not None else 0.0,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+        HAS_ROPE=rows.cos is not None, HAS_NORM=head_norm is not None, num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+def rope_store(
+    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None = None
+) -> torch.Tensor:
+    """Rotate q and k of a fused projection and write k and v where the rows belong.
+
+    Args:
+        qkv: [at least N, (H + 2 H_kv) D], contiguous: all query heads, then key heads, then value heads.
+        rows: Where each of the N rows stands; no two rows may name the same slot of the same sequence.
+        k_cache: [B, S, H_kv, D], written in place; heads contiguous.
+        v_cache: The same for values.
+        head_norm: RMSNorm of each head before the rotation, or None.
+
+    Returns:
+        The rotated queries [N, H, D]; zero for padding rows.
+    """
+    run = rope_store_triton if qkv.is_cuda else rope_store_reference
+    return run(qkv, rows, k_cache, v_cache, head_norm)

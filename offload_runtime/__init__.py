@@ -1,0 +1,20 @@
+"""Exact inference of language models and contexts that do not fit the GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream, Turn
+
+__version__ = "0.1.0"
+__all__ = ["Conversation", "GenerationResult", "GenerationStats", "Runtime", "TokenStream", "Turn", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import: `offload-runtime --help` and the errors do without.
+    if name in __all__:
+        from offload_runtime import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

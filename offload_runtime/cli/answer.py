@@ -1,0 +1,151 @@
+"""One answer: from the options to the engine's stream of text, with Ctrl-C as a way to stop, and the figures after it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from offload_runtime.cli.options import LoadOptions
+from offload_runtime.cli.terminal import ProgressBars
+from offload_runtime.config import GenerationParams
+
+if TYPE_CHECKING:
+    from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
+
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+class StopRequest:
+    """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
+
+    A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets
+    the plain KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+
+    def __enter__(self) -> StopRequest:
+        # Signal handlers can be set from the main thread only; elsewhere no Ctrl-C arrives either.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
+    """Load the target (and the draft) with a progress bar in bytes on stderr."""
+    from offload_runtime.engine import Runtime
+
+    with ProgressBars(enabled=show_progress) as bars:
+        return Runtime.load(
+            options.target,
+            draft=options.draft,
+            device=options.device,
+            dtype=options.dtype,
+            vram=options.vram_bytes,
+            resident_layers=options.resident_layers,
+            context=options.context,
+            on_progress=bars.on_bytes,
+        )
+
+
+def stream_answer(
+    start: Callable[..., TokenStream],
+    prompt: Prompt,
+    params: GenerationParams,
+    *,
+    show: Callable[[str], None],
+    show_progress: bool,
+    speculate: bool = True,
+) -> GenerationResult:
+    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes.
+
+    `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
+    Ctrl-C ended it. Ctrl-C during the prefill, before there is any result, raises KeyboardInterrupt.
+    """
+    shown_characters = 0
+    with StopRequest() as stop, ProgressBars(enabled=show_progress) as bars:
+
+        def on_prefill(done_layers: int, layers: int) -> None:
+            if stop.requested:
+                raise KeyboardInterrupt
+            bars.on_prefill(done_layers, layers)
+
+        stream = start(
+            prompt,
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.sampling.temperature,
+            top_k=params.sampling.top_k,
+            top_p=params.sampling.top_p,
+            min_p=params.sampling.min_p,
+            seed=params.sampling.seed,
+            stop=params.stop,
+            gamma=params.gamma,
+            speculate=speculate,
+            ignore_eos=params.ignore_eos,
+            on_prefill=on_prefill,
+        )
+        try:
+            for piece in stream:
+                bars.close()
+                show(piece)
+                shown_characters += len(piece)
+                if stop.requested:
+                    break
+        finally:
+            stream.close()
+        result = stream.result
+        # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
+        if result.finish_reason == "interrupted":
+            show(result.text[shown_characters:])
+    return result
+
+
+def speed_figures(stats: GenerationStats) -> list[str]:
+    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, link."""
+    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
+    if stats.link_gbps is not None:
+        figures.append(f"link {link_figure(stats)}")
+    return figures
+
+
+def link_figure(stats: GenerationStats) -> str:
+    """Return the link's speed beside its measured peak, such as `54.1 of 55.5 GB/s (97 %)`."""
+    if stats.link_gbps is None:
+        return "nothing streamed"
+    if not stats.link_peak_gbps:
+        return f"{stats.link_gbps:.1f} GB/s"
+    share = 100 * stats.link_gbps / stats.link_peak_gbps
+    return f"{stats.link_gbps:.1f} of {stats.link_peak_gbps:.1f} GB/s ({share:.0f} %)"
+
+
+def result_record(
+    result: GenerationResult, *, runtime: Runtime, options: LoadOptions, params: GenerationParams
+) -> dict[str, Any]:
+    """Return what `--json` prints for one answer."""
+    return {
+        "tokens": list(result.tokens),
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_dict(),
+        "target": options.target,
+        "draft": options.draft,
+        "device": str(runtime.device),
+        "dtype": options.dtype,
+        "seed": params.sampling.seed,
+    }

@@ -1,0 +1,132 @@
+"""The interactive side of a chat: line editing, history, and what Ctrl-C means at the prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload_runtime.cli.chat_commands import COMMANDS, EndOfChat
+from offload_runtime.cli.terminal import status_line
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
+    from offload_runtime.cli.chat import ChatSession
+
+
+def converse_at_terminal(session: ChatSession) -> None:
+    """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
+    status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    read = _make_reader()
+    # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
+    interrupted = False
+    while True:
+        try:
+            text = read().strip()
+            if text:
+                interrupted = not session.take(text)
+        except EOFError:
+            return
+        except EndOfChat:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            status_line("Ctrl-C once more or Ctrl-D leaves")
+
+
+def history_path() -> Path:
+    """Return the file that keeps the lines typed, in the user's directory for state."""
+    if os.name == "nt":
+        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    else:
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "offload-runtime" / "chat_history"
+
+
+def _open_history() -> History:
+    """Open the persistent history; without a place to write it, say so and keep the lines for this session only."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = history_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # What people type to a model is private.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError as error:
+        status_line(f"no history is kept: {path} cannot be written ({error.strerror or error})")
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+def _make_reader() -> Callable[[], str]:
+    """Build the line editor and return a function that reads one turn.
+
+    The function raises EOFError for Ctrl-D and KeyboardInterrupt for Ctrl-C, both at an empty prompt only.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import NestedCompleter, PathCompleter
+    from prompt_toolkit.formatted_text import FormattedText
+    from prompt_toolkit.output import create_output
+
+    files = PathCompleter(expanduser=True)
+    completer = NestedCompleter.from_nested_dict(
+        {command.name: files if command.argument == "FILE" else None for command in COMMANDS}
+    )
+    editor: Any = PromptSession(
+        history=_open_history(),
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=completer,
+        complete_while_typing=False,
+        key_bindings=_key_bindings(),
+        # Several lines are one turn; Enter sends them all the same, see the key bindings.
+        multiline=True,
+        prompt_continuation=lambda width, line_number, wraps: " " * width,
+        # With stdout sent to a file the prompt still belongs on the terminal.
+        output=create_output(always_prefer_tty=True),
+        reserve_space_for_menu=4,
+    )
+    prompt = FormattedText([("bold ansicyan", "> ")])
+    return lambda: editor.prompt(prompt)
+
+
+def _key_bindings() -> KeyBindings:
+    """Return the keys that differ from the editor's own: sending, new lines, Ctrl-C and Ctrl-D."""
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\" and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    @keys.add("<sigint>")
+    def clear_or_interrupt(event: Any) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @keys.add("c-d")
+    def delete_or_leave(event: Any) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.delete()
+        else:
+            event.app.exit(exception=EOFError, style="class:exiting")
+
+    return keys

@@ -1,0 +1,172 @@
+"""What reaches the terminal besides the model's text: progress, status and error lines, all on stderr.
+
+Rich is used without wrapping here: a line stays one line in a log file, however long it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from offload_runtime.errors import OffloadError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+INTERRUPTED_EXIT_CODE = 130
+ERROR_EXIT_CODE = 2
+# What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
+BROKEN_PIPE_EXIT_CODE = 141
+# A bar that comes and goes within a blink is only flicker.
+_BAR_DELAY_S = 0.4
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Turn what may end a command into an exit code: typed errors 2, Ctrl-C 130, a closed pipe 141.
+
+    Every other exception is a defect and passes through with its traceback.
+    """
+    try:
+        # Text the locale cannot express becomes `?` instead of a UnicodeEncodeError in mid-answer.
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+        yield
+    except OffloadError as error:
+        error_line(error)
+        raise typer.Exit(ERROR_EXIT_CODE) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
+    except BrokenPipeError as error:
+        _abandon_closed_streams()
+        raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
+
+
+def _abandon_closed_streams() -> None:
+    """Point closed pipes at the null device, or the interpreter complains once more when it flushes at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+def stderr_console() -> Console:
+    """Return a console on stderr as it is now; colours only on a terminal and without NO_COLOR."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def status_line(text: str) -> None:
+    """Print one line of information on stderr."""
+    stderr_console().print(one_line(text), style="dim")
+
+
+def error_line(error: OffloadError) -> None:
+    """Print `error: …` as one line on stderr."""
+    from rich.text import Text
+
+    stderr_console().print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
+
+
+def one_line(text: str) -> str:
+    """Collapse every run of white space into one space and drop control characters."""
+    return drop_controls(" ".join(text.split()))
+
+
+def drop_controls(text: str) -> str:
+    """Remove control characters except newline and tab: a model must not be able to steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def write_text(piece: str) -> None:
+    """Write a piece of the model's text to stdout at once; unchanged unless stdout is a terminal."""
+    sys.stdout.write(drop_controls(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
+def write_json(record: Mapping[str, Any]) -> None:
+    """Write one JSON object as one line of ASCII to stdout."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+class ProgressBars:
+    """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete.
+
+    Used as a context manager around the work, so that no bar is left standing when the work fails.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+        self._started_s = time.monotonic()
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def on_bytes(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        """Advance the bar of a stage that counts bytes."""
+        self._update(stage, done_bytes, total_bytes, in_bytes=True)
+
+    def on_prefill(self, done_layers: int, layers: int) -> None:
+        """Advance the bar of the prompt's way through the layers."""
+        self._update("prefill", done_layers, layers, in_bytes=False)
+
+    def close(self) -> None:
+        """Remove the bars from the screen; calling it again does nothing."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = None
+        self._tasks.clear()
+        self._enabled = False
+
+    def _update(self, stage: str, done: int, total: int, *, in_bytes: bool) -> None:
+        if not self._enabled or (self._progress is None and time.monotonic() - self._started_s < _BAR_DELAY_S):
+            return
+        if self._progress is None:
+            self._progress = _new_progress(in_bytes=in_bytes)
+            self._progress.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+
+def _new_progress(*, in_bytes: bool) -> Progress:
+    """Build the bar: bytes with their speed, or layers as a count."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    name = TextColumn("{task.description}", markup=False)
+    if in_bytes:
+        columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+        return Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
+    counted = (name, BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeRemainingColumn(compact=True))
+    return Progress(*counted, console=stderr_console(), transient=True, redirect_stdout=False)

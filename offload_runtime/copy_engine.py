@@ -1,0 +1,263 @@
+"""The link: ordered host-to-device copies beside the compute, with events instead of synchronisation.
+
+One engine owns one copy queue. `enqueue` puts a copy behind the ones before it; it starts when the buffer's `free`
+event has fired and fires `ready` when the bytes are there. The compute side waits for `ready` before it reads and
+fires `free` after its last read. Nothing else orders the two sides, and nothing ever waits for the whole device.
+
+On CUDA the queue is a stream and the events are CUDA events. On the CPU the queue is a worker thread, so that the same
+schedule, with real concurrency, runs and is tested anywhere.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from offload_runtime.errors import CopyError
+
+# One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
+# 64 MiB pieces keep the link at its peak and let others in between.
+COPY_PIECE_BYTES = 64 << 20
+
+
+class CopyEngine(Protocol):
+    """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
+
+    bytes_copied: int
+
+    def new_event(self) -> Any:
+        """An event that counts as fired until it is first used."""
+
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any) -> None:
+        """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
+
+        `src` must stay unchanged, and `dst` unread, until `ready` has fired.
+        """
+
+    def compute_wait(self, ready: Any) -> None:
+        """Make the compute side wait for the latest `enqueue` with this event."""
+
+    def compute_record(self, free: Any) -> None:
+        """Fire `free` once all compute issued so far has finished."""
+
+    def copy_seconds(self) -> float:
+        """Total time that finished copies have kept the link busy, in seconds."""
+
+    def stall_seconds(self) -> float:
+        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now."""
+
+    def drain(self) -> None:
+        """Wait until every queued copy has finished."""
+
+    def close(self) -> None:
+        """Finish outstanding work and release the queue."""
+
+
+class _HostEvent:
+    """Counts how often it was armed and how often it fired; fired as often as armed means done."""
+
+    def __init__(self) -> None:
+        self.armed = 0
+        self.fired = 0
+
+
+class ThreadCopyEngine:
+    """Copy engine of the CPU: a worker thread copies while the main thread computes.
+
+    Args:
+        before_copy: Called in the worker before each copy: tests inject delays and failures with it.
+    """
+
+    def __init__(self, *, before_copy: Callable[[], None] | None = None) -> None:
+        self.bytes_copied = 0
+        self._before_copy = before_copy
+        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._pending = 0
+        self._copy_s = 0.0
+        self._stall_s = 0.0
+        self._worker = threading.Thread(target=self._run, name="copy-engine", daemon=True)
+        self._worker.start()
+
+    def new_event(self) -> _HostEvent:
+        return _HostEvent()
+
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent) -> None:
+        self._raise_failure()
+        with self._changed:
+            ready.armed += 1
+            self._pending += 1
+            self._queue.put((dst, src, free, free.armed, ready))
+
+    def compute_wait(self, ready: _HostEvent) -> None:
+        target = ready.armed
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: ready.fired >= target or self._failure is not None)
+        self._stall_s += time.perf_counter() - started
+        self._raise_failure()
+
+    def compute_record(self, free: _HostEvent) -> None:
+        with self._changed:
+            free.armed += 1
+            free.fired = free.armed
+            self._changed.notify_all()
+
+    def copy_seconds(self) -> float:
+        return self._copy_s
+
+    def stall_seconds(self) -> float:
+        return self._stall_s
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending == 0 or self._failure is not None)
+        self._raise_failure()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._worker.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CopyError(
+                f"a copy to the device failed ({self._failure}): the streamed weights cannot be trusted any more; "
+                "load the runtime again"
+            ) from self._failure
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            dst, src, free, free_target, ready = item
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: free.fired >= free_target)  # noqa: B023 (used at once)
+                if self._before_copy is not None:
+                    self._before_copy()
+                started = time.perf_counter()
+                dst.copy_(src)
+                self._copy_s += time.perf_counter() - started
+            except BaseException as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.bytes_copied += src.nbytes
+                ready.fired += 1
+                self._pending -= 1
+                self._changed.notify_all()
+
+
+class _IntervalTimer:
+    """Sums the time between pairs of CUDA events without ever waiting for one."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+
+    def event(self) -> torch.cuda.Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._open.append((start, end))
+
+    def harvest(self) -> float:
+        """Add what has finished to the total and return it, in seconds."""
+        while self._open and self._open[0][1].query():
+            start, end = self._open.popleft()
+            self.total_s += start.elapsed_time(end) / 1e3
+            self._spare += (start, end)
+        return self.total_s
+
+
+class CudaCopyEngine:
+    """Copy engine of a GPU: a dedicated stream, ordered against the current compute stream by events only.
+
+    Args:
+        device: The GPU.
+        before_copy: Called with the copy stream current before each copy: tests inject delays with it.
+    """
+
+    def __init__(self, device: torch.device, *, before_copy: Callable[[], None] | None = None) -> None:
+        self.bytes_copied = 0
+        self._device = device
+        self._before_copy = before_copy
+        self._stream = torch.cuda.Stream(device)
+        self._copies = _IntervalTimer()
+        self._stalls = _IntervalTimer()
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event) -> None:
+        self._copies.harvest()
+        start, end = self._copies.event(), self._copies.event()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(free)
+                if self._before_copy is not None:
+                    self._before_copy()
+                start.record(self._stream)
+                for offset in range(0, src.nbytes, COPY_PIECE_BYTES):
+                    piece = slice(offset, offset + COPY_PIECE_BYTES)
+                    dst[piece].copy_(src[piece], non_blocking=True)
+                end.record(self._stream)
+                ready.record(self._stream)
+        except RuntimeError as error:
+            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+        self._copies.add(start, end)
+        self.bytes_copied += src.nbytes
+
+    def compute_wait(self, ready: torch.cuda.Event) -> None:
+        self._stalls.harvest()
+        stream = torch.cuda.current_stream(self._device)
+        start, end = self._stalls.event(), self._stalls.event()
+        start.record(stream)
+        stream.wait_event(ready)
+        end.record(stream)
+        self._stalls.add(start, end)
+
+    def compute_record(self, free: torch.cuda.Event) -> None:
+        free.record(torch.cuda.current_stream(self._device))
+
+    def copy_seconds(self) -> float:
+        return self._copies.harvest()
+
+    def stall_seconds(self) -> float:
+        return self._stalls.harvest()
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.drain()
+
+
+def make_copy_engine(device: torch.device, *, before_copy: Callable[[], None] | None = None) -> CopyEngine:
+    """The copy engine that fits `device`."""
+    if device.type == "cuda":
+        return CudaCopyEngine(device, before_copy=before_copy)
+    return ThreadCopyEngine(before_copy=before_copy)
+
+
+def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
+    """Peak bandwidth of back-to-back copies of `src` (host, pinned on CUDA) into `dst`, in GB/s.
+
+    Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
+    """
+    free, ready = engine.new_event(), engine.new_event()
+    engine.enqueue(dst, src, free=free, ready=ready)  # the first touch of a buffer is slower
+    engine.drain()
+    before_s = engine.copy_seconds()
+    for _ in range(repeats):
+        engine.enqueue(dst, src, free=free, ready=ready)
+    engine.drain()
+    return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9

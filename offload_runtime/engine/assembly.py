@@ -1,0 +1,254 @@
+"""Puts a runtime together: open, plan, reserve, load, connect. Every check that needs no weights comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_runtime.config import ModelConfig, format_bytes, require_positive
+from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
+from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, VocabularyMismatchError
+from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
+from offload_runtime.model.linear import padded_rows
+from offload_runtime.planner import MemoryNeeds, Placement, place_layers, workspace_bytes
+from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.streaming import LayerStreamer
+from offload_runtime.weights import CheckpointSource, HostWeights, layer_layout, load_weights, shared_layout
+
+LoadProgress = Callable[[str, int, int], None]
+
+# Heights of the matrix products. On a GPU a window of 64 costs what one token costs (a 7B layer's products: 3.76 ms at
+# 64 rows, 3.57 ms at 1, H200), and consumer cards are bound by memory up to about 128. On a CPU every row costs.
+_TARGET_SHAPES = {"cuda": PassShape(64, 512, 1024), "cpu": PassShape(8, 64, 256)}
+# A draft promises no bits, so its heights only have to be quick.
+_DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_AUTO_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what of it stays on the host.
+
+    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed.
+    """
+
+    runner: ModelRunner
+    weights: HostWeights
+    placement: Placement
+    link_peak_gbps: float | None
+
+
+def resolve_dtype(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
+    """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype that the device computes in.
+
+    `auto` is the checkpoint's own on a GPU and fp32 on a CPU.
+    """
+    if name == "auto":
+        dtype = source.native_dtype if device.type == "cuda" else torch.float32
+    elif name in _DTYPES:
+        dtype = _DTYPES[name]
+    else:
+        raise OptionError(f"dtype must be auto, bf16, fp16 or fp32, not {name!r}")
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
+    return dtype
+
+
+def resolve_context(context: int | str, config: ModelConfig) -> int:
+    """Tokens to reserve for: asked for, or the model's maximum up to 8192."""
+    if context == "auto":
+        return min(config.max_position_embeddings, _AUTO_CONTEXT_TOKENS)
+    try:
+        tokens = int(context)
+    except ValueError:
+        raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
+    require_positive("context", tokens)
+    if tokens > config.max_position_embeddings:
+        raise ContextLengthError(
+            f"a context of {tokens} tokens is more than the {config.max_position_embeddings} that the model was made "
+            "for: lower --context, or set a RoPE scaling in the model's config.json"
+        )
+    return tokens
+
+
+def check_vocabulary(target: Any, draft: Any, target_config: ModelConfig, draft_config: ModelConfig) -> None:
+    """Refuse a draft whose token ids mean other text than the target's.
+
+    Args:
+        target: Tokenizer of the target.
+        draft: Tokenizer of the draft.
+        target_config: For the size of its logits.
+        draft_config: The same of the draft.
+    """
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if target_vocab == draft_vocab:
+        return
+    different = sum(target_vocab.get(token) != index for token, index in draft_vocab.items())
+    different += sum(token not in draft_vocab for token in target_vocab)
+    raise VocabularyMismatchError(
+        f"the draft's vocabulary ({len(draft_vocab)} tokens, {draft_config.vocab_size} logits) is not the target's "
+        f"({len(target_vocab)} tokens, {target_config.vocab_size} logits): {different} entries differ. "
+        "Take a draft of the same family, or --draft ngram"
+    )
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model's bytes before it is loaded."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    shape: PassShape
+    context_tokens: int
+    window_tokens: int
+
+    @property
+    def layer_bytes(self) -> int:
+        """One packed layer."""
+        return layer_layout(self.config, self.dtype).total_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Embedding, final norm and head."""
+        return shared_layout(self.config, self.dtype).total_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache."""
+        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.context_tokens, batch=1)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest pass."""
+        return workspace_bytes(
+            self.config, self.dtype.itemsize, context_tokens=self.context_tokens,
+            chunk_rows=min(self.shape.prefill_chunk_tokens, padded_rows(self.context_tokens, self.shape.prefill_rows)),
+            window_rows=padded_rows(self.window_tokens, self.shape.window_rows),
+        )  # fmt: skip
+
+    @property
+    def all_bytes(self) -> int:
+        """Everything on the device, all layers resident, without a workspace."""
+        return self.config.num_layers * self.layer_bytes + self.shared_bytes + self.kv_bytes
+
+
+def target_plan(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int) -> ModelPlan:
+    """Plan of a target."""
+    return ModelPlan(config, dtype, _TARGET_SHAPES[device.type], context, window)
+
+
+def draft_plan(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int) -> ModelPlan:
+    """Plan of a draft model; its own maximum may shorten its context."""
+    context = min(context, config.max_position_embeddings)
+    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window)
+
+
+def plan_placement(
+    target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget, resident_layers: int | None
+) -> Placement:
+    """Place the target's layers beside everything else, or say what is short."""
+    needs = MemoryNeeds(
+        layer_bytes=target.layer_bytes,
+        num_layers=target.config.num_layers,
+        shared_bytes=target.shared_bytes,
+        kv_bytes=target.kv_bytes,
+        draft_bytes=draft.all_bytes if draft is not None else 0,
+        # Draft and target take turns on one stream, so they share the allocator's blocks.
+        workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
+    )
+    placement = place_layers(needs, budget.free_bytes, resident_layers)
+    budget.reserve("workspace", needs.workspace_bytes)
+    return placement
+
+
+def load_model(
+    source: CheckpointSource, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine,
+    *, name: str, on_progress: LoadProgress | None,
+) -> LoadedModel:  # fmt: skip
+    """Read the weights and connect the parts of one model."""
+    stage = f"{name} weights"
+    report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
+    pin = budget.device.type == "cuda" and placement.num_streamed > 0
+    weights = load_weights(source, plan.dtype, pin=pin, on_progress=report)
+    try:
+        return connect_model(weights, plan, placement, budget, engine, name=name)
+    except BaseException:
+        weights.close()
+        raise
+
+
+def connect_model(
+    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *, name: str
+) -> LoadedModel:
+    """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA."""
+    device, layout = budget.device, weights.layer_layout
+    layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
+    slots = [
+        budget.allocate(f"{name}: ring slot", layout.total_bytes) for _ in range(placement.num_slots)
+    ]
+    shared_host = weights.shared.buffer[: weights.shared_layout.total_bytes]
+    shared = _on_device(shared_host, budget, f"{name}: embedding and head")
+    resident = {
+        index: _on_device(layers_host[index], budget, f"{name}: layer {index}") for index in placement.resident_layers
+    }
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        weights.shared.close()
+        for index in placement.resident_layers:
+            weights.layers[index].close()
+            layers_host[index] = layers_host[index][:0]
+    cache = DeviceKVCache(
+        plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=1, budget=budget, name=f"{name}: KV cache"
+    )
+    link_peak_gbps = None
+    if slots:
+        streamed = next(index for index in range(len(layers_host)) if index not in resident)
+        link_peak_gbps = measure_link_gbps(engine, slots[0], layers_host[streamed])
+    streamer = LayerStreamer(layers_host, resident, slots, make_views=layout.views, engine=engine)
+    decoder = Decoder(plan.config, weights.shared_layout.views(shared))
+    rows = RowBuilder(RopeTable(plan.config, device), device)
+    runner = ModelRunner(decoder, streamer, cache, rows, plan.shape)
+    return LoadedModel(runner, weights, placement, link_peak_gbps)
+
+
+def _on_device(host: torch.Tensor, budget: DeviceBudget, name: str) -> torch.Tensor:
+    """The packed block on the compute device; on the CPU it is already there and only entered in the ledger."""
+    if budget.device.type == "cpu":
+        budget.reserve(name, host.nbytes)
+        return host
+    gpu = budget.allocate(name, host.nbytes)
+    gpu.copy_(host)
+    return gpu
+
+
+def warm_up(model: LoadedModel) -> None:
+    """Compile kernels, load library modules and let the allocator take its blocks, with the largest shapes.
+
+    Only useful on CUDA. Leaves the cache empty.
+    """
+    runner, cache = model.runner, model.runner.cache
+    tokens = min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - 1)
+    runner.prefill(0, [0] * tokens)
+    runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])
+    cache.truncate(0, 0)
+    torch.cuda.synchronize()
+
+
+def describe_placement(model: LoadedModel, plan: ModelPlan, budget: DeviceBudget) -> str:
+    """One line: what is resident, what is streamed, through how many slots."""
+    placement, streamed = model.placement, model.placement.num_streamed
+    where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
+    if streamed:
+        nbytes = model.runner.streamer.bytes_per_pass
+        where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
+    limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
+    return (
+        f"{where}; KV cache {format_bytes(plan.kv_bytes)} for {plan.context_tokens} tokens; "
+        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved"
+    )

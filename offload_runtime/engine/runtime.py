@@ -1,0 +1,295 @@
+"""`Runtime`: load a target and a draft, generate the target's exact tokens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Union
+
+import torch
+
+from offload_runtime.config import (
+    GenerationParams,
+    ModelConfig,
+    SamplingParams,
+    format_bytes,
+    parse_bytes,
+    require_positive,
+)
+from offload_runtime.copy_engine import CopyEngine, make_copy_engine
+from offload_runtime.engine import assembly
+from offload_runtime.engine.conversation import Conversation
+from offload_runtime.engine.stats import GenerationResult
+from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream
+from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.memory import DeviceBudget, device_memory_used_by_others, resolve_device
+from offload_runtime.planner import Placement
+from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer
+from offload_runtime.weights import CheckpointSource, open_checkpoint
+
+Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]
+
+# Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
+# every row does.
+_DEFAULT_GAMMA = {("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cpu", "ngram"): 7, ("cpu", "model"): 7}
+
+
+class Runtime:
+    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
+
+    def __init__(
+        self, source: CheckpointSource, target: assembly.LoadedModel, draft: assembly.LoadedModel | None,
+        proposer: Proposer, budget: DeviceBudget, engine: CopyEngine, *, default_gamma: int, max_gamma: int,
+        placement: str,
+    ) -> None:  # fmt: skip
+        self.config: ModelConfig = source.config()
+        self.tokenizer: Any = source.tokenizer()
+        self.device = budget.device
+        self.dtype = target.weights.layer_layout.dtype
+        self.placement = placement
+        self.load_report = (
+            f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
+            f"({target.weights.load_gbps:.1f} GB/s)"
+        )
+        self._target = target
+        self._draft = draft
+        self._engine = engine
+        self._default_gamma = default_gamma
+        self._max_gamma = max_gamma
+        self._cache_owner: object | None = None
+        pinned = [arena for arena in (target.weights.shared, *target.weights.layers) if arena.pinned]
+        self._parts = StreamParts(
+            target=target.runner,
+            proposer=proposer,
+            tokenizer=self.tokenizer,
+            eos_token_ids=frozenset(source.generation_eos()),
+            engine=engine,
+            budget=budget,
+            link_peak_gbps=target.link_peak_gbps,
+            pinned_bytes=sum(arena.nbytes for arena in pinned),
+        )
+
+    @classmethod
+    def load(
+        cls, target: str | Path, *, draft: str | Path = "ngram", device: str = "auto", dtype: str = "auto",
+        vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
+        max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
+    ) -> Runtime:  # fmt: skip
+        """Load a target model, paging what does not fit the device budget.
+
+        Args:
+            target: Directory with safetensors, a `.gguf` file, or `org/name` on the hub.
+            draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary.
+            device: `auto`, `cuda`, `cuda:N` or `cpu`.
+            dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
+            vram: Hard limit of device memory, like `24GB`; None allows all that is free.
+            resident_layers: Layers kept on the device, or `auto` for as many as fit.
+            context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192.
+            max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            on_progress: Called with (stage, done bytes, total bytes) while weights are read.
+
+        Raises:
+            CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError: before anything
+                large is read, each saying what would help.
+        """
+        require_positive("max_gamma", max_gamma)
+        limit_bytes = None if vram is None else parse_bytes(vram)
+        resident = _resident_layers(resident_layers)
+        chosen = resolve_device(device)
+        target_source = open_checkpoint(target)
+        draft_source = None if str(draft) in ("ngram", "none") else open_checkpoint(draft)
+        if draft_source is not None:
+            assembly.check_vocabulary(
+                target_source.tokenizer(), draft_source.tokenizer(), target_source.config(), draft_source.config()
+            )
+        torch_dtype = assembly.resolve_dtype(dtype, target_source, chosen)
+        tokens = assembly.resolve_context(context, target_source.config())
+        sizes = {"context": tokens, "window": max_gamma + 1}
+        target_plan = assembly.target_plan(target_source.config(), torch_dtype, chosen, **sizes)
+        draft_plan = None
+        if draft_source is not None:
+            draft_plan = assembly.draft_plan(draft_source.config(), torch_dtype, chosen, **sizes)
+        others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
+        budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
+        placement = assembly.plan_placement(target_plan, draft_plan, budget, resident)
+        engine = make_copy_engine(chosen)
+        loaded_draft = None
+        if draft_source is not None and draft_plan is not None:
+            layers = draft_plan.config.num_layers
+            everything = Placement(tuple(range(layers)), 0, layers)
+            loaded_draft = assembly.load_model(
+                draft_source, draft_plan, everything, budget, engine, name="draft", on_progress=on_progress
+            )
+        loaded = assembly.load_model(
+            target_source, target_plan, placement, budget, engine, name="target", on_progress=on_progress
+        )
+        for model in (loaded, loaded_draft):
+            if model is not None and chosen.type == "cuda":
+                assembly.warm_up(model)
+        proposer = _make_proposer(str(draft), loaded_draft, target_source.config())
+        gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if loaded_draft is None else "model"]
+        return cls(
+            target_source, loaded, loaded_draft, proposer, budget, engine,
+            default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma), max_gamma=max_gamma,
+            placement=assembly.describe_placement(loaded, target_plan, budget),
+        )  # fmt: skip
+
+    def stream(
+        self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), gamma: int | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+    ) -> TokenStream:  # fmt: skip
+        """Generate piece by piece.
+
+        The tokens are a function of prompt and sampling options alone: not of the draft, `gamma`, `speculate`, the
+        device budget or earlier calls.
+
+        Args:
+            prompt: Text, token ids, or chat messages (`{"role": …, "content": …}`), which go through the model's chat
+                template.
+            max_new_tokens: Tokens to generate unless the model ends earlier.
+            temperature: 0 is greedy.
+            top_k: Only the k most likely tokens; 0 is off.
+            top_p: Only the most likely tokens that hold this probability together; 1 is off.
+            min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
+            seed: Of the sampling noise.
+            stop: Strings that end the text.
+            gamma: Most tokens proposed per pass; None for the default.
+            speculate: False decodes plainly, one token a pass.
+            ignore_eos: Go on after the end-of-sequence token.
+            on_prefill: Called with (layers done, layers) while the prompt is worked on.
+
+        Returns:
+            An iterator over text; its `result` is there afterwards.
+
+        Raises:
+            ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
+            OptionError: A value makes no sense.
+        """
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        params = GenerationParams(max_new_tokens, tuple(stop), gamma, ignore_eos, sampling)
+        tokens = self.encode(prompt)
+        room = self.context_tokens - len(tokens)
+        if room < max_new_tokens:
+            raise ContextLengthError(
+                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
+                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
+            )
+        return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
+
+    def generate(
+        self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), gamma: int | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+    ) -> GenerationResult:  # fmt: skip
+        """Like `stream`, but returns when everything is there."""
+        stream = self.stream(
+            prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
+        )  # fmt: skip
+        for _ in stream:
+            pass
+        return stream.result
+
+    def conversation(self, system: str | None = None) -> Conversation:
+        """A chat that keeps its keys and values between turns."""
+        return Conversation(self, system)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._target.runner.cache.capacity_tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = list(self.tokenizer.encode(prompt))
+        elif prompt and all(isinstance(item, Mapping) for item in prompt):
+            text = self.render_chat([dict(item) for item in prompt])  # type: ignore[arg-type]
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+        elif all(isinstance(item, int) for item in prompt):
+            tokens = [int(item) for item in prompt]  # type: ignore[call-overload]
+        else:
+            raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
+        if not tokens:
+            raise OptionError("the prompt is empty: give it at least one token")
+        outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
+        if outside:
+            raise OptionError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
+        return tokens
+
+    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
+        """Chat messages as the text the model was trained on."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
+            )
+        except Exception as error:  # templates raise whatever they like about the messages
+            raise OptionError(f"the chat template refused the messages: {error}") from error
+
+    def start(
+        self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int, speculate: bool = True,
+        on_prefill: OnPrefill | None = None,
+    ) -> TokenStream:  # fmt: skip
+        """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
+        gamma = self._default_gamma if params.gamma is None else params.gamma
+        if gamma > self._max_gamma:
+            raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
+        if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
+            raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
+        self._target.runner.cache.truncate(0, num_kept)
+        self._cache_owner = owner
+        return TokenStream(
+            self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept, on_prefill=on_prefill
+        )
+
+    def owns_cache(self, owner: object) -> bool:
+        """Whether what the cache holds was left there by `owner`."""
+        return self._cache_owner is owner
+
+    def cached_tokens(self) -> int:
+        """Committed tokens in the target's cache."""
+        return self._target.runner.cache.length(0)
+
+    def close(self) -> None:
+        """Stop the copies and give all memory back. The runtime cannot be used afterwards."""
+        self._engine.close()
+        for model in (self._target, self._draft):
+            if model is not None:
+                model.weights.close()
+        del self._target, self._draft, self._parts
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _resident_layers(asked: int | str) -> int | None:
+    if asked == "auto":
+        return None
+    try:
+        return int(asked)
+    except ValueError:
+        raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None
+
+
+def _make_proposer(draft: str, model: assembly.LoadedModel | None, target: ModelConfig) -> Proposer:
+    if model is not None:
+        return DraftProposer(model.runner, vocab_size=target.vocab_size)
+    return NoProposer() if draft == "none" else NgramProposer()

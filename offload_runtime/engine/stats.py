@@ -1,0 +1,53 @@
+"""What a generation returns: tokens, text, and the figures beside their bounds. The field names are an interface."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Figures of one generation.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt, those that were in the cache already included.
+        new_tokens: Tokens generated, the end-of-sequence token included.
+        time_to_first_token_s: From the call to the first token: mostly prefill.
+        tok_per_s: Tokens after the first over the time after the first; 0 when there was only one.
+        passes: Passes of the target after prefill.
+        tokens_per_pass: Tokens after the first over passes.
+        bytes_per_pass: Bytes over the link for one pass.
+        link_gbps: Bytes of these passes over their time, waiting and sampling included, in GB/s (1e9).
+        link_peak_gbps: Bandwidth of back-to-back copies, measured when the runtime was loaded.
+        stall_s: Time that the compute side waited for the link in these passes.
+        peak_vram_bytes: Most device memory in use so far: by the driver on CUDA, by the ledger on the CPU.
+        pinned_bytes: Page-locked host memory.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    time_to_first_token_s: float
+    tok_per_s: float
+    passes: int
+    tokens_per_pass: float
+    bytes_per_pass: int
+    link_gbps: float | None
+    link_peak_gbps: float | None
+    stall_s: float
+    peak_vram_bytes: int
+    pinned_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures by name, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation: `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    stats: GenerationStats

@@ -1,0 +1,86 @@
+"""Rotary position embedding: frequencies from transformers' own initialisers, angles in fp32.
+
+`dynamic` and `longrope` frequencies depend on a sequence length. A row then uses max(its position + 1, the length of
+the prompt it was prefilled with): what plain decoding through transformers uses, and independent of the window.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from offload_runtime.config import ModelConfig
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+class RopeTable:
+    """Cosines and sines of a model's rotary embedding.
+
+    Args:
+        config: The model's shape and rope parameters.
+        device: Where the angles are computed.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._device = device
+        self._parameters = dict(config.rope_parameters)
+        self._type: str = self._parameters["rope_type"]
+        assert self._type in SUPPORTED_ROPE_TYPES, self._type
+        self._hf_config = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=self._parameters,
+        )
+        self._head_dim = config.head_dim
+        self._inv_freq, self._scaling = self._initialise(None)  # [D/2] fp32, device
+        # Above this length the frequencies change.
+        if self._type == "dynamic":
+            self._short_length: int | None = config.max_position_embeddings
+        elif self._type == "longrope":
+            self._short_length = int(self._parameters["original_max_position_embeddings"])
+        else:
+            self._short_length = None
+
+    def angles(
+        self, positions: torch.Tensor, *, host_positions: list[int], prompt_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for every row.
+
+        Args:
+            positions: [N] int32, device; negative for padding.
+            host_positions: The same on the host.
+            prompt_length: Length of the sequence a prefill reaches; 0 for a decoding window.
+
+        Returns:
+            cos, sin: [N, D/2] fp32, device, multiplied by the attention scaling.
+        """
+        inv_freq = self._row_frequencies(host_positions, prompt_length)
+        angle = positions.clamp_min(0).float()[:, None] * inv_freq
+        return angle.cos() * self._scaling, angle.sin() * self._scaling
+
+    def _row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
+        """[D/2], or [N, D/2] where rows differ."""
+        if self._short_length is None:
+            return self._inv_freq
+        # All lengths up to the short one share its frequencies; longrope knows only two sets.
+        longest = self._short_length + 1 if self._type == "longrope" else max(host_positions, default=0) + 1
+        longest = max(longest, prompt_length)
+        lengths = [min(max(p + 1, prompt_length, self._short_length), longest) for p in host_positions]
+        distinct = sorted(set(lengths))
+        if distinct == [self._short_length]:
+            return self._inv_freq
+        tables = torch.stack([self._initialise(length)[0] for length in distinct])
+        index = torch.tensor([distinct.index(length) for length in lengths], device=self._device)
+        return tables[index]
+
+    def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
+        if self._type == "default":  # transformers keeps this one inside each model
+            exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
+            return (1.0 / (float(self._parameters["rope_theta"]) ** exponents)).to(self._device), 1.0
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
+        return inv_freq.float().to(self._device), float(scaling)

@@ -1,0 +1,142 @@
+"""The rows of one pass: which tokens, at which positions, seeing which keys. One small upload per pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.rope_store import RopeRows
+
+from offload_runtime.model.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that one sequence puts through a pass, behind its committed tokens.
+
+    `parents[i]` is the index of the token that token i follows, -1 for the committed end; None means a chain. Parents
+    come before their children.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.tokens, "a window needs at least one token"
+        if self.parents is not None:
+            assert len(self.parents) == len(self.tokens)
+            assert all(-1 <= parent < index for index, parent in enumerate(self.parents))
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """For each token the indices from the root to the token itself."""
+        if self.parents is None:
+            return [list(range(index + 1)) for index in range(len(self.tokens))]
+        paths: list[list[int]] = []
+        for index, parent in enumerate(self.parents):
+            paths.append([*(paths[parent] if parent >= 0 else ()), index])
+        return paths
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Device tensors that describe the B x T rows of a pass; absent rows have position -1.
+
+    `tokens` [B*T] int32; `full` rotates, `plain` is the same without rotation (layers without positions).
+    """
+
+    tokens: torch.Tensor
+    query: QueryRows
+    full: RopeRows
+    plain: RopeRows
+    prefill: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        batch, num_queries = self.query.positions.shape
+        return batch, num_queries
+
+    @property
+    def num_rows(self) -> int:
+        """B * T."""
+        return self.tokens.shape[0]
+
+
+class RowBuilder:
+    """Makes `PassRows` for one model.
+
+    Args:
+        rope: The model's rotary table.
+        device: The compute device.
+    """
+
+    def __init__(self, rope: RopeTable, device: torch.device) -> None:
+        self._rope = rope
+        self._device = device
+
+    def build(
+        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int], *,
+        prompt_length: int = 0,
+    ) -> PassRows:  # fmt: skip
+        """Lay out one window per sequence.
+
+        Args:
+            windows: One per sequence, of any lengths.
+            committed: For each, tokens already in the cache.
+            sequences: For each, its batch row in the cache.
+            prompt_length: Not 0 makes this a prefill that reaches this length.
+        """
+        batch, width = len(windows), max(len(window.tokens) for window in windows)
+        tree = any(window.parents is not None for window in windows)
+        tokens = [[0] * width for _ in windows]
+        positions = [[-1] * width for _ in windows]
+        slots = [[0] * width for _ in windows]
+        all_paths = [window.paths for window in windows] if tree else []
+        for b, window in enumerate(windows):
+            count = len(window.tokens)
+            tokens[b][:count] = window.tokens
+            slots[b][:count] = range(committed[b], committed[b] + count)
+            depths = [len(path) - 1 for path in all_paths[b]] if tree else range(count)
+            positions[b][:count] = [committed[b] + depth for depth in depths]
+        depth = max((len(path) for paths in all_paths for path in paths), default=0)
+        ancestors = [0] * (batch * width * depth)
+        for b, paths in enumerate(all_paths):
+            for t, path in enumerate(paths):
+                at = (b * width + t) * depth
+                ancestors[at : at + len(path)] = [committed[b] + index for index in path]
+        flat_positions = [p for row in positions for p in row]
+        parts = self._upload(
+            [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
+            [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
+        )  # fmt: skip
+        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor = parts
+        cos, sin = self._rope.angles(flat_position, host_positions=flat_positions, prompt_length=prompt_length)
+        query = QueryRows(
+            positions=flat_position.view(batch, width),
+            sequences=sequence,
+            max_length=max(flat_positions) + 1,
+            committed=committed_gpu if tree else None,
+            ancestors=ancestor.view(batch, width, depth) if tree else None,
+            min_committed=min(committed),
+        )
+        return PassRows(
+            tokens=flat_tokens,
+            query=query,
+            full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
+            plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
+            prefill=prompt_length > 0,
+        )
+
+    def _upload(self, *parts: list[int]) -> list[torch.Tensor]:
+        """Send lists of integers to the device in one copy: int32 views, each 16-byte aligned."""
+        offsets, flat = [], []
+        for part in parts:
+            offsets.append(len(flat))
+            flat += part + [0] * (-len(part) % 4)
+        packed = torch.tensor(flat, dtype=torch.int32)
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return [packed[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)]

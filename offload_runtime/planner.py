@@ -1,0 +1,138 @@
+"""What lives where on the device: pure arithmetic on bytes, before anything is loaded.
+
+Fixed parts come first (embedding and head, KV cache, draft, workspace). What is left of the budget holds the ring and
+as many resident layers as fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.errors import BudgetError, OptionError
+
+# Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
+RING_SLOTS = 3
+# Fragmentation of the allocator and rounding of its blocks, as a share of the workspace.
+_WORKSPACE_MARGIN = 1.25
+# cuBLAS takes 32 MiB a handle on Hopper, 8 MiB elsewhere; once for the compute stream, once for cublasLt.
+_LIBRARY_WORKSPACE_BYTES = 72 << 20
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes of the parts of one runtime on its device."""
+
+    layer_bytes: int
+    num_layers: int
+    shared_bytes: int
+    kv_bytes: int
+    draft_bytes: int
+    workspace_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the layers of the target."""
+        return self.shared_bytes + self.kv_bytes + self.draft_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which layers stay on the device and how many slots the others pass through."""
+
+    resident_layers: tuple[int, ...]
+    num_slots: int
+    num_layers: int
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers that cross the link in every pass."""
+        return self.num_layers - len(self.resident_layers)
+
+
+def spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
+    return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)})) if count else ()
+
+
+def place_layers(needs: MemoryNeeds, available_bytes: int | None, resident_layers: int | None) -> Placement:
+    """Choose resident layers and ring.
+
+    Args:
+        needs: Bytes of the parts.
+        available_bytes: What the device may still give; None for no limit.
+        resident_layers: Asked by the user; None chooses the most that fit.
+
+    Raises:
+        BudgetError: Not even a ring of two slots fits, or the asked resident layers do not.
+        OptionError: More resident layers were asked for than the model has.
+    """
+    layers = needs.num_layers
+    if resident_layers is not None and not 0 <= resident_layers <= layers:
+        raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {resident_layers}")
+    spare_bytes = None if available_bytes is None else available_bytes - needs.fixed_bytes
+    if resident_layers is None and (spare_bytes is None or layers * needs.layer_bytes <= spare_bytes):
+        return Placement(tuple(range(layers)), 0, layers)
+    if spare_bytes is None:
+        assert resident_layers is not None
+        return _placement(resident_layers, layers, RING_SLOTS)
+    most = spare_bytes // needs.layer_bytes  # layers and slots together
+    if resident_layers is not None:
+        slots = min(RING_SLOTS, layers - resident_layers)
+        if resident_layers + min(2, slots) > most:
+            raise _too_small(needs, available_bytes or 0, resident_layers)
+        return _placement(resident_layers, layers, min(slots, most - resident_layers))
+    if most < min(2, layers):
+        raise _too_small(needs, available_bytes or 0, 0)
+    slots = min(RING_SLOTS, most)
+    return _placement(most - slots, layers, slots)
+
+
+def _placement(resident: int, layers: int, slots: int) -> Placement:
+    return Placement(spread(resident, layers), min(slots, layers - resident), layers)
+
+
+def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> BudgetError:
+    least_bytes = needs.fixed_bytes + (resident + min(2, needs.num_layers - resident)) * needs.layer_bytes
+    parts = [
+        ("embedding and head", needs.shared_bytes),
+        ("KV cache", needs.kv_bytes),
+        ("draft model", needs.draft_bytes),
+        ("workspace", needs.workspace_bytes),
+        (f"{resident} resident layers", resident * needs.layer_bytes),
+        ("a ring of 2 layers", 2 * needs.layer_bytes),
+    ]
+    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+    ways = ["raise --vram", "lower --context"]
+    if needs.draft_bytes:
+        ways.append("use a smaller draft or --draft ngram")
+    if resident:
+        ways.append("keep fewer layers resident")
+    return BudgetError(
+        f"the device budget is too small by {format_bytes(least_bytes - available_bytes)}: "
+        f"{format_bytes(least_bytes)} is the least ({listed}) and {format_bytes(max(0, available_bytes))} is "
+        f"available beside the CUDA context: {', '.join(ways)}"
+    )
+
+
+def workspace_bytes(
+    config: ModelConfig, element_bytes: int, *, context_tokens: int, chunk_rows: int, window_rows: int
+) -> int:
+    """Activations of the largest pass, before the allocator's rounding.
+
+    Args:
+        config: The model's shape.
+        element_bytes: Of its dtype.
+        context_tokens: Longest prompt (its residual stream and last delta are held through a layer-major prefill).
+        chunk_rows: Rows of a prefill piece.
+        window_rows: Rows of a decoding window, padded.
+    """
+    stream = 2 * context_tokens * config.hidden_size
+    chunk = chunk_rows * (
+        3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
+    )
+    angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
+    logits = window_rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
+    attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention.WORKSPACE_BYTES
+    total = (stream + chunk) * element_bytes + angles + logits + attention
+    return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES

@@ -1,0 +1,155 @@
+"""Runners: tokens in, logits out. They join weights in motion, decoder and cache into passes.
+
+A pass is layer-major: every piece of its rows goes through layer 0, then layer 1, …, so that each streamed layer crosses
+the link once per pass, however long the prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from offload_runtime_kernels.rope_store import RopeRows
+
+from offload_runtime.kv_cache import KVCache
+from offload_runtime.model import Decoder, PassRows, RowBuilder, Window
+from offload_runtime.streaming import LayerStreamer
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Heights of the matrix products, the same for every pass of a run (see `model.linear`).
+
+    `window_rows` for decoding windows, `prefill_rows` for prompts; a prompt is worked on in pieces of
+    `prefill_chunk_tokens`, a multiple of `prefill_rows`, which bounds the activations and changes no bit.
+    """
+
+    window_rows: int
+    prefill_rows: int
+    prefill_chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        assert self.window_rows > 0 and self.prefill_rows > 0
+        assert self.prefill_chunk_tokens % self.prefill_rows == 0
+
+
+class ModelRunner:
+    """Runs passes of one model.
+
+    Args:
+        decoder: The maths.
+        streamer: The weights, resident or streamed.
+        cache: Keys and values; the runner owns what is committed to it.
+        rows: Builder of the pass's rows.
+        shape: Heights of the matrix products.
+    """
+
+    def __init__(
+        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rows: RowBuilder, shape: PassShape
+    ) -> None:
+        self.decoder = decoder
+        self.streamer = streamer
+        self.cache = cache
+        self.shape = shape
+        self._rows = rows
+
+    @torch.inference_mode()
+    def prefill(
+        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
+    ) -> torch.Tensor:
+        """Put a prompt, or the rest of one, into the cache and commit it.
+
+        Args:
+            sequence: Batch row in the cache; its committed tokens come before these.
+            tokens: At least one.
+            on_layer: Called with (layers done, layers) as the host enqueues them.
+
+        Returns:
+            Logits of the last token, [1, V] on the compute device.
+
+        Raises:
+            ContextLengthError: The cache has no room. Nothing was committed.
+        """
+        self.cache.check_room(sequence, len(tokens))
+        start = self.cache.length(sequence)
+        step = self.shape.prefill_chunk_tokens
+        pieces = [
+            self._rows.build(
+                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [sequence],
+                prompt_length=start + len(tokens),
+            )
+            for offset in range(0, len(tokens), step)
+        ]  # fmt: skip
+        residual, delta = self._layers(pieces, self.shape.prefill_rows, on_layer)
+        last = pieces[-1].num_rows - 1
+        logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
+        self.cache.commit(sequence, len(tokens))
+        return logits
+
+    @torch.inference_mode()
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        """One pass over a window per sequence; nothing is committed.
+
+        Args:
+            windows: Tokens behind each sequence's committed ones.
+            sequences: Their batch rows in the cache, all different.
+
+        Returns:
+            Logits [B, T, V] on the compute device, T the longest window; rows beyond a window's own are undefined.
+
+        Raises:
+            ContextLengthError: The cache has no room for a window.
+        """
+        for window, sequence in zip(windows, sequences, strict=True):
+            self.cache.check_room(sequence, len(window.tokens))
+        committed = [self.cache.length(sequence) for sequence in sequences]
+        return self.run_rows(self._rows.build(windows, committed, sequences))
+
+    @torch.inference_mode()
+    def chain_rows(self, sequence: int, count: int) -> list[PassRows]:
+        """Rows for `count` passes of one token each, behind the committed tokens; the tokens are yet to be filled in."""
+        rows = self._rows.build([Window((0,) * count)], [self.cache.length(sequence)], [sequence])
+        return [_single_row(rows, index) for index in range(count)]
+
+    @torch.inference_mode()
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        """One pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
+        residual, delta = self._layers([rows], self.shape.window_rows, None)
+        logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(0, rows.num_rows))
+        return logits.view(*rows.shape, -1)
+
+    def _layers(
+        self, pieces: list[PassRows], tile_rows: int, on_layer: Callable[[int, int], None] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream and last delta of the last piece, each [N, H]."""
+        residuals = [self.decoder.embed(rows, tile_rows) for rows in pieces]
+        deltas: list[torch.Tensor | None] = [None] * len(pieces)
+        for index, weights in self.streamer.layers():
+            for number, rows in enumerate(pieces):
+                deltas[number] = self.decoder.layer(
+                    index, weights, residuals[number], deltas[number], rows, self.cache, tile_rows
+                )
+            if on_layer is not None:
+                on_layer(index + 1, self.streamer.num_layers)
+        delta = deltas[-1]
+        assert delta is not None, "a model has at least one layer"
+        return residuals[-1], delta
+
+
+def _single_row(rows: PassRows, index: int) -> PassRows:
+    """Row `index` of a one-sequence pass as a pass of its own."""
+    one = slice(index, index + 1)
+
+    def cut(rope_rows: RopeRows) -> RopeRows:
+        return replace(
+            rope_rows,
+            cos=None if rope_rows.cos is None else rope_rows.cos[one],
+            sin=None if rope_rows.sin is None else rope_rows.sin[one],
+            positions=rope_rows.positions[one],
+            slots=rope_rows.slots[one],
+            sequences=rope_rows.sequences[one],
+        )
+
+    query = replace(rows.query, positions=rows.query.positions[:, one].contiguous())
+    return replace(rows, tokens=rows.tokens[one], query=query, full=cut(rows.full), plain=cut(rows.plain))

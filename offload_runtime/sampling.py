@@ -1,0 +1,121 @@
+"""Logits to tokens: the last step of every pass, of draft and target alike, as a pure function.
+
+    token = argmax over allowed v of  logits[v] / T + gumbel(seed, sequence, position, v)          (T = 0: plain argmax)
+
+The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. Here are the filters that say which tokens are
+allowed: top-k, then top-p, then min-p, after the temperature, in transformers' order. Floating sums depend on their
+order and therefore on the device, so the filters weigh tokens by integers: floor(exp(scaled - max) * 2^40), with an
+exponential of IEEE-exact operations and sums in int64. The CPU and the GPU then allow the same tokens, always.
+
+Everything here is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so
+that a draft step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from offload_runtime_kernels import gumbel_argmax as noise_ops
+from torch import Tensor
+
+from offload_runtime.config import SamplingParams
+
+# A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
+_WEIGHT_BITS = 40
+_MAX_VOCAB_SIZE = 1 << 22
+# Below exp(-30) a weight is less than 2^-3, that is 0.
+_LOWEST_EXPONENT = -30.0
+_LOG2_E = 1.4426950216293335
+# log(2) = hi + lo; hi has 10 bits, so the product with a small integer is exact.
+_LN2_HI = 0.693359375
+_LN2_LO = -0.00021219444170128554
+# Minimax fit of (exp(r) - 1 - r) / r^2 on |r| <= log(2) / 2, error 3e-9 of exp(r), rounded to fp32.
+_EXP_Q = (0.5, 0.1666651964187622, 0.04166620597243309, 0.008368886075913906, 0.0013950448483228683)
+
+
+def _weights(scaled: Tensor, maximum: Tensor) -> Tensor:
+    """floor(exp(scaled - maximum) * 2^40): scaled [R, N] fp32, maximum [R, 1] fp32 -> [R, N] int64.
+
+    A row with NaN or an infinite maximum gets the weights 0 and 2^40 only: what a NaN becomes as an integer differs
+    between devices.
+    """
+    difference = torch.where(scaled < maximum, scaled - maximum, 0.0).clamp_min_(_LOWEST_EXPONENT)
+    exponent = (difference * _LOG2_E).round_()
+    r = difference.sub_(exponent * _LN2_HI).sub_(exponent * _LN2_LO)
+    q = r * _EXP_Q[-1]
+    for coefficient in _EXP_Q[-2:0:-1]:
+        q.add_(coefficient).mul_(r)
+    value = q.add_(_EXP_Q[0]).mul_(r).mul_(r).add_(r).add_(1.0)
+    # 2^(exponent + 40) made from its bits, a power of two whose product is exact.
+    power = exponent.to(torch.int32).add_(127 + _WEIGHT_BITS).bitwise_left_shift_(23).view(torch.float32)
+    return value.mul_(power).to(torch.int64)
+
+
+def _smallest_allowed(scaled: Tensor, maximum: Tensor, params: SamplingParams) -> Tensor:
+    """Threshold of top-k, then top-p: scaled [R, V] fp32, maximum [R, 1] fp32 -> [R, 1] fp32, ties with it included."""
+    vocab_size = scaled.shape[1]
+    kept = min(params.top_k or vocab_size, vocab_size)
+    if kept < vocab_size:
+        ordered = scaled.topk(kept, dim=1).values
+    else:
+        ordered = scaled.sort(dim=1, descending=True).values
+    if params.top_p == 1:
+        return ordered[:, -1:]
+    # Ties with the k-th largest are part of the total too, and are not all in `ordered`.
+    total = _weights(scaled, maximum).mul_(scaled >= ordered[:, -1:]).sum(dim=1, keepdim=True)
+    # One fp64 product, correctly rounded wherever it is computed; rounding up must not ask for more than there is.
+    required = total.double().mul_(params.top_p).ceil_().to(torch.int64).minimum(total)
+    before_cutoff = _weights(ordered, maximum).cumsum(dim=1) < required
+    cutoff = before_cutoff.sum(dim=1, keepdim=True).clamp_max_(kept - 1)
+    return ordered.gather(1, cutoff)
+
+
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Set to -inf what top-k, top-p and min-p exclude; bit for bit the same on the CPU and on CUDA.
+
+    logits: [R, V] fp32, -inf for tokens excluded already. At a threshold all ties are kept, and always one token.
+    Returns [R, V] fp32: the logits as they were (not scaled) where allowed. A row with NaN is returned unchanged.
+    """
+    assert logits.ndim == 2 and logits.dtype == torch.float32, f"logits: [R, V] fp32, not {logits.dtype}"
+    assert logits.shape[1] <= _MAX_VOCAB_SIZE, f"a vocabulary of {logits.shape[1]} overflows the integer sums"
+    if not params.filtered:
+        return logits
+    scaled = logits * noise_ops.inverse_temperature(params.temperature)
+    maximum = scaled.amax(dim=1, keepdim=True)
+    excluded = torch.zeros_like(scaled, dtype=torch.bool)
+    if params.top_k or params.top_p < 1:
+        excluded |= scaled < _smallest_allowed(scaled, maximum, params)
+    if params.min_p > 0:
+        excluded |= _weights(scaled, maximum) < math.ceil(params.min_p * 2**_WEIGHT_BITS)
+    return logits.masked_fill(excluded.logical_and_(~maximum.isnan()), -torch.inf)
+
+
+def _allowed_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    return filter_logits(logits.float(), params) if params.filtered else logits
+
+
+def sample(logits: Tensor, params: SamplingParams, positions: Tensor, sequences: Tensor) -> Tensor:
+    """Choose one token a row.
+
+    logits: [R, V] bf16, fp16 or fp32, contiguous rows. positions: [R] int32/int64, the absolute position of the token
+    being chosen (not of the token that was fed). sequences: [R] int32/int64, which sequence of the batch. One device.
+    Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
+    -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
+    """
+    scores = _allowed_logits(logits, params)
+    return noise_ops.gumbel_argmax(scores, positions, sequences, temperature=params.temperature, seed=params.seed)
+
+
+def perturbed_logits(logits: Tensor, params: SamplingParams, positions: Tensor, sequences: Tensor) -> Tensor:
+    """Allowed logits / T + gumbel, of which `sample` takes the argmax and a tree its top-k children.
+
+    Arguments as `sample`. Returns [R, V] fp32, -inf where not allowed; the logits themselves at temperature 0.
+    """
+    scores = _allowed_logits(logits, params)
+    return noise_ops.gumbel_perturb(scores, positions, sequences, temperature=params.temperature, seed=params.seed)
+
+
+def gumbel_noise(seed: int, positions: Tensor, sequences: Tensor, vocab_size: int) -> Tensor:
+    """Noise of every token, a pure function of the arguments: positions, sequences [R] -> [R, V] fp32, their device."""
+    return noise_ops.gumbel_noise(positions, sequences, seed=seed, vocab_size=vocab_size)

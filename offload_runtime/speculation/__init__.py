@@ -1,0 +1,14 @@
+"""Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
+
+from offload_runtime.speculation.proposers import DraftProposer, NgramProposer, NoProposer, Proposer
+from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, count_accepted
+
+__all__ = [
+    "DraftProposer",
+    "NgramProposer",
+    "NoProposer",
+    "Proposer",
+    "Round",
+    "SpeculativeDecoder",
+    "count_accepted",
+]

@@ -1,0 +1,33 @@
+"""Checkpoints to packed host arenas: open, validate, load, convert."""
+
+from offload_runtime.weights.architecture import model_config_from_transformers
+from offload_runtime.weights.checkpoint import CheckpointSource, Shard, open_checkpoint
+from offload_runtime.weights.convert import convert_to_safetensors
+from offload_runtime.weights.demo_model import fetch_demo_model
+from offload_runtime.weights.layout import (
+    PackedLayout,
+    TensorSpec,
+    checkpoint_tensors,
+    layer_layout,
+    packed_bytes,
+    shared_layout,
+)
+from offload_runtime.weights.loader import HostWeights, load_weights, random_weights
+
+__all__ = [
+    "CheckpointSource",
+    "HostWeights",
+    "PackedLayout",
+    "Shard",
+    "TensorSpec",
+    "checkpoint_tensors",
+    "convert_to_safetensors",
+    "fetch_demo_model",
+    "layer_layout",
+    "load_weights",
+    "model_config_from_transformers",
+    "open_checkpoint",
+    "packed_bytes",
+    "random_weights",
+    "shared_layout",
+]

@@ -1,0 +1,150 @@
+"""From transformers' configuration objects to our `ModelConfig`, refusing what the decoder does not implement.
+
+The refusals matter more than the translation: an option that the decoder would silently ignore gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
+
+# transformers' model_type to the architecture the decoder implements.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+
+def check_model_type(model_type: object, architectures: object) -> str:
+    """Return the architecture's name, e.g. `LlamaForCausalLM`.
+
+    Args:
+        model_type: `model_type` of a configuration.
+        architectures: Its list of class names, or None when it has none (a configuration made by hand).
+
+    Raises:
+        UnsupportedArchitectureError: The decoder does not implement it; names those that it does.
+    """
+    supported = ", ".join(ARCHITECTURES.values())
+    name = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    found = architectures if isinstance(architectures, (list, tuple)) and architectures else [name]
+    if name is None or name not in found:
+        shown = ", ".join(str(item) for item in found if item) or f"model_type {model_type!r}"
+        raise UnsupportedArchitectureError(f"{shown} is not supported: use a model of one of {supported}")
+    return name
+
+
+def _checked_rope(hf_config: Any) -> dict[str, Any]:
+    """transformers' `rope_parameters` as a plain dictionary, once it is something the decoder rotates by."""
+    rope = dict(getattr(hf_config, "rope_parameters", None) or {})
+    rope_type = rope.get("rope_type")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedArchitectureError(
+            f"RoPE parameters of type {rope_type!r} are not supported: use a model with one of {', '.join(ROPE_TYPES)}"
+        )
+    partial = rope.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
+    if partial is not None and partial != 1:
+        raise UnsupportedArchitectureError(
+            f"partial_rotary_factor is {partial}, and only 1 (the whole head is rotated) is supported: "
+            "choose another model"
+        )
+    return rope
+
+
+def _layer_windows(hf_config: Any, model_type: str) -> tuple[int | None, ...]:
+    """Sliding window of each layer in tokens, None for full attention."""
+    num_layers: int = hf_config.num_hidden_layers
+    window: int | None = getattr(hf_config, "sliding_window", None)
+    if model_type == "llama":
+        return (None,) * num_layers
+    if model_type == "mistral":
+        return (window,) * num_layers
+    kinds = list(hf_config.layer_types)[:num_layers]
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) < num_layers:
+        raise UnsupportedArchitectureError(
+            f"layer_types has {len(kinds)} entries for {num_layers} layers, unknown ones {unknown}: "
+            "only full_attention and sliding_attention are supported"
+        )
+    if "sliding_attention" in kinds and (window is None or not getattr(hf_config, "use_sliding_window", False)):
+        raise CheckpointError(
+            f"config.json asks for sliding attention in {kinds.count('sliding_attention')} layers but switches the "
+            "sliding window off: set use_sliding_window and sliding_window, or make every layer full_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _layer_rope(hf_config: Any, model_type: str) -> tuple[bool, ...]:
+    """Whether each layer rotates its queries and keys; in SmolLM3's `no_rope_layers` a 1 means that it does."""
+    num_layers: int = hf_config.num_hidden_layers
+    if model_type != "smollm3":
+        return (True,) * num_layers
+    flags = list(hf_config.no_rope_layers)[:num_layers]
+    if len(flags) < num_layers:
+        raise CheckpointError(f"no_rope_layers has {len(flags)} entries for {num_layers} layers: fix config.json")
+    return tuple(bool(flag) for flag in flags)
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """Token ids from a configuration's field: a number, a list of numbers or nothing."""
+    if value is None:
+        return ()
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
+        return tuple(value)
+    raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
+
+
+def model_config_from_transformers(hf_config: Any) -> ModelConfig:
+    """Translate a transformers (5.17 to 5.23) configuration object.
+
+    Args:
+        hf_config: LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config or SmolLM3Config.
+
+    Raises:
+        UnsupportedArchitectureError: Another architecture, or an option of these that the decoder does not implement.
+        CheckpointError: The values contradict each other.
+    """
+    model_type = getattr(hf_config, "model_type", None)
+    architecture = check_model_type(model_type, getattr(hf_config, "architectures", None))
+    assert isinstance(model_type, str)
+    if hf_config.hidden_act not in ACTIVATIONS:
+        raise UnsupportedArchitectureError(
+            f"hidden activation {hf_config.hidden_act!r} is not supported: only silu is; choose another model"
+        )
+    attention_bias = model_type != "mistral" and bool(getattr(hf_config, "attention_bias", False))
+    bos = token_ids(hf_config.bos_token_id)
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=hf_config.intermediate_size,
+            num_layers=hf_config.num_hidden_layers,
+            num_heads=hf_config.num_attention_heads,
+            num_kv_heads=hf_config.num_key_value_heads or hf_config.num_attention_heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            vocab_size=hf_config.vocab_size,
+            max_position_embeddings=hf_config.max_position_embeddings,
+            rms_norm_eps=hf_config.rms_norm_eps,
+            rope_parameters=_checked_rope(hf_config),
+            tie_word_embeddings=bool(hf_config.tie_word_embeddings),
+            # Qwen2 has biases on q, k and v whatever its config says, and none on o.
+            qkv_bias=model_type == "qwen2" or attention_bias,
+            o_bias=model_type != "qwen2" and attention_bias,
+            mlp_bias=model_type in ("llama", "smollm3") and bool(getattr(hf_config, "mlp_bias", False)),
+            qk_norm=model_type == "qwen3",
+            layer_windows=_layer_windows(hf_config, model_type),
+            layer_rope=_layer_rope(hf_config, model_type),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=token_ids(hf_config.eos_token_id),
+        )
+    except (OptionError, ZeroDivisionError) as error:
+        raise CheckpointError(f"config.json describes an impossible model: {error}") from error

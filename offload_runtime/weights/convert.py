@@ -1,0 +1,193 @@
+"""Write any readable checkpoint as a safetensors directory that transformers loads too.
+
+All or nothing: everything goes to a hidden directory beside the target, is flushed to the disk, and is renamed last.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from offload_runtime.config import format_bytes
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.weights.checkpoint import CheckpointSource, Fill
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.loader import Progress
+from offload_runtime.weights.safetensors_file import write_file
+
+_OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
+
+
+@dataclass(frozen=True)
+class _ShardPlan:
+    """One file to write."""
+
+    name: str
+    tensors: tuple[tuple[str, tuple[int, ...], Fill], ...]
+    nbytes: int
+
+
+def _partial_prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def remove_abandoned(target: Path) -> None:
+    """Delete what killed runs left beside `target`; directories of running processes stay."""
+    prefix = _partial_prefix(target)
+    for path in target.parent.glob(f"{prefix}*"):
+        pid = path.name.removeprefix(prefix).split("-")[0]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _storage_error(error: OSError, target: Path, needed_bytes: int) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free_bytes = shutil.disk_usage(target.parent).free
+        return StorageError(
+            f"{target} needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free on that disk: "
+            "free some space or choose another directory"
+        )
+    return StorageError(f"writing {target} failed ({error}): check the permissions or choose another directory")
+
+
+@contextmanager
+def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
+    """Give a temporary directory that becomes `target` when the block ends well, and vanishes when it does not.
+
+    Args:
+        target: Must not exist, or be empty.
+        needed_bytes: What will be written; checked against the free space first.
+
+    Raises:
+        OptionError: `target` is there already.
+        StorageError: Not enough space, no permission, or the disk failed.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OptionError(f"{target} exists already: choose a new directory or remove it first")
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target)
+        if shutil.disk_usage(target.parent).free < needed_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        temporary = Path(tempfile.mkdtemp(prefix=f"{_partial_prefix(target)}{os.getpid()}-", dir=target.parent))
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _flush(path)
+        if target.exists():
+            target.rmdir()
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        temporary.rename(target)
+        _flush(target.parent)
+    except OSError as error:
+        raise _storage_error(error, target, needed_bytes) from error
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _plan_shards(source: CheckpointSource, dtype: torch.dtype, max_shard_bytes: float) -> list[_ShardPlan]:
+    """Group the tensors, in the order they are stored in, into files of at most `max_shard_bytes`."""
+    shapes = {name: destination.shape for name, destination in checkpoint_tensors(source.config()).items()}
+    groups: list[list[tuple[str, tuple[int, ...], Fill]]] = [[]]
+    sizes = [0]
+    for shard in source.shards():
+        for name, fill in shard.tensors:
+            nbytes = math.prod(shapes[name]) * dtype.itemsize
+            if groups[-1] and sizes[-1] + nbytes > max_shard_bytes:
+                groups.append([])
+                sizes.append(0)
+            groups[-1].append((name, shapes[name], fill))
+            sizes[-1] += nbytes
+    if len(groups) == 1:
+        return [_ShardPlan("model.safetensors", tuple(groups[0]), sizes[0])]
+    return [
+        _ShardPlan(f"model-{index:05d}-of-{len(groups):05d}.safetensors", tuple(group), size)
+        for index, (group, size) in enumerate(zip(groups, sizes, strict=True), 1)
+    ]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+
+
+def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.dtype) -> None:
+    """Configuration, generation settings, tokenizer and chat template."""
+    hf_config = copy.deepcopy(source.hf_config())
+    hf_config.dtype = dtype
+    hf_config.architectures = [source.config().architecture]
+    hf_config.save_pretrained(directory)
+    _write_json(directory / "generation_config.json", source.generation_settings())
+    source.tokenizer().save_pretrained(directory)
+
+
+def convert_to_safetensors(
+    source: CheckpointSource,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: float = 2e9,
+    on_progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint directory: configuration, tokenizer with chat template, generation settings and weights.
+
+    Args:
+        source: What to convert.
+        out_dir: New directory; it appears only when it is complete.
+        dtype: Of the written weights.
+        max_shard_bytes: Largest file, unless a single tensor is larger.
+        on_progress: Called with (bytes written, bytes of all weights).
+
+    Returns:
+        The directory.
+
+    Raises:
+        OptionError: The directory exists and is not empty.
+        StorageError: Not enough space or no permission; nothing half-written stays behind.
+        CheckpointError: The source has no usable tokenizer, or broke while it was read.
+    """
+    target = Path(out_dir).expanduser().absolute()
+    plans = _plan_shards(source, dtype, max_shard_bytes)
+    total_bytes = sum(plan.nbytes for plan in plans)
+    done_bytes = 0
+
+    def written(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        if on_progress is not None:
+            on_progress(done_bytes, total_bytes)
+
+    with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
+        _write_descriptions(source, directory, dtype)
+        for plan in plans:
+            write_file(directory / plan.name, plan.tensors, dtype, written)
+        if len(plans) > 1:
+            weight_map = {name: plan.name for plan in plans for name, _, _ in plan.tensors}
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            _write_json(directory / "model.safetensors.index.json", index)
+    return target

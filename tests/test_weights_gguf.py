@@ -1,0 +1,250 @@
+"""GGUF files: exact weights, the configuration from the metadata, and refusals."""
+
+import random
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
+from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+
+
+def build(arch: str, **overrides) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{FAMILIES[arch]}Config")(**(SIZES | overrides))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k: channel j and j + D/2 of a head become neighbours."""
+    head_dim = rows.shape[0] // num_heads
+    order = [head * head_dim + half * head_dim // 2 + j
+             for head in range(num_heads) for j in range(head_dim // 2) for half in (0, 1)]  # fmt: skip
+    return rows[order]
+
+
+def write(
+    path: Path, arch: str, model: torch.nn.Module, *, kind: str = "F32", extra=None, tensors=None, skip: str = "",
+    general_arch: str | None = None,
+) -> Path:  # fmt: skip
+    """Write a model as llama.cpp's converter would; `extra(writer)` adds metadata, `tensors` small vectors."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, general_arch or arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = model.model.layers[0].self_attn.head_dim
+    if head_dim != config.hidden_size // config.num_attention_heads:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(5000)])  # longer than the header keeps
+    writer.add_eos_token_id(3)
+    writer.add_bos_token_id(1)
+    if extra:
+        extra(writer)
+    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), 5)
+    for name, parameter in model.named_parameters():
+        if name == skip:
+            continue
+        values = parameter.detach().numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        projection = name.split(".")[-2]
+        if arch in ("llama", "smollm3") and projection in heads:
+            values = interleaved(values, heads[projection])
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        quant = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, np.array(values, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    source = open_checkpoint(path)
+    weights = load_weights(source, dtype, pin=False)
+    state = model.state_dict()
+    table = checkpoint_tensors(source.config())
+    assert set(table) == {name for name, _ in model.named_parameters()}
+    for name, destination in table.items():
+        assert torch.equal(destination.of(weights.views(destination.layer)), state[name].to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32}),
+        ("smollm3", {}),
+    ],
+)
+def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
+    model = build(arch, **overrides)
+    path = write(tmp_path / "m.gguf", arch, model)
+    assert_same_weights(path, model, torch.float32)
+    assert_same_weights(path, model, torch.bfloat16)
+    config, expected = open_checkpoint(tmp_path).config(), model.config
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (3,))
+    assert config.layer_rope == tuple(bool(getattr(x.self_attn, "use_rope", True)) for x in model.model.layers)
+    assert config.rope_parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == expected.tie_word_embeddings
+    assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16", "F16"])
+def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
+    model = build("llama")
+    quant = gguf.GGMLQuantizationType[kind]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # permuting whole rows and quantising along them commute
+                rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), quant), quant)
+                parameter.copy_(torch.from_numpy(rounded.copy()))
+    assert_same_weights(write(tmp_path / "m.gguf", "llama", build("llama"), kind=kind), model, torch.bfloat16)
+
+
+def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload_runtime.weights.gguf_checkpoint._CHUNK_ELEMENTS", 1500)
+    model = build("llama")
+    assert_same_weights(write(tmp_path / "m.gguf", "llama", model), model, torch.float32)
+
+
+def test_same_as_transformers_own_reader(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama"), kind="Q8_0", extra=lambda w: w.add_rope_dimension_count(16))
+    oracle = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
+    ours = open_checkpoint(path).hf_config()
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters"):  # fmt: skip
+        assert getattr(ours, name) == getattr(oracle, name), name
+
+
+def rotary_frequencies(hf_config) -> tuple[torch.Tensor, float]:
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config)
+    return rotary.inv_freq, rotary.attention_scaling
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_rope_scaling_gives_the_frequencies_of_the_original(tmp_path, kind):
+    rope = {
+        "linear": {"rope_type": "linear", "factor": 4.0},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 32},
+    }[kind]  # fmt: skip
+    model = build("llama", rope_parameters={**rope, "rope_theta": 1e4})
+    wanted, scaling = rotary_frequencies(model.config)
+    plain, _ = rotary_frequencies(build("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).config)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        if kind == "llama3":
+            return
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    tensors = {"rope_freqs.weight": (plain / wanted).numpy()} if kind == "llama3" else {}
+    path = write(tmp_path / "m.gguf", "llama", model, extra=add, tensors=tensors)
+    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config())
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(found, plain)
+    assert found_scaling == pytest.approx(scaling)
+
+
+def test_sliding_window_of_a_mistral_model(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama"), extra=lambda w: w.add_sliding_window(17))
+    config = open_checkpoint(path).config()
+    assert config.architecture == "MistralForCausalLM" and config.layer_windows == (17,) * 5
+
+
+def test_end_of_turn_ids_end_an_answer_too(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama"), extra=lambda w: w.add_eot_token_id(9))
+    assert open_checkpoint(path).generation_eos() == (3, 9)
+
+
+def test_tokenizer_without_a_vocabulary_transformers_knows(tmp_path):
+    source = open_checkpoint(write(tmp_path / "m.gguf", "smollm3", build("smollm3")))
+    with pytest.raises(CheckpointError, match=r"put the model's tokenizer\.json"):
+        source.tokenizer()
+
+
+def test_unsupported_models_are_refused(tmp_path):
+    model = build("llama")
+    with pytest.raises(UnsupportedArchitectureError, match=r"'falcon'.*llama, qwen2, qwen3, smollm3"):
+        open_checkpoint(write(tmp_path / "a.gguf", "llama", model, general_arch="falcon"))
+    with pytest.raises(UnsupportedArchitectureError, match="mixtures of experts"):
+        open_checkpoint(write(tmp_path / "b.gguf", "llama", model, extra=lambda w: w.add_expert_count(8)))
+    with pytest.raises(UnsupportedArchitectureError, match="8 are rotated"):
+        open_checkpoint(write(tmp_path / "c.gguf", "llama", model, extra=lambda w: (
+            w.add_rope_dimension_count(8), w.add_key_length(16))))  # fmt: skip
+    with pytest.raises(UnsupportedArchitectureError, match="one of 3 files"):
+        open_checkpoint(write(tmp_path / "d.gguf", "llama", model, extra=lambda w: w.add_uint16("split.count", 3)))
+
+
+def test_missing_tensor_and_missing_metadata(tmp_path):
+    model = build("llama")
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 48 tensors \(output_norm\.weight\)"):
+        open_checkpoint(write(tmp_path / "a.gguf", "llama", model, skip="model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks a valid llama\.context_length"):
+        path = write(tmp_path / "b.gguf", "llama", model)
+        path.write_bytes(path.read_bytes().replace(b"llama.context_length", b"llama.context_lengtx"))
+        open_checkpoint(path)
+
+
+def test_truncated_file_tells_how_much_is_missing(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama"))
+    reader = gguf.GGUFReader(path)
+    end = max(int(t.data_offset) + int(t.n_bytes) for t in reader.tensors)
+    del reader
+    path.write_bytes(path.read_bytes()[: end - 1000])
+    with pytest.raises(CheckpointError, match="truncated, 1000 bytes are missing"):
+        open_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(CheckpointError, match="past the end of the file at 300 bytes"):
+        open_checkpoint(path)
+    path.write_bytes(b"GG")
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        open_checkpoint(path)
+
+
+def test_fuzzed_headers_never_raise_anything_else(tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1))
+    intact = path.read_bytes()
+    data_start = int(gguf.GGUFReader(path).data_offset)
+    rng = random.Random(0)
+    vocabulary = (intact.index(b"tokenizer.ggml.tokens"), intact.index(b"t4999"))
+    positions = [p for p in range(data_start) if not vocabulary[0] + 64 < p < vocabulary[1]]  # mostly the rest
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(intact)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            damaged[rng.choice(positions)] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del damaged[rng.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        try:
+            load_weights(open_checkpoint(path), torch.float32, pin=False).close()
+        except CheckpointError:
+            refused += 1
+    assert refused > 150

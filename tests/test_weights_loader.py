@@ -1,0 +1,224 @@
+"""Loading into arenas: every element written, one copy in memory, nothing leaked on failure."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import BudgetError, CheckpointError
+from offload_runtime.memory import HostArena
+from offload_runtime.weights import (
+    Shard,
+    checkpoint_tensors,
+    load_weights,
+    model_config_from_transformers,
+    open_checkpoint,
+    random_weights,
+)
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+
+
+class RecordingArena(HostArena):
+    """Starts as NaN everywhere, and remembers what it held when it was page-locked."""
+
+    made: list["RecordingArena"]
+    refuse_pin_of: str | None
+
+    def __init__(self, nbytes: int, *, name: str) -> None:
+        super().__init__(nbytes, name=name)
+        self.buffer.fill_(255)
+        self.closed = False
+        self.pinned_content: torch.Tensor | None = None
+        type(self).made.append(self)
+
+    def pin(self) -> None:
+        if self.name == type(self).refuse_pin_of:
+            raise BudgetError("refused")
+        assert self.pinned_content is None, "pinned twice"
+        self.pinned_content = self.buffer.clone()
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+@pytest.fixture
+def arenas(monkeypatch) -> type[RecordingArena]:
+    RecordingArena.made, RecordingArena.refuse_pin_of = [], None
+    monkeypatch.setattr("offload_runtime.weights.loader.HostArena", RecordingArena)
+    return RecordingArena
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True)
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms are constant when new
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "model", max_shard_size="30kB")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_tensors_are_the_modules_weights_side_by_side(directory, arenas, dtype):
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    weights = load_weights(open_checkpoint(directory), dtype, pin=False)
+    for index, layer in enumerate(model.model.layers):
+        attention, mlp, views = layer.self_attn, layer.mlp, weights.views(index)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        expected = {
+            "input_norm": layer.input_layernorm.weight,
+            "qkv": torch.cat([p.weight for p in projections]),
+            "qkv_bias": torch.cat([p.bias for p in projections]),
+            "q_norm": attention.q_norm.weight,
+            "k_norm": attention.k_norm.weight,
+            "o": attention.o_proj.weight,
+            "o_bias": attention.o_proj.bias,
+            "post_norm": layer.post_attention_layernorm.weight,
+            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            "down": mlp.down_proj.weight,
+        }
+        assert set(views) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(views[name], tensor.to(dtype)), (index, name)
+    shared = weights.views(None)
+    assert torch.equal(shared["embedding"], model.model.embed_tokens.weight.to(dtype))
+    assert torch.equal(shared["final_norm"], model.model.norm.weight.to(dtype))
+    assert torch.equal(shared["lm_head"], model.lm_head.weight.to(dtype))
+
+
+def test_large_tensors_are_converted_in_pieces(tmp_path):
+    """More elements than the staging buffer holds: the seams must not show."""
+    config = transformers.LlamaConfig(**(SIZES | {"vocab_size": 70_001, "hidden_size": 64, "num_hidden_layers": 1}))
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    weights = load_weights(open_checkpoint(tmp_path), torch.bfloat16, pin=False)
+    assert torch.equal(weights.views(None)["embedding"], model.model.embed_tokens.weight.bfloat16())
+
+
+def test_blocks_are_locked_once_and_only_when_complete(directory, arenas):
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=True)
+    assert len(arenas.made) == SIZES["num_hidden_layers"] + 1
+    for arena in arenas.made:
+        assert arena.pinned_content is not None
+        assert torch.equal(arena.pinned_content, arena.buffer)
+    weights.close()
+    assert all(arena.closed for arena in arenas.made)
+
+
+def test_refused_locking_gives_everything_back(directory, arenas):
+    arenas.refuse_pin_of = "layer 1"
+    with pytest.raises(BudgetError, match="refused"):
+        load_weights(open_checkpoint(directory), torch.bfloat16, pin=True)
+    assert all(arena.closed for arena in arenas.made)
+
+
+class Altered:
+    """A source whose shards are changed on the way."""
+
+    def __init__(self, source, change) -> None:
+        self._source, self._change = source, change
+        self.reference = source.reference
+
+    def config(self) -> ModelConfig:
+        return self._source.config()
+
+    def shards(self) -> Iterator[Shard]:
+        for shard in self._source.shards():
+            yield replace(shard, tensors=tuple(self._change(shard.tensors)))
+
+
+def without_norm(tensors):
+    return [(name, fill) for name, fill in tensors if name != "model.norm.weight"]
+
+
+def norm_twice(tensors):
+    return [pair for pair in tensors for _ in range(2 if pair[0] == "model.norm.weight" else 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(without_norm, r"never delivered 1 tensors \(model.norm"), (norm_twice, "there twice")]
+)
+def test_incomplete_sources_are_refused(directory, arenas, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(Altered(open_checkpoint(directory), change), torch.bfloat16, pin=False)
+    assert arenas.made and all(arena.closed for arena in arenas.made)
+
+
+def test_file_cut_after_it_was_opened(directory, arenas):
+    source = open_checkpoint(directory)
+    largest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{largest.name}.*100 bytes are missing"):
+        load_weights(source, torch.bfloat16, pin=False)
+    assert all(arena.closed for arena in arenas.made)
+
+
+def test_progress_ends_at_the_total(directory):
+    seen: list[tuple[int, int]] = []
+    source = open_checkpoint(directory)
+    weights = load_weights(source, torch.bfloat16, pin=False, on_progress=lambda *pair: seen.append(pair))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (weights.total_bytes, weights.total_bytes)
+    assert weights.total_bytes == source.total_bytes(torch.bfloat16)
+    assert len(seen) > len(checkpoint_tensors(source.config()))
+    assert weights.load_seconds > 0 and weights.load_gbps > 0
+
+
+def test_random_weights_depend_on_the_seed_alone(arenas):
+    config = model_config_from_transformers(transformers.Qwen2Config(**(SIZES | {"hidden_size": 256})))
+    device = torch.device("cpu")
+    first, again, other = (
+        random_weights(config, torch.bfloat16, pin=False, seed=seed, device=device) for seed in (1, 1, 2)
+    )
+    for layer in (None, 0, 1, 2):
+        for name, tensor in first.views(layer).items():
+            assert torch.equal(tensor, again.views(layer)[name])
+            assert not torch.equal(tensor, other.views(layer)[name])
+    assert not torch.equal(first.views(0)["qkv"], first.views(1)["qkv"])
+    assert abs(first.views(0)["qkv"].float().std() - 0.02) < 2e-3
+    assert abs(first.views(0)["post_norm"].float().mean() - 1) < 0.01
+
+
+MEASURE = """
+import sys, torch
+from offload_runtime.weights import open_checkpoint, load_weights
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+source = open_checkpoint(sys.argv[1])
+before = status("VmRSS")
+weights = load_weights(source, torch.bfloat16, pin=False)
+print(before, status("VmHWM"), weights.total_bytes)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="100MB")
+    del model
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 100
+    shard_bytes = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, cwd=root
+    )
+    before, peak, total_bytes = map(int, result.stdout.split())
+    assert total_bytes > 400e6
+    assert 0.9 * total_bytes < peak - before <= 1.1 * total_bytes + shard_bytes

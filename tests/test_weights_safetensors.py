@@ -1,0 +1,267 @@
+"""Safetensors directories: what is accepted, what is refused before loading, and how it is told."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+
+from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
+from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
+
+
+def save_tiny(directory: Path, *, shard: str = "5GB", **overrides) -> torch.nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | overrides))).to(torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return model
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "model", shard="20kB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    return tmp_path / "model"
+
+
+def rewrite(file: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of a file (names with `__` for dots), or drop them with None."""
+    tensors = load_file(file)
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    save_file(tensors, file)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_shards_and_single_file_load_the_same(tmp_path):
+    model = save_tiny(tmp_path / "one")
+    save_tiny(tmp_path / "many", shard="20kB")
+    for name in ("one", "many"):
+        source = open_checkpoint(str(tmp_path / name))
+        assert source.native_dtype == torch.bfloat16
+        weights = load_weights(source, torch.bfloat16, pin=False)
+        state = model.state_dict()
+        for key, destination in checkpoint_tensors(source.config()).items():
+            assert torch.equal(destination.of(weights.views(destination.layer)), state[key]), (name, key)
+
+
+def test_a_file_of_the_directory_names_the_directory(single):
+    assert open_checkpoint(single / "model.safetensors").config().hidden_size == 32
+
+
+def test_missing_config(single):
+    (single / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        open_checkpoint(single)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff\xfe", "[" * 100_000])
+def test_unreadable_config(single, text):
+    (single / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json is not"):
+        open_checkpoint(single)
+
+
+def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
+    edit_config(single, model_type="mamba", architectures=["MambaForCausalLM"])
+    (single / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM.*Qwen3ForCausalLM"):
+        open_checkpoint(single)
+
+
+def test_quantised_and_invalid_configs(single):
+    edit_config(single, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match=r"gptq.*GGUF"):
+        open_checkpoint(single)
+    edit_config(single, quantization_config=None, hidden_size="wide")
+    with pytest.raises(CheckpointError, match="refused by transformers"):
+        open_checkpoint(single)
+
+
+def test_truncated_file_tells_how_much_is_missing(single):
+    file = single / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1234)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated, 1234 bytes are missing"):
+        open_checkpoint(single)
+
+
+def test_missing_shards_are_listed(sharded):
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks 1 of \d+ shards \({gone.name}\)"):
+        open_checkpoint(sharded)
+
+
+def test_no_weights_at_all(single):
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        open_checkpoint(single)
+
+
+def test_index_may_not_leave_its_directory(sharded):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        open_checkpoint(sharded)
+
+
+def test_missing_tensors_are_counted(single):
+    rewrite(single / "model.safetensors", model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None)
+    with pytest.raises(CheckpointError, match=r"lacks 2 of 30 tensors \(model\.norm\.weight, model\.layers\.1"):
+        open_checkpoint(single)
+
+
+def test_wrong_shape_says_found_and_expected(single):
+    rewrite(single / "model.safetensors", model__norm__weight=torch.ones(31, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[31\], expected \[32\]"):
+        open_checkpoint(single)
+
+
+def test_unreadable_dtype(single):
+    rewrite(single / "model.safetensors", model__norm__weight=torch.ones(32).to(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match="F8_E4M3"):
+        open_checkpoint(single)
+
+
+def test_surplus_tensors_are_reported_but_known_leftovers_are_not(single, caplog):
+    rewrite(single / "model.safetensors", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    open_checkpoint(single)
+    assert not caplog.records
+    rewrite(single / "model.safetensors", model__layers__0__self_attn__q_proj__bias=torch.ones(32))
+    open_checkpoint(single)
+    assert "self_attn.q_proj.bias" in caplog.text
+
+
+def test_tied_embeddings_with_and_without_a_stored_head(tmp_path):
+    directory = tmp_path / "model"
+    save_tiny(directory, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    assert open_checkpoint(directory).config().tie_word_embeddings
+    rewrite(directory / "model.safetensors", lm_head__weight=torch.zeros(64, 32, dtype=torch.bfloat16))
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=False)
+    assert "lm_head" not in weights.views(None)
+
+
+def test_untied_without_a_head_is_incomplete(single):
+    rewrite(single / "model.safetensors", lm_head__weight=None)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        open_checkpoint(single)
+
+
+def test_generation_settings_win_over_the_model_config(single):
+    edit_config(single, eos_token_id=5)
+    (single / "generation_config.json").unlink()
+    assert open_checkpoint(single).generation_eos() == (5,)
+    (single / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert open_checkpoint(single).generation_eos() == (7, 8)
+
+
+def test_missing_tokenizer_is_a_typed_error(single):
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        open_checkpoint(single).tokenizer()
+
+
+def test_fuzzed_headers_never_raise_anything_else(single):
+    """Byte flips and truncations either load or are refused with `CheckpointError`."""
+    file = single / "model.safetensors"
+    intact = file.read_bytes()
+    header_end = 8 + int.from_bytes(intact[:8], "little")
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(intact)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            position = rng.randrange(8 if rng.random() < 0.1 else header_end)
+            damaged[position] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del damaged[rng.randrange(len(damaged)) :]
+        file.write_bytes(damaged)
+        try:
+            load_weights(open_checkpoint(single), torch.float32, pin=False).close()
+        except CheckpointError:
+            refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "nowhere", "a/b/c", "~/nowhere", "org/model.gguf"])
+def test_what_looks_like_a_path_never_reaches_the_hub(name, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was called")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(name)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        open_checkpoint(tmp_path / "weights.bin")
+
+
+def test_hub_id_downloads_what_is_needed_and_no_more(single, monkeypatch):
+    picked: list[str] = []
+    repository = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja",
+                  "merges.txt", "consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin",
+                  "onnx/config.json"]  # fmt: skip
+
+    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert repo_id == "org/name-1.5B"
+        picked.extend(filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(single)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = open_checkpoint("org/name-1.5B")
+    assert source.config().hidden_size == 32 and source.reference == "org/name-1.5B"
+    assert picked == repository[:6]
+
+
+def test_hub_offline_is_a_typed_error_with_a_way_out(tmp_path):
+    code = (
+        "from offload_runtime.weights import open_checkpoint\n"
+        "from offload_runtime.errors import HubError\n"
+        "try: open_checkpoint('org/name')\n"
+        "except HubError as error: print('refused:', error)"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    root = Path(__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
+    assert result.stdout.startswith("refused: org/name is not in the local cache"), result.stdout + result.stderr
+
+
+def test_other_failures_of_the_hub_are_typed_too(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("proxy said no")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(HubError, match="proxy said no"):
+        open_checkpoint("org/name")
+
+
+def test_directory_with_two_gguf_files_asks_which(tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(__file__, tmp_path / name)
+    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,199 @@
+"""What every benchmark prints beside its numbers: machine, versions, commit, percentiles, the link's own peak.
+
+A benchmark ends with one JSON line (`emit`), so that a run can be compared with another machine's or last month's.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from offload_runtime.config import GB
+from offload_runtime.errors import StorageError
+
+REPORTED_PACKAGES = ("torch", "transformers", "triton", "accelerate", "deepspeed", "offload-runtime")
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Median with the 20th and 80th percentile, in the unit of the samples."""
+
+    median: float
+    p20: float
+    p80: float
+
+    def as_dict(self) -> dict[str, float]:
+        """The three numbers under their names, for JSON."""
+        return asdict(self)
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The `share` quantile (0 to 1) of `samples`, linearly interpolated between the two nearest ranks."""
+    assert samples, "no samples to take a percentile of"
+    assert 0 <= share <= 1, f"a share lies in [0, 1], not {share}"
+    ordered = sorted(samples)
+    rank = share * (len(ordered) - 1)
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+
+
+def percentiles(samples: Sequence[float]) -> Percentiles:
+    """Median, 20th and 80th percentile of at least one sample."""
+    return Percentiles(percentile(samples, 0.5), percentile(samples, 0.2), percentile(samples, 0.8))
+
+
+def cpu_name() -> str:
+    """The processor's marketing name where Linux tells it, otherwise the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def pcie_info(index: int) -> dict[str, Any]:
+    """Driver version and PCIe link of CUDA device `index` as NVML sees it; the reason, where NVML cannot say.
+
+    An idle link drops to a lower generation, so the maximum is reported beside the current one.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # NVML is a report's decoration: its absence must not cost the measurement
+        return {"nvml": f"not available: {error}"}
+    try:
+        # torch counts the devices of CUDA_VISIBLE_DEVICES, NVML all of them: the UUID means the same to both.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        return {
+            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+            "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
+            "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+            "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
+        }
+    except Exception as error:  # virtual machines answer some of these queries with "not supported"
+        return {"nvml": f"refused a query: {error}"}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def machine_info(device: torch.device) -> dict[str, Any]:
+    """Host and, for a CUDA device, the GPU: names, cores, bytes of memory, driver, link."""
+    info: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "os": platform.platform(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        index = device.index or 0
+        info["gpu"] = torch.cuda.get_device_name(index)
+        info["gpu_vram_bytes"] = torch.cuda.get_device_properties(index).total_memory
+        info.update(pcie_info(index))
+    return info
+
+
+def package_versions(names: Sequence[str] = REPORTED_PACKAGES) -> dict[str, str]:
+    """Installed version of each of `names` that is installed, with Python's and CUDA's."""
+    versions = {"python": platform.python_version()}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit(directory: Path | None = None) -> str:
+    """The commit of the checkout that holds `directory` (default: this file), `+changes` when it was edited since.
+
+    `unknown` where there is no git or no checkout: copies of the tree are measured on machines without either.
+    """
+    where = str(directory or Path(__file__).resolve().parent)
+    try:
+        head = subprocess.run(["git", "-C", where, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+        if head.returncode != 0:
+            return "unknown"
+        changed = subprocess.run(
+            ["git", "-C", where, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+
+
+def best_time_s(action: Callable[[], object], *, repeats: int, synchronize: Callable[[], object]) -> float:
+    """Shortest of `repeats` timings of `action`, each ended by `synchronize`; one untimed call comes first."""
+    action()
+    synchronize()
+    best_s = math.inf
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        action()
+        synchronize()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return best_s
+
+
+def measure_link_gbps(device: torch.device, *, size_bytes: int = 256 << 20, repeats: int = 5) -> float | None:
+    """Peak of a pinned host-to-device memcpy in GB/s, the bound of everything streamed; None without a CUDA device.
+
+    The best of a few: a peak is wanted, and other tenants of the host only ever slow a copy down. The pinned buffer is
+    filled first, because a page that was never touched maps to the kernel's one zero page.
+    """
+    if device.type != "cuda":
+        return None
+    source_pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).fill_(1)  # [size_bytes] uint8, pinned
+    target_gpu = torch.empty(size_bytes, dtype=torch.uint8, device=device)  # [size_bytes] uint8, on the GPU
+    seconds = best_time_s(
+        lambda: target_gpu.copy_(source_pinned, non_blocking=True),
+        repeats=repeats,
+        synchronize=lambda: torch.cuda.synchronize(device),
+    )
+    return size_bytes / seconds / GB
+
+
+def provenance(device: torch.device, *, commit: str | None = None) -> dict[str, Any]:
+    """Where a figure comes from: `machine`, `versions`, `commit` (the given one where the tree has no git)."""
+    return {
+        "machine": machine_info(device),
+        "versions": package_versions(),
+        "commit": commit or git_commit(),
+    }
+
+
+def emit(result: Mapping[str, Any], out: Path | None = None) -> None:
+    """Print `result` as one JSON line, the last thing a benchmark does, and write the same line to `out` if given.
+
+    Raises `ValueError` for NaN or infinity, which are not JSON and mean that a measurement went wrong, and
+    `StorageError` when `out` cannot be written; the line is printed all the same, for it may have cost minutes.
+    """
+    line = json.dumps(result, allow_nan=False)
+    try:
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(line + "\n")
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written ({error}): the result is on standard output only") from error
+    finally:
+        print(line, flush=True)
