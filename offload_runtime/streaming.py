@@ -8,7 +8,6 @@ drafts. The link idles only when every slot is full.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +57,9 @@ class LayerStreamer:
         self._engine = engine
         self._num_used = 0  # streamed items handed out so far, over all passes
         self._num_queued = 0  # streamed items queued for copying so far, over all passes
+        self._held: _Slot | None = None  # the slot whose layer is in use
+        for slot in self._slots:  # the allocator may hand out memory that queued kernels still use
+            engine.compute_record(slot.free)
         self._fill()
 
     @property
@@ -81,26 +83,30 @@ class LayerStreamer:
         The weights of a streamed layer may be read until the next one is asked for. After an interrupted pass the
         cycle starts again at layer 0.
         """
+        self._release()  # what an interrupted pass held: kernels that are already queued may still read it
         self._rewind()
+        self._fill()
         for index in range(self.num_layers):
             if index in self._resident:
                 yield index, self._resident[index]
             else:
-                with self._arrived(index) as views:
-                    yield index, views
+                yield index, self._acquire(index)
+                # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
+                # a later one.
+                self._release()
+                self._fill()
 
-    @contextmanager
-    def _arrived(self, index: int) -> Iterator[LayerViews]:
+    def _acquire(self, index: int) -> LayerViews:
         assert self._streamed[self._num_used % self.num_streamed] == index
-        slot = self._slots[self._num_used % len(self._slots)]
-        self._engine.compute_wait(slot.ready)
-        try:
-            yield slot.views
-        finally:
-            # Also after an error: kernels that are already queued may still read the slot.
-            self._engine.compute_record(slot.free)
+        self._held = self._slots[self._num_used % len(self._slots)]
+        self._engine.compute_wait(self._held.ready)
+        return self._held.views
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._engine.compute_record(self._held.free)
+            self._held = None
             self._num_used += 1
-        self._fill()
 
     def _fill(self) -> None:
         while self._slots and self._num_queued - self._num_used < len(self._slots):
@@ -116,4 +122,3 @@ class LayerStreamer:
         # Copies run in order, so a slot's next copy cannot overtake the dropped one; its free event still guards reads.
         cycle = self.num_streamed * len(self._slots)  # a multiple of both, so that slots and layers line up again
         self._num_used = self._num_queued = -(-self._num_queued // cycle) * cycle
-        self._fill()

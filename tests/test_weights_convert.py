@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import ByteLevelBPETokenizer
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
@@ -26,16 +25,16 @@ def model_dir(tmp_path: Path) -> Path:
     """A float32 checkpoint with everything a chat model has."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=[2, 5],
     )  # fmt: skip
     directory = tmp_path / "source"
     transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
-    vocabulary = {f"w{index}": index for index in range(64)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w0")), eos_token="w2", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(directory)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["tell me a story, tell it well"], vocab_size=270, special_tokens=["<|end|>"])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
+    ).save_pretrained(directory)
     return directory
 
 
@@ -43,7 +42,7 @@ def entries(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("max_shard_bytes", [2e9, 20_000])
+@pytest.mark.parametrize("max_shard_bytes", [2e9, 80_000])
 def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path, max_shard_bytes):
     out = convert_to_safetensors(
         open_checkpoint(model_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
@@ -65,9 +64,10 @@ def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path,
 def test_everything_but_the_weights_is_carried_over(model_dir, tmp_path):
     out = convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
     before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (model_dir, out))
-    assert after("w7").input_ids == before("w7").input_ids == [7]
-    messages = [{"role": "user", "content": "w7"}]
-    assert after.apply_chat_template(messages, tokenize=False) == "<user>w7"
+    text = "tell me well, 日本<|end|>"
+    assert after(text).input_ids == before(text).input_ids and after.decode(after(text).input_ids) == text
+    messages = [{"role": "user", "content": "tell"}]
+    assert after.apply_chat_template(messages, tokenize=False) == "<user>tell"
     assert transformers.AutoConfig.from_pretrained(out).dtype == torch.bfloat16
     assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == [2, 5]
     again = open_checkpoint(out)

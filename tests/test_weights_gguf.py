@@ -12,8 +12,14 @@ import transformers
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+COMPARED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
+)  # fmt: skip
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
 
@@ -132,11 +138,12 @@ def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path, monkeypatch):
 
 
 def test_same_as_transformers_own_reader(tmp_path):
-    path = write(tmp_path / "m.gguf", "llama", build("llama"), kind="Q8_0", extra=lambda w: w.add_rope_dimension_count(16))
+    path = write(
+        tmp_path / "m.gguf", "llama", build("llama"), kind="Q8_0", extra=lambda w: w.add_rope_dimension_count(16)
+    )
     oracle = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
     ours = open_checkpoint(path).hf_config()
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters"):  # fmt: skip
+    for name in COMPARED:
         assert getattr(ours, name) == getattr(oracle, name), name
 
 

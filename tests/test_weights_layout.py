@@ -76,9 +76,7 @@ def test_destinations_cover_every_element_once(hf_config):
     config = model_config_from_transformers(hf_config)
     blocks = {None: shared_layout(config, torch.float32)}
     blocks |= dict.fromkeys(range(config.num_layers), layer_layout(config, torch.float32))
-    views = {
-        key: layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8)) for key, layout in blocks.items()
-    }
+    views = {key: layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8)) for key, layout in blocks.items()}
     for destination in checkpoint_tensors(config).values():
         part = destination.of(views[destination.layer])
         assert tuple(part.shape) == destination.shape and part.is_contiguous()

@@ -1,6 +1,7 @@
 """Attention of a few queries (a window) or many (prefill) over a cache, independent of everything but the query itself.
 
-    out[t] = softmax(scale * q[t] . K[visible(t)]) V[visible(t)],   visible(t) = positions <= positions[t] (and in the window)
+    out[t] = softmax(scale * q[t] . K[visible(t)]) V[visible(t)]
+    visible(t) = positions <= positions[t] (and in the sliding window)
 
 The keys are cut at *absolute* positions: tiles of 64, splits of 256 tokens. Each split of a query is one online softmax
 over its tiles in order, and the splits are merged in order. A masked key contributes an exact zero, so the bits of

@@ -1,21 +1,35 @@
-"""One answer: from the options to the engine's stream of text, with Ctrl-C as a way to stop, and the figures after it."""
+"""One answer: the options go to the engine, text comes back piece by piece, Ctrl-C stops it, figures follow."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_runtime.cli.options import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars
 from offload_runtime.config import GenerationParams
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
+    from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 
 Prompt = str | Sequence[Mapping[str, str]]
+_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+class AnswerStream(Protocol):
+    """What `Runtime.stream` and `Conversation.say` return: pieces of text, then the result."""
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished answer; only after the last piece or `close`."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def close(self) -> None:
+        """Stop here and keep what there is."""
 
 
 class StopRequest:
@@ -60,12 +74,13 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             vram=options.vram_bytes,
             resident_layers=options.resident_layers,
             context=options.context,
+            max_gamma=options.max_gamma,
             on_progress=bars.on_bytes,
         )
 
 
 def stream_answer(
-    start: Callable[..., TokenStream],
+    start: Callable[..., AnswerStream],
     prompt: Prompt,
     params: GenerationParams,
     *,
@@ -76,7 +91,8 @@ def stream_answer(
     """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
-    Ctrl-C ended it. Ctrl-C during the prefill, before there is any result, raises KeyboardInterrupt.
+    Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
+    exception, the stream is not settled: a conversation then stays as it was before the turn.
     """
     shown_characters = 0
     with StopRequest() as stop, ProgressBars(enabled=show_progress) as bars:
@@ -107,8 +123,10 @@ def stream_answer(
                 shown_characters += len(piece)
                 if stop.requested:
                     break
-        finally:
-            stream.close()
+        except KeyboardInterrupt:
+            if not shown_characters:
+                raise
+        stream.close()
         result = stream.result
         # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
         if result.finish_reason == "interrupted":
@@ -146,6 +164,6 @@ def result_record(
         "target": options.target,
         "draft": options.draft,
         "device": str(runtime.device),
-        "dtype": options.dtype,
+        "dtype": _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")],
         "seed": params.sampling.seed,
     }

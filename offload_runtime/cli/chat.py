@@ -8,19 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from offload_runtime.cli.answer import load_runtime, result_record, speed_figures, stream_answer
 from offload_runtime.cli.chat_commands import find_command
 from offload_runtime.cli.options import LoadOptions, decode_utf8
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
 from offload_runtime.config import GenerationParams
-from offload_runtime.errors import ContextLengthError, OffloadError, OptionError
+from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
 
-_ENDINGS = {"interrupted": "stopped", "length": "cut at --max-new-tokens"}
 
 
 class ChatSession:
@@ -88,15 +87,20 @@ class ChatSession:
 
     def _figures(self, result: GenerationResult) -> list[str]:
         """Return the parts of the status line below an answer."""
-        figures = [_ENDINGS[result.finish_reason]] if result.finish_reason in _ENDINGS else []
-        return [*figures, *speed_figures(result.stats)]
+        used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
+        figures = [*speed_figures(result.stats), f"context {used} of {reserved}"]
+        if result.finish_reason == "interrupted":
+            return ["stopped", *figures]
+        if result.finish_reason == "length" and used >= reserved:
+            return [*figures, "the context is full: /reset starts over"]
+        if result.finish_reason == "length":
+            return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
+        return figures
 
     def _report(self, error: OffloadError, *, is_turn: bool) -> None:
-        """Print what went wrong and how to go on; a reader of JSON gets an object for every turn, this one too."""
+        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too."""
         if is_turn and self._write_record is not None:
             self._write_record({"error": str(error), "error_type": type(error).__name__})
-        if is_turn and isinstance(error, ContextLengthError):
-            error = ContextLengthError(f"{error}; /reset starts over with an empty context, /save FILE keeps this one")
         error_line(error)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from offload_runtime.cli.answer import link_figure, load_runtime, stream_answer
 from offload_runtime.cli.options import LoadOptions
-from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, ProgressBars, status_line, write_text
+from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
 from offload_runtime.config import GenerationParams, format_bytes
 
 if TYPE_CHECKING:
@@ -50,9 +50,14 @@ def run_demo(
     """Answer `prompt` without and with speculation and compare; exit code 1 when the tokens are not identical."""
     from offload_runtime.engine import fetch_demo_model
 
-    with ProgressBars(enabled=show_progress) as bars:
-        directory: Path = fetch_demo_model(on_progress=lambda done, total: bars.on_bytes("demo model", done, total))
-    options = LoadOptions(target=str(directory), draft="ngram", device=device, dtype=dtype, resident_layers=0)
+    options = LoadOptions(
+        target=str(fetch_demo_model(on_progress=status_line)),
+        draft="ngram",
+        device=device,
+        dtype=dtype,
+        resident_layers=0,
+        max_gamma=max(LoadOptions.max_gamma, params.gamma or 0),
+    )
     with load_runtime(options, show_progress=show_progress) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         status_line(runtime.load_report)

@@ -43,7 +43,7 @@ def run_generate(
         record = result_record(result, runtime=runtime, options=options, params=params)
         load_report = runtime.load_report
     if as_json:
-        write_json(record)
+        write_json(record, sys.stdout)
     else:
         write_text("\n")
     figures = [*speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s", load_report]

@@ -38,7 +38,7 @@ _MODEL, _SAMPLING, _MACHINE, _OUTPUT = "Model", "Sampling", "Machine", "Output"
 
 TargetOption = Annotated[
     str,
-    typer.Option("--target", metavar="MODEL", rich_help_panel=_MODEL, help="Directory, GGUF file or hub id (org/name)."),
+    typer.Option("--target", metavar="MODEL", rich_help_panel=_MODEL, help="Directory, GGUF file or id on the hub."),
 ]
 DraftOption = Annotated[
     str,
@@ -78,7 +78,7 @@ GammaOption = Annotated[
         "--gamma",
         min=1,
         rich_help_panel=_SAMPLING,
-        help="Tokens proposed per pass; the best depth is found while running when left out.",
+        help="Most tokens to propose per pass; left out, what suits device and draft.",
     ),
 ]
 StopOption = Annotated[
@@ -90,7 +90,7 @@ IgnoreEosOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", rich_help_panel=_MACHINE, help="Where the target runs.")]
 DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", rich_help_panel=_MACHINE, help="Element type; auto takes the checkpoint's.")
+    Dtype, typer.Option("--dtype", rich_help_panel=_MACHINE, help="auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 ]
 VramOption = Annotated[
     str | None,
@@ -117,7 +117,10 @@ NoProgressOption = Annotated[
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `Runtime.load` is asked for. `vram_bytes` None means all that is free."""
+    """What `Runtime.load` is asked for. `vram_bytes` None means all that is free.
+
+    `max_gamma` is the deepest window to make room for; the default is the runtime's own.
+    """
 
     target: str
     draft: str = "ngram"
@@ -126,14 +129,13 @@ class LoadOptions:
     vram_bytes: int | None = None
     resident_layers: int | str = "auto"
     context: int | str = "auto"
+    max_gamma: int = 63
 
     def __post_init__(self) -> None:
         if not self.target.strip():
             raise OptionError("--target is empty: give a directory, a GGUF file or a hub id such as org/name")
         if not self.draft.strip():
             raise OptionError("--draft is empty: give a model, ngram or none")
-        if self.device == "cpu" and self.vram_bytes is not None:
-            raise OptionError("--vram does nothing with --device cpu: drop one of them")
 
 
 def load_options(
@@ -145,6 +147,7 @@ def load_options(
     vram: str | None,
     resident_layers: str,
     context: str,
+    gamma: int | None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
     reserved_tokens = _count_or_auto("--context", context)
@@ -158,6 +161,7 @@ def load_options(
         vram_bytes=None if vram is None else parse_bytes(vram),
         resident_layers=_count_or_auto("--resident-layers", resident_layers),
         context=reserved_tokens,
+        max_gamma=max(LoadOptions.max_gamma, gamma or 0),
     )
 
 

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -99,10 +99,10 @@ def write_text(piece: str) -> None:
     sys.stdout.flush()
 
 
-def write_json(record: Mapping[str, Any]) -> None:
-    """Write one JSON object as one line of ASCII to stdout."""
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
+def write_json(record: Mapping[str, Any], output: TextIO) -> None:
+    """Write one JSON object as one line of ASCII to `output`."""
+    output.write(json.dumps(record) + "\n")
+    output.flush()
 
 
 class ProgressBars:

@@ -1,0 +1,155 @@
+"""The commands of `offload-runtime` and their options; each one hands over to its module as soon as they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from offload_runtime.cli import options as opt
+from offload_runtime.cli.terminal import ending_in_order
+
+app = typer.Typer(
+    name="offload-runtime",
+    help="Run language models that do not fit the GPU, with exactly the tokens of plain decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app(prog_name="offload-runtime")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from offload_runtime import __version__
+
+        typer.echo(f"offload-runtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
+
+
+@app.command()
+def generate(
+    *,
+    target: opt.TargetOption,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue or answer.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompt-file", metavar="FILE", help="The same from a UTF-8 file; - is stdin.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
+    draft: opt.DraftOption = "ngram",
+    context: opt.ContextOption = "auto",
+    max_new_tokens: opt.MaxNewTokensOption = 256,
+    temperature: opt.TemperatureOption = 0.0,
+    top_k: opt.TopKOption = 0,
+    top_p: opt.TopPOption = 1.0,
+    min_p: opt.MinPOption = 0.0,
+    seed: opt.SeedOption = 0,
+    gamma: opt.GammaOption = None,
+    stop: opt.StopOption = None,
+    ignore_eos: opt.IgnoreEosOption = False,
+    device: opt.DeviceOption = opt.Device.auto,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    vram: opt.VramOption = None,
+    resident_layers: opt.ResidentLayersOption = "auto",
+    as_json: opt.JsonOption = False,
+    no_progress: opt.NoProgressOption = False,
+) -> None:
+    """Answer one prompt: the text on stdout as it comes, progress and figures on stderr."""
+    from offload_runtime.cli.generate import run_generate
+
+    with ending_in_order():
+        params = opt.generation_params(
+            draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
+        )  # fmt: skip
+        load = opt.load_options(
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
+            context=context, gamma=gamma,
+        )  # fmt: skip
+        text = opt.read_prompt(prompt, prompt_file)
+        run_generate(text, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
+
+
+@app.command()
+def chat(
+    *,
+    target: opt.TargetOption,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
+    ] = None,
+    draft: opt.DraftOption = "ngram",
+    context: opt.ContextOption = "auto",
+    max_new_tokens: opt.MaxNewTokensOption = 1024,
+    temperature: opt.TemperatureOption = 0.7,
+    top_k: opt.TopKOption = 0,
+    top_p: opt.TopPOption = 1.0,
+    min_p: opt.MinPOption = 0.0,
+    seed: opt.SeedOption = 0,
+    gamma: opt.GammaOption = None,
+    stop: opt.StopOption = None,
+    ignore_eos: opt.IgnoreEosOption = False,
+    device: opt.DeviceOption = opt.Device.auto,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    vram: opt.VramOption = None,
+    resident_layers: opt.ResidentLayersOption = "auto",
+    as_json: opt.JsonOption = False,
+    no_progress: opt.NoProgressOption = False,
+) -> None:
+    """Hold a conversation; through a pipe every line of stdin is one turn."""
+    from offload_runtime.cli.chat import run_chat
+
+    with ending_in_order():
+        params = opt.generation_params(
+            draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
+        )  # fmt: skip
+        load = opt.load_options(
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
+            context=context, gamma=gamma,
+        )  # fmt: skip
+        run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
+
+
+@app.command()
+def demo(
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this instead of the text to rewrite.")
+    ] = None,
+    max_new_tokens: opt.MaxNewTokensOption = 96,
+    temperature: opt.TemperatureOption = 0.0,
+    seed: opt.SeedOption = 0,
+    gamma: opt.GammaOption = None,
+    device: opt.DeviceOption = opt.Device.auto,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    no_progress: opt.NoProgressOption = False,
+) -> None:
+    """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 93 MB once."""
+    from offload_runtime.cli.demo import DEFAULT_PROMPT, run_demo
+
+    with ending_in_order():
+        params = opt.generation_params(
+            draft="ngram", max_new_tokens=max_new_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0,
+            seed=seed, gamma=gamma, stop=None, ignore_eos=False,
+        )  # fmt: skip
+        run_demo(
+            DEFAULT_PROMPT if prompt is None else prompt,
+            params,
+            device=device.value,
+            dtype=dtype.value,
+            show_progress=not no_progress,
+        )

@@ -1,0 +1,87 @@
+"""From a transformers model to one of our runners, through a checkpoint on disk and our loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_runtime.copy_engine import CopyEngine, make_copy_engine
+from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import Decoder, RopeTable, RowBuilder
+from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.streaming import LayerStreamer
+from offload_runtime.weights.checkpoint import open_checkpoint
+from offload_runtime.weights.loader import HostWeights, load_weights
+
+CPU = torch.device("cpu")
+SMALL_SHAPE = PassShape(window_rows=8, prefill_rows=16, prefill_chunk_tokens=32)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A runner and what it stands on; the engine's worker ends with the process at the latest."""
+
+    runner: ModelRunner
+    engine: CopyEngine
+    weights: HostWeights
+
+    def close(self) -> None:
+        """End the copy engine and unlock the weights."""
+        self.engine.close()
+        self.weights.close()
+
+
+def make_runner(
+    hf_model: Any,
+    directory: Path,
+    *,
+    slots: int = 0,
+    resident: tuple[int, ...] | None = None,
+    shape: PassShape = SMALL_SHAPE,
+    capacity_tokens: int = 160,
+    batch: int = 3,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    engine: CopyEngine | None = None,
+) -> Assembled:
+    """Save `hf_model`, load it with our loader and build a runner.
+
+    Args:
+        hf_model: A transformers model.
+        directory: An empty directory for the checkpoint; one that holds a checkpoint already is used as it is.
+        slots: Slots of the ring; 0 keeps every layer resident.
+        resident: Layers that stay on the device when there is a ring; by default none.
+        shape: Heights of the matrix products.
+        capacity_tokens: Of the cache, per sequence.
+        batch: Sequences of the cache.
+        device: Where to compute.
+        dtype: Of weights, activations and cache.
+        engine: The copy queue; by default a plain one of the device.
+    """
+    if not (directory / "config.json").exists():
+        hf_model.save_pretrained(directory)
+    weights = load_weights(open_checkpoint(directory), dtype, pin=device.type == "cuda")
+    config = weights.config
+    engine = engine or make_copy_engine(device)
+    # The arena is longer than the block by what fills up its last page.
+    layer_bytes = weights.layer_layout.total_bytes
+    layers = [arena.buffer[:layer_bytes] for arena in weights.layers]
+    assert slots or resident is None, "without a ring every layer is resident"
+    staying = tuple(range(config.num_layers)) if not slots else resident or ()
+    streamer = LayerStreamer(
+        layers,
+        {index: layers[index].to(device) for index in staying},
+        [torch.full((layer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
+        make_views=weights.layer_layout.views,
+        engine=engine,
+    )
+    cache = DeviceKVCache(
+        config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=DeviceBudget(device, None)
+    )
+    shared = weights.shared_layout.views(weights.shared.buffer.to(device))
+    rows = RowBuilder(RopeTable(config, device), device)
+    return Assembled(ModelRunner(Decoder(config, shared), streamer, cache, rows, shape), engine, weights)

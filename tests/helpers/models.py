@@ -1,0 +1,153 @@
+"""Small random transformers models of every family, and their logits: the oracle of the decoder's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+VOCAB_SIZE = 101
+# Where `dynamic` and `longrope` change their frequencies in the models below.
+SHORT_LENGTH = 24
+
+
+def _sizes(**others: Any) -> dict[str, Any]:
+    """Arguments that all configurations share, overridden by `others`."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return {**common, **others}
+
+
+def _rope(rope_type: str, **others: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": 10000.0, **others}
+
+
+def _llama(**others: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**_sizes(**others)))
+
+
+def _half_dim_factors(low: float, high: float) -> list[float]:
+    """One factor per rotary pair of a head of 12."""
+    return [low + (high - low) * index / 5 for index in range(6)]
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama-gqa": lambda: _llama(num_key_value_heads=2),
+    "llama-gqa3-wide-heads": lambda: _llama(num_attention_heads=6, num_key_value_heads=2, head_dim=20),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama-tied": lambda: _llama(tie_word_embeddings=True),
+    "llama-linear": lambda: _llama(rope_parameters=_rope("linear", factor=4.0)),
+    "llama-llama3": lambda: _llama(
+        rope_parameters=_rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        )
+    ),
+    "llama-yarn": lambda: _llama(rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    "mistral-window": lambda: MistralForCausalLM(
+        MistralConfig(**_sizes(num_key_value_heads=2, sliding_window=9, head_dim=12))
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_sizes(num_key_value_heads=2))),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**_sizes(num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=2))
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_sizes(num_key_value_heads=2, head_dim=32))),
+    "smollm3": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(**_sizes(num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True))
+    ),
+}
+
+# Their frequencies depend on the length of the sequence, so one forward pass over everything is no oracle for decoding.
+LENGTH_DEPENDENT_BUILDERS: dict[str, Callable[[], Any]] = {
+    "llama-dynamic": lambda: _llama(
+        max_position_embeddings=SHORT_LENGTH, rope_parameters=_rope("dynamic", factor=3.0)
+    ),
+    "llama-longrope": lambda: _llama(
+        rope_parameters=_rope(
+            "longrope", factor=512 / SHORT_LENGTH, original_max_position_embeddings=SHORT_LENGTH,
+            short_factor=_half_dim_factors(1.0, 1.5), long_factor=_half_dim_factors(2.0, 8.0),
+        )  # fmt: skip
+    ),
+}
+
+
+def random_model(name: str, *, seed: int = 0) -> Any:
+    """A transformers model in fp32 whose every parameter matters.
+
+    transformers starts biases at 0, norms at 1 and matrices so small that attention is uniform: an error in any of
+    them would not be seen.
+    """
+    model = (BUILDERS | LENGTH_DEPENDENT_BUILDERS)[name]().eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in key:
+                parameter.copy_(1 + 0.2 * noise)
+            elif "embed_tokens" in key or key.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def random_tokens(count: int, *, seed: int = 0) -> list[int]:
+    """`count` token ids of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def all_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' logits at every position of one forward pass: [T, V] fp32."""
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def prefill_and_step_logits(model: Any, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
+    """transformers' logits of a prompt's last token and of each token after it, decoded one by one: [1 + steps, V]."""
+    out = model(torch.tensor([list(tokens[:prompt_length])]), use_cache=True)
+    logits = [out.logits[0, -1]]
+    for token in tokens[prompt_length:]:
+        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[0, -1])
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+def tree_logits(
+    model: Any, prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int], *, window: int | None = None
+) -> torch.Tensor:
+    """transformers' logits of a tree behind a prompt, through a dense 4D mask: [nodes, V] fp32."""
+    length = len(prompt) + len(tokens)
+    seen = torch.ones(length, length).tril().bool()
+    positions = list(range(len(prompt)))
+    for node, parent in enumerate(parents):
+        row = len(prompt) + node
+        above = len(prompt) + parent if parent >= 0 else len(prompt) - 1
+        seen[row] = seen[above]
+        seen[row, row] = True
+        positions.append(positions[above] + 1)
+    position = torch.tensor(positions)
+    if window is not None:
+        seen &= position[None, :] > position[:, None] - window
+    mask = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+    ids = torch.tensor([[*prompt, *tokens]])
+    out = model(ids, attention_mask=mask, position_ids=position[None], use_cache=False)
+    return out.logits[0, len(prompt) :]

@@ -1,0 +1,236 @@
+"""Shared noise: Philox against its published answers, the logarithm against float64, Triton against torch bit by bit.
+
+The Triton kernels run compiled where there is a GPU, in Triton's interpreter elsewhere; the other side is always torch
+on the CPU, so on a GPU these tests are the equality of devices that lossless speculation rests on.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from offload_runtime_kernels import gumbel_argmax as ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = (0, 1, 0x80000000, (1 << 63) + 12345, (1 << 64) - 1)
+NAN, INF = float("nan"), float("inf")
+
+
+def rows(num_rows):
+    """Positions and sequences [R] that differ from row to row, on the CPU."""
+    return torch.arange(num_rows) * 977 + 3, torch.arange(num_rows) % 3
+
+
+def assert_same_bits(actual, expected):
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(actual.cpu().view(torch.int32), expected.cpu().view(torch.int32), rtol=0, atol=0)
+
+
+def philox_words(counter, key):
+    """Philox4x32-10 for one counter in Python integers, written from the paper and independent of the torch one."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
+    words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
+    low, high = (int(word, 16) for word in key.split())
+    output = ops.philox4x32_reference(words, low | high << 32)
+    assert [f"{int(word):08x}" for word in output] == answer.split()
+    assert [f"{word:08x}" for word in philox_words([int(w) for w in words], (low, high))] == answer.split()
+
+
+def test_noise_takes_its_words_where_the_contract_says():
+    seed, position, sequence = 0xFEDCBA9876543210, 123_456, 7
+    noise = ops.gumbel_noise_reference(torch.tensor([position]), torch.tensor([sequence]), seed=seed, vocab_size=11)
+    words = [philox_words((v // 4, position, sequence, 0), (seed & 0xFFFFFFFF, seed >> 32))[v % 4] for v in range(11)]
+    assert_same_bits(noise[0], ops.gumbel_from_words_reference(torch.tensor(words)))
+
+
+def test_noise_is_accurate_over_the_whole_range_of_words():
+    ends = torch.arange(1 << 17)
+    powers = 1 << torch.arange(32)
+    middle = torch.arange(0, 1 << 32, 104_729)
+    words = torch.cat([ends, (1 << 32) - 1 - ends, powers, powers - 1, middle])
+    noise = ops.gumbel_from_words_reference(words).double()
+    w = np.minimum((words.numpy().astype(np.float32) + np.float32(0.5)) * np.float32(2**-32), np.float32(1 - 2**-24))
+    exact = -torch.log(-torch.log1p(-torch.from_numpy(w).double()))
+    error = (noise - exact).abs()
+    assert noise.isfinite().all()
+    assert torch.minimum(error, error / exact.abs()).max() < 2e-7
+    # The rarest winners: the 2^-32 tail is resolved word by word, not rounded away in 1 - w.
+    tail = -torch.log(-torch.log1p(-(torch.arange(4096).double() + 0.5) / 2**32))
+    assert ((noise[:4096] - tail).abs() / tail).max() < 2e-7
+    assert (noise[:4096].diff() < 0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("vocab_size", [1, 5, 1023, 1024, 2050])
+def test_triton_noise_has_the_bits_of_the_reference(seed, vocab_size, monkeypatch):
+    positions, sequences = torch.tensor([0, 131_072, (1 << 31) + 7]), torch.tensor([0, 3, 1 << 20])
+    poison_new_tensors(monkeypatch)
+    noise = ops.gumbel_noise_triton(positions.to(DEVICE), sequences.to(DEVICE), seed=seed, vocab_size=vocab_size)
+    assert_same_bits(noise, ops.gumbel_noise_reference(positions, sequences, seed=seed, vocab_size=vocab_size))
+
+
+def poison_new_tensors(monkeypatch):
+    """Fill what `torch.empty` returns with NaN or -77, so that an element nobody writes is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(NAN if out.is_floating_point() else -77)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.3])
+@pytest.mark.parametrize("vocab_size", [3, 1022, 3077])
+def test_triton_chooses_the_tokens_of_the_reference(dtype, temperature, vocab_size, monkeypatch):
+    generator = torch.Generator().manual_seed(vocab_size)
+    positions, sequences = rows(5)
+    # Rows of a wider matrix whose rest is NaN: a read past the vocabulary would show.
+    wide = torch.full((5, vocab_size + 9), NAN, dtype=dtype)
+    logits = wide[:, :vocab_size]
+    logits.copy_(torch.randn((5, vocab_size), generator=generator) * 2)
+    logits[:, ::3] = -INF
+    options = {"temperature": temperature, "seed": 11}
+    expected = ops.gumbel_argmax_reference(logits, positions, sequences, **options)
+    perturbed = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
+    poison_new_tensors(monkeypatch)
+    on_device = (wide.to(DEVICE)[:, :vocab_size], positions.to(DEVICE), sequences.to(DEVICE))
+    tokens = ops.gumbel_argmax_triton(*on_device, **options)
+    assert tokens.tolist() == expected.tolist()
+    assert all(token % 3 for token in tokens.tolist()), "a token at -inf was chosen"
+    assert_same_bits(ops.gumbel_perturb_triton(*on_device, **options), perturbed)
+    assert_same_bits(perturbed.amax(dim=1), perturbed.gather(1, expected.unsqueeze(1)).squeeze(1))
+
+
+def test_positions_may_be_int32():
+    positions, sequences = rows(4)
+    logits = torch.zeros((4, 1500))
+    expected = ops.gumbel_argmax_reference(logits, positions, sequences, temperature=1.0, seed=5)
+    for run, device in ((ops.gumbel_argmax_reference, "cpu"), (ops.gumbel_argmax_triton, DEVICE)):
+        narrow = (positions.int().to(device), sequences.int().to(device))
+        tokens = run(logits.to(device), *narrow, temperature=1.0, seed=5)
+        assert tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("run", [ops.gumbel_argmax_reference, ops.gumbel_argmax_triton])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_broken_rows_are_marked_and_leave_the_others_alone(run, temperature):
+    device = DEVICE if run is ops.gumbel_argmax_triton else "cpu"
+    positions, sequences = rows(6)
+    logits = torch.randn((6, 2500), generator=torch.Generator().manual_seed(0))
+    options = {"temperature": temperature, "seed": 3}
+    clean = ops.gumbel_argmax_reference(logits, positions, sequences, **options)
+    broken = logits.clone()
+    broken[1, 0] = NAN  # a NaN in the first block of the kernel, before the maximum
+    broken[2, 2499] = NAN  # and in the last
+    broken[3] = -INF
+    broken[4, :] = -INF
+    broken[4, 1700] = -50.0  # one token left: it is chosen, however unlikely
+    tokens = run(broken.to(device), positions.to(device), sequences.to(device), **options).tolist()
+    assert tokens == [clean[0].item(), -1, -1, -1, 1700, clean[5].item()]
+
+
+@pytest.mark.parametrize("run", [ops.gumbel_argmax_reference, ops.gumbel_argmax_triton])
+def test_greedy_takes_the_lowest_index_of_equal_logits(run):
+    device = DEVICE if run is ops.gumbel_argmax_triton else "cpu"
+    positions, sequences = (tensor.to(device) for tensor in rows(4))
+    logits = torch.zeros((4, 4100))
+    logits[1, [4099, 1024, 2047]] = 1.0  # ties in different blocks of the kernel
+    logits[2, [700, 699]] = 1.0
+    logits[3, 0] = -0.0  # equal to the zeros
+    tokens = run(logits.to(device), positions, sequences, temperature=0.0, seed=0)
+    assert tokens.tolist() == [0, 1024, 699, 0]
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch_nor_on_the_vocabulary():
+    positions, sequences = rows(64)
+    noise = ops.gumbel_noise_reference(positions, sequences, seed=9, vocab_size=20_000)
+    for row in (0, 17, 63):
+        alone = ops.gumbel_noise_reference(positions[row, None], sequences[row, None], seed=9, vocab_size=7_001)
+        assert_same_bits(alone[0], noise[row, :7_001])
+
+
+def test_a_huge_temperature_does_not_resurrect_excluded_tokens():
+    positions, sequences = rows(1)
+    logits = torch.tensor([[-INF, 1.0, -INF]])
+    assert ops.gumbel_argmax_reference(logits, positions, sequences, temperature=1e60, seed=0).tolist() == [1]
+
+
+def test_everything_imports_and_samples_on_the_cpu_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from offload_runtime_kernels import _jit, gumbel_argmax as ops
+assert not _jit.triton_available
+rows = torch.arange(2)
+print(ops.gumbel_argmax(torch.eye(2), rows, rows, temperature=0.0, seed=0).tolist())
+try:
+    ops.gumbel_argmax_triton(torch.eye(2), rows, rows, temperature=0.0, seed=0)
+except RuntimeError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0, 1]\n") and "triton" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", SEEDS)
+def test_torch_on_cuda_has_the_bits_of_torch_on_the_cpu(seed):
+    positions, sequences = rows(8)
+    logits = torch.randn((8, 50_001), generator=torch.Generator().manual_seed(1)).bfloat16()
+    options = {"temperature": 0.7, "seed": seed}
+    expected = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
+    actual = ops.gumbel_perturb_reference(logits.cuda(), positions.cuda(), sequences.cuda(), **options)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.gpu
+def test_all_words_give_the_same_noise_on_cuda():
+    words = torch.cat([torch.arange(1 << 20), (1 << 32) - 1 - torch.arange(1 << 20), torch.arange(0, 1 << 32, 1009)])
+    assert_same_bits(ops.gumbel_from_words_reference(words.cuda()), ops.gumbel_from_words_reference(words))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [32_000, 151_936, 257_001])
+def test_compiled_kernel_at_real_vocabularies(vocab_size):
+    positions, sequences = rows(17)
+    logits = (torch.randn((17, vocab_size), generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
+    on_gpu = (logits.cuda(), positions.cuda(), sequences.cuda())
+    for temperature in (0.0, 0.6, 1.0, 1.3):
+        options = {"temperature": temperature, "seed": 1 << 40}
+        tokens = ops.gumbel_argmax(*on_gpu, **options)
+        assert tokens.tolist() == ops.gumbel_argmax_reference(logits, positions, sequences, **options).tolist()
+        expected = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
+        assert_same_bits(ops.gumbel_perturb(*on_gpu, **options), expected)
+
+
+@pytest.mark.gpu
+def test_one_compiled_kernel_serves_every_seed():
+    positions, sequences = (tensor.cuda() for tensor in rows(2))
+    logits = torch.zeros((2, 4096), device="cuda")
+    ops.gumbel_argmax(logits, positions, sequences, temperature=1.0, seed=2)
+    compiled = [len(cache[0]) for cache in ops._block_argmax_kernel.device_caches.values()]
+    for seed in SEEDS:
+        ops.gumbel_argmax(logits, positions, sequences, temperature=1.0, seed=seed)
+    assert compiled == [len(cache[0]) for cache in ops._block_argmax_kernel.device_caches.values()]

@@ -1,0 +1,147 @@
+"""The copy queue: order, events, counters and failures, on a thread and on a CUDA stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from offload_runtime.copy_engine import (
+    COPY_PIECE_BYTES,
+    CudaCopyEngine,
+    ThreadCopyEngine,
+    make_copy_engine,
+    measure_link_gbps,
+)
+from offload_runtime.errors import CopyError
+
+CPU = torch.device("cpu")
+
+
+def _bytes(value: int, nbytes: int = 1000) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def test_copies_run_in_order_and_are_waited_for() -> None:
+    engine = ThreadCopyEngine(before_copy=lambda: time.sleep(0.005))
+    dst, free = _bytes(0), engine.new_event()
+    readies = [engine.new_event() for _ in range(4)]
+    for value, ready in enumerate(readies, start=1):
+        engine.enqueue(dst, _bytes(value), free=free, ready=ready)
+    engine.compute_wait(readies[-1])
+    assert torch.equal(dst, _bytes(4))
+    assert engine.bytes_copied == 4 * 1000
+    engine.close()
+
+
+def test_enqueue_does_not_wait_and_compute_wait_does() -> None:
+    gate = threading.Event()
+    engine = ThreadCopyEngine(before_copy=gate.wait)
+    dst, ready = _bytes(0), engine.new_event()
+    engine.enqueue(dst, _bytes(9), free=engine.new_event(), ready=ready)
+    assert torch.equal(dst, _bytes(0))
+    assert engine.bytes_copied == 0
+    threading.Timer(0.05, gate.set).start()
+    engine.compute_wait(ready)
+    assert torch.equal(dst, _bytes(9))
+    assert engine.stall_seconds() > 0.01
+    assert engine.copy_seconds() > 0
+    engine.close()
+
+
+def test_an_event_stands_for_its_latest_copy() -> None:
+    gate = threading.Semaphore(1)
+    engine = ThreadCopyEngine(before_copy=gate.acquire)
+    dst, free, ready = _bytes(0), engine.new_event(), engine.new_event()
+    engine.enqueue(dst, _bytes(1), free=free, ready=ready)
+    engine.compute_wait(ready)
+    engine.enqueue(dst, _bytes(2), free=free, ready=ready)
+    threading.Timer(0.05, gate.release).start()
+    engine.compute_wait(ready)
+    assert torch.equal(dst, _bytes(2)), "the event of the first copy was taken for the second's"
+    engine.close()
+
+
+def test_a_fresh_event_counts_as_fired() -> None:
+    engine = ThreadCopyEngine()
+    engine.compute_wait(engine.new_event())
+    engine.close()
+
+
+def test_drain_and_close_finish_what_is_queued() -> None:
+    engine = ThreadCopyEngine(before_copy=lambda: time.sleep(0.01))
+    drained, closed = _bytes(0), _bytes(0)
+    engine.enqueue(drained, _bytes(1), free=engine.new_event(), ready=engine.new_event())
+    engine.drain()
+    assert torch.equal(drained, _bytes(1))
+    engine.enqueue(closed, _bytes(2), free=engine.new_event(), ready=engine.new_event())
+    engine.close()
+    assert torch.equal(closed, _bytes(2))
+
+
+def test_a_failed_copy_raises_on_every_later_use() -> None:
+    engine = ThreadCopyEngine()
+    free, ready = engine.new_event(), engine.new_event()
+    engine.enqueue(_bytes(0, 10), _bytes(1, 11), free=free, ready=ready)  # sizes that do not match
+    for use in (
+        lambda: engine.compute_wait(ready),
+        engine.drain,
+        lambda: engine.enqueue(_bytes(0), _bytes(1), free=free, ready=ready),
+    ):
+        with pytest.raises(CopyError, match="load the runtime again") as caught:
+            use()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert engine.bytes_copied == 0
+    engine.close()
+
+
+def test_the_engine_fits_the_device() -> None:
+    engine = make_copy_engine(CPU)
+    assert isinstance(engine, ThreadCopyEngine)
+    assert measure_link_gbps(engine, _bytes(0, 1 << 20), _bytes(1, 1 << 20)) > 0
+    assert engine.bytes_copied == 9 * (1 << 20)
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_cuda_copies_wait_for_free_and_compute_waits_for_ready() -> None:
+    device = torch.device("cuda")
+    engine = make_copy_engine(device)
+    assert isinstance(engine, CudaCopyEngine)
+    src = torch.full((1 << 20,), 2, dtype=torch.uint8).pin_memory()
+    dst = torch.ones(1 << 20, dtype=torch.uint8, device=device)
+    free, ready = engine.new_event(), engine.new_event()
+    torch.cuda._sleep(20_000_000)
+    before = dst.clone()  # the slow last read
+    engine.compute_record(free)
+    engine.enqueue(dst, src, free=free, ready=ready)
+    engine.compute_wait(ready)
+    after = dst.clone()
+    assert bool((before == 1).all())
+    assert bool((after == 2).all())
+    engine.drain()
+    assert engine.bytes_copied == 1 << 20
+    assert engine.stall_seconds() > 0
+    assert engine.copy_seconds() > 0
+
+
+@pytest.mark.gpu
+def test_cuda_copies_longer_than_a_piece_arrive_whole() -> None:
+    engine = CudaCopyEngine(torch.device("cuda"))
+    nbytes = 2 * COPY_PIECE_BYTES + 12345
+    src = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).pin_memory()
+    dst = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    engine.enqueue(dst, src, free=engine.new_event(), ready=engine.new_event())
+    engine.close()
+    assert torch.equal(dst.cpu(), src)
+
+
+@pytest.mark.gpu
+def test_a_failed_cuda_copy_is_typed() -> None:
+    engine = CudaCopyEngine(torch.device("cuda"))
+    dst = torch.zeros(10, dtype=torch.uint8, device="cuda")
+    with pytest.raises(CopyError, match="load the runtime again"):
+        engine.enqueue(dst, _bytes(1, 11).pin_memory(), free=engine.new_event(), ready=engine.new_event())

@@ -1,0 +1,244 @@
+"""Our decoder against transformers, every family in fp32; then the bits that must not depend on company, on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_runtime.errors import ContextLengthError
+from offload_runtime.model import Window
+from offload_runtime.model.linear import padded_rows, tiled_linear
+from offload_runtime.runners import ModelRunner, PassShape
+from tests.helpers.assembly import make_runner
+from tests.helpers.models import (
+    BUILDERS,
+    LENGTH_DEPENDENT_BUILDERS,
+    SHORT_LENGTH,
+    all_logits,
+    prefill_and_step_logits,
+    random_model,
+    random_tokens,
+    tree_logits,
+)
+
+BF16 = torch.bfloat16
+CUDA = torch.device("cuda")
+# Two roots, a bushy and a deep branch, listed so that no path is a contiguous run.
+PARENTS = (-1, -1, 0, 1, 0, 2, 5, 3, 6)
+
+
+def _assert_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = float((actual.cpu() - expected).abs().max() / expected.abs().max())
+    assert error < 1e-5, f"relative error {error:.1e}"
+
+
+def _window_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
+    return runner.verify([Window(tuple(tokens))], [sequence])[0]
+
+
+def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
+    """Logits of tokens decoded one by one, each committed: [T, V]."""
+    logits = []
+    for token in tokens:
+        logits.append(_window_logits(runner, [token], sequence)[0])
+        runner.cache.commit(sequence, 1)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_matches_transformers(name: str, tmp_path: Path) -> None:
+    """One window over everything, then prefill, single steps, windows of several tokens, rollback."""
+    model, tokens = random_model(name), random_tokens(50)
+    expected = all_logits(model, tokens)
+    made = make_runner(model, tmp_path, slots=2)
+    runner = made.runner
+    _assert_logits(_window_logits(runner, tokens), expected)
+    _assert_logits(runner.prefill(0, tokens[:37]), expected[36:37])
+    _assert_logits(_step_logits(runner, tokens[37:40]), expected[37:40])
+    _assert_logits(_window_logits(runner, tokens[40:]), expected[40:])
+    # Rejected: other tokens were tried, then the last committed ones are taken back and come again.
+    _window_logits(runner, random_tokens(9, seed=5))
+    runner.cache.truncate(0, 33)
+    _assert_logits(_window_logits(runner, tokens[33:45]), expected[33:45])
+    runner.cache.commit(0, 4)
+    _assert_logits(runner.prefill(0, tokens[37:50]), expected[49:50])
+    made.close()
+
+
+@pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
+def test_length_dependent_rope_matches_transformers_across_the_boundary(
+    name: str, prompt_length: int, tmp_path: Path
+) -> None:
+    model, tokens = random_model(name), random_tokens(prompt_length + 9)
+    expected = prefill_and_step_logits(model, tokens, prompt_length)
+    made = make_runner(model, tmp_path)
+    _assert_logits(made.runner.prefill(0, tokens[:prompt_length]), expected[:1])
+    _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
+    made.runner.cache.truncate(0, prompt_length)  # the same steps as one window
+    _assert_logits(_window_logits(made.runner, tokens[prompt_length:]), expected[1:])
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa3-wide-heads", "mistral-window", "qwen3", "smollm3"])
+def test_ragged_batch_matches_single_runs(name: str, tmp_path: Path) -> None:
+    model = random_model(name)
+    texts = [random_tokens(length, seed=length) for length in (31, 12, 20)]
+    starts = (25, 1, 17)  # windows of 6, 11 and 3 tokens
+    made = make_runner(model, tmp_path, slots=1)
+    runner = made.runner
+    for sequence, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        runner.prefill(sequence, text[:start])
+    windows = [Window(tuple(text[start:])) for text, start in zip(texts, starts, strict=True)]
+    for order in ([0, 1, 2], [2, 0], [1]):
+        together = runner.verify([windows[sequence] for sequence in order], order)
+        for logits, sequence in zip(together, order, strict=True):
+            count = len(windows[sequence].tokens)
+            _assert_logits(logits[:count], runner.verify([windows[sequence]], [sequence])[0].cpu())
+            _assert_logits(logits[:count], all_logits(model, texts[sequence])[starts[sequence] :])
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3", "smollm3"])
+def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) -> None:
+    model = random_model(name)
+    prompts = [random_tokens(23), random_tokens(6, seed=1)]
+    nodes = random_tokens(len(PARENTS), seed=2)
+    made = make_runner(model, tmp_path)
+    for sequence, prompt in enumerate(prompts):
+        made.runner.prefill(sequence, prompt)
+    window = getattr(model.config, "sliding_window", None) if name == "mistral-window" else None
+    # Beside the tree a shorter chain: rows of one pass may differ in kind.
+    logits = made.runner.verify([Window(tuple(nodes), PARENTS), Window(tuple(nodes[:4]))], [0, 1])
+    _assert_logits(logits[0], tree_logits(model, prompts[0], nodes, PARENTS, window=window))
+    _assert_logits(logits[1, :4], all_logits(model, prompts[1] + nodes[:4])[-4:])
+    made.close()
+
+
+def test_prepared_rows_of_single_tokens_match_a_window(tmp_path: Path) -> None:
+    model, tokens = random_model("llama-gqa"), random_tokens(30)
+    made = make_runner(model, tmp_path)
+    made.runner.prefill(0, tokens[:21])
+    rows = made.runner.chain_rows(0, 5)
+    logits = []
+    for row, token in zip(rows, tokens[21:26], strict=True):
+        row.tokens.fill_(token)  # as a draft does on the device
+        logits.append(made.runner.run_rows(row)[0, 0])
+    _assert_logits(torch.stack(logits), all_logits(model, tokens)[21:26])
+    made.close()
+
+
+@pytest.mark.parametrize("shape", [PassShape(1, 1, 1), PassShape(3, 7, 7), PassShape(64, 8, 64), PassShape(5, 64, 64)])
+def test_chunks_and_tile_heights_do_not_matter(shape: PassShape, tmp_path: Path) -> None:
+    model, tokens = random_model("mistral-window"), random_tokens(45)
+    expected = all_logits(model, tokens)
+    made = make_runner(model, tmp_path, slots=1, shape=shape)
+    done: list[tuple[int, int]] = []
+    logits = made.runner.prefill(0, tokens[:40], on_layer=lambda layer, layers: done.append((layer, layers)))
+    _assert_logits(logits, expected[39:40])
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    _assert_logits(_window_logits(made.runner, tokens[40:]), expected[40:])
+    made.engine.drain()  # every layer once per pass, however many chunks, and one ahead
+    assert made.engine.bytes_copied == (2 * 4 + 1) * made.weights.layer_layout.total_bytes
+    made.close()
+
+
+def test_where_the_weights_are_does_not_change_a_bit(tmp_path: Path) -> None:
+    model, tokens = random_model("qwen3"), random_tokens(40)
+
+    def run(slots: int, resident: tuple[int, ...] | None) -> torch.Tensor:
+        made = make_runner(model, tmp_path, slots=slots, resident=resident)
+        logits = [made.runner.prefill(0, tokens[:30])]
+        logits += [_step_logits(made.runner, tokens[30:33]), _window_logits(made.runner, tokens[33:])]
+        made.close()
+        return torch.cat(logits)
+
+    expected = run(0, None)
+    for slots, resident in ((1, ()), (2, ()), (3, ()), (1, (0, 2)), (2, (3,))):
+        assert torch.equal(run(slots, resident), expected), f"{slots} slots, resident {resident}"
+
+
+def test_a_full_cache_refuses_and_stays_usable(tmp_path: Path) -> None:
+    model, tokens = random_model("llama"), random_tokens(30)
+    made = make_runner(model, tmp_path, slots=1, capacity_tokens=24)
+    with pytest.raises(ContextLengthError, match="30 tokens do not fit the 24"):
+        made.runner.prefill(0, tokens)
+    assert made.runner.cache.length(0) == 0
+    made.runner.prefill(0, tokens[:20])
+    with pytest.raises(ContextLengthError, match="25 tokens"):
+        made.runner.verify([Window(tuple(tokens[20:25]))], [0])
+    _assert_logits(_window_logits(made.runner, tokens[20:24]), all_logits(model, tokens[:24])[20:])
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BUILDERS)
+def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
+    model, tokens = random_model(name), random_tokens(50)
+    expected = all_logits(model, tokens)
+    made = make_runner(model, tmp_path, slots=2, device=CUDA)
+    _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37])
+    _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:])
+    tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])[0]
+    _assert_logits(tree, expected[37:46])
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-biases", "mistral-window", "qwen3", "smollm3"])
+def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str, tmp_path: Path) -> None:
+    model, tokens = random_model(name), random_tokens(300)
+    shape = PassShape(window_rows=64, prefill_rows=128, prefill_chunk_tokens=128)
+
+    def make(slots: int) -> ModelRunner:
+        runner = make_runner(
+            model, tmp_path, slots=slots, shape=shape, capacity_tokens=512, device=CUDA, dtype=BF16
+        ).runner
+        runner.prefill(0, tokens[:250])
+        return runner
+
+    stepped = _step_logits(make(0), tokens[250:])
+    runner = make(2)
+    assert torch.equal(_window_logits(runner, tokens[250:]), stepped)
+    # The same tokens as one path of a tree, between wrong guesses: wrong, right, wrong, right, ...
+    parents = [-1, -1]
+    for depth in range(1, 30):
+        parents += [2 * depth - 1, 2 * depth - 1]
+    nodes = [tokens[250 + index // 2] if index % 2 else 5 for index in range(60)]
+    tree = runner.verify([Window(tuple(nodes), tuple(parents))], [0])[0]
+    assert torch.equal(tree[1::2], stepped[:30])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_rows", [64, 512])
+@pytest.mark.parametrize(("outputs", "inputs"), [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)])
+def test_rows_of_a_tiled_product_do_not_depend_on_place_neighbours_or_address(
+    outputs: int, inputs: int, tile_rows: int
+) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    weight = torch.randn(outputs, inputs, device=CUDA, generator=generator).to(BF16)
+    x = torch.randn(tile_rows, inputs, device=CUDA, generator=generator).to(BF16)
+    expected = tiled_linear(x, weight, None, tile_rows)
+    order = torch.randperm(tile_rows, device=CUDA, generator=generator)
+    assert torch.equal(tiled_linear(x[order].contiguous(), weight, None, tile_rows), expected[order])
+    for count in (1, 17, tile_rows // 2 + 1):
+        padded = torch.zeros(padded_rows(count, tile_rows), inputs, dtype=BF16, device=CUDA)
+        padded[:count] = x[:count]
+        assert torch.equal(tiled_linear(padded, weight, None, tile_rows)[:count], expected[:count])
+    twice = torch.cat((x.flip(0), x))
+    assert torch.equal(tiled_linear(twice, weight, None, tile_rows), torch.cat((expected.flip(0), expected)))
+    # 256 bytes further in another allocation, as in another slot of the ring.
+    moved = torch.empty(weight.numel() + 128, dtype=BF16, device=CUDA)[128:].view_as(weight).copy_(weight)
+    assert torch.equal(tiled_linear(x, moved, None, tile_rows), expected)
+
+
+def test_tiled_products_match_one_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((12, 7), (5, 7), (5,)))
+    for tile_rows in (1, 3, 4, 12):
+        _assert_logits(tiled_linear(x, weight, bias, tile_rows), x @ weight.t() + bias)
+        _assert_logits(tiled_linear(x, weight, None, tile_rows), x @ weight.t())

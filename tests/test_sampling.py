@@ -1,0 +1,314 @@
+"""Sampling as its users meet it: the right distribution, independent noise, the filters of transformers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.sampling import filter_logits, gumbel_noise, perturbed_logits, sample
+
+NAN, INF = float("nan"), float("inf")
+FILTERS = [
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 8, "top_p": 0.9},
+    {"top_k": 9, "top_p": 0.95, "min_p": 0.05},
+]
+
+
+def chi_square_limit(freedom, z=3.7):
+    """The chi-square value exceeded with probability 1e-4 (Wilson and Hilferty's approximation)."""
+    return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def assert_distributed(counts, probabilities):
+    """Chi-square of counts [K] against probabilities [K]; what has probability 0 must not occur at all."""
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities[probabilities > 0] * counts.sum()
+    assert expected.min() > 5, "too few samples for a chi-square test"
+    statistic = ((counts[probabilities > 0] - expected).square() / expected).sum()
+    assert statistic < chi_square_limit(len(expected) - 1)
+
+
+def draw(logits, params, num_positions, num_sequences=1, first_position=0):
+    """Sample one logits row [V] at many positions of many sequences -> [num_positions, num_sequences]."""
+    positions = torch.arange(first_position, first_position + num_positions).repeat_interleave(num_sequences)
+    sequences = torch.arange(num_sequences).repeat(num_positions)
+    tokens = sample(logits.expand(len(positions), -1), params, positions, sequences)
+    return tokens.view(num_positions, num_sequences)
+
+
+def peaked_logits(vocab_size=13):
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(4)) * 0.9
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+@pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
+def test_tokens_follow_the_filtered_softmax(temperature, filters):
+    logits = peaked_logits()
+    counts = torch.zeros(13)
+    for seed in (0, 7, 1 << 32, (1 << 64) - 1):
+        params = SamplingParams(temperature=temperature, seed=seed, **filters)
+        counts += draw(logits, params, 1500, 7).flatten().bincount(minlength=13)
+    allowed = filter_logits(logits.unsqueeze(0), params)[0].double()
+    assert_distributed(counts.double(), (allowed / temperature).softmax(dim=0))
+
+
+def joint_counts(first, second, size):
+    return (first.flatten() * size + second.flatten()).bincount(minlength=size * size).double()
+
+
+def test_tokens_are_independent_across_positions_sequences_and_seeds():
+    logits = torch.tensor([1.0, 0.0, 0.5, -0.5])
+    p = logits.double().softmax(dim=0)
+    joint = (p.unsqueeze(1) * p).flatten()
+    tokens = draw(logits, SamplingParams(temperature=1.0, seed=21), 300, 100)
+    assert_distributed(joint_counts(tokens[0::2], tokens[1::2], 4), joint)
+    assert_distributed(joint_counts(tokens[:, 0::2], tokens[:, 1::2], 4), joint)
+    for other_seed in (22, 21 + (1 << 32)):
+        others = draw(logits, SamplingParams(temperature=1.0, seed=other_seed), 300, 100)
+        assert_distributed(joint_counts(tokens, others, 4), joint)
+
+
+def test_position_and_sequence_are_not_interchangeable():
+    logits = torch.tensor([1.0, 0.0, 0.5, -0.5])
+    p = logits.double().softmax(dim=0)
+    tokens = draw(logits, SamplingParams(temperature=1.0, seed=5), 120, 120)
+    above = torch.ones(120, 120).triu(1).bool()
+    assert_distributed(joint_counts(tokens[above], tokens.T[above], 4), (p.unsqueeze(1) * p).flatten())
+
+
+def test_noise_is_standard_gumbel_and_uncorrelated():
+    positions, sequences = torch.arange(32).repeat_interleave(8), torch.arange(8).repeat(32)
+    noise = gumbel_noise(3, positions, sequences, 4001).double()
+    count = noise.numel()
+    assert abs(noise.mean() - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / count)
+    assert abs(noise.var() - math.pi**2 / 6) < 5 * math.sqrt(4.4 * (math.pi**2 / 6) ** 2 / count)
+    z = ((noise - noise.mean()) / noise.std()).view(32, 8, 4001)
+    other = gumbel_noise(4, positions, sequences, 4001).double().view(32, 8, 4001)
+    limit = 5 / math.sqrt(count / 2)
+    assert abs((z[1:] * z[:-1]).mean()) < limit, "neighbouring positions"
+    assert abs((z[:, 1:] * z[:, :-1]).mean()) < limit, "neighbouring sequences"
+    for step in (1, 2, 4):
+        assert abs((z[..., step:] * z[..., :-step]).mean()) < limit, f"tokens {step} apart"
+    assert abs((z * (other - other.mean())).mean()) < limit, "neighbouring seeds"
+
+
+def test_a_token_depends_on_its_own_logits_seed_position_and_sequence_only():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((40, 501), generator=generator)
+    positions, sequences = torch.randint(0, 1 << 20, (40,), generator=generator), torch.arange(40) % 5
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=1234)
+    together = sample(logits, params, positions, sequences)
+    order = torch.randperm(40, generator=generator)
+    assert sample(logits[order], params, positions[order], sequences[order]).tolist() == together[order].tolist()
+    alone = [sample(logits[i, None], params, positions[i, None], sequences[i, None]).item() for i in range(40)]
+    assert alone == together.tolist()
+
+
+def test_known_tokens_do_not_change_between_releases():
+    logits = torch.linspace(2, -2, 100).expand(8, 100)
+    tokens = sample(
+        logits, SamplingParams(temperature=1.0, seed=42), torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    )
+    assert tokens.tolist() == [2, 24, 7, 25, 34, 0, 17, 10]
+
+
+def test_greedy_is_argmax_and_ignores_position_and_seed():
+    logits = torch.randn((6, 300), generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits[0] = 1.0
+    for seed in (0, 99):
+        tokens = sample(logits, SamplingParams(seed=seed), torch.arange(6) * seed, torch.arange(6))
+        assert tokens.tolist() == logits.float().argmax(dim=1).tolist()
+    assert tokens[0] == 0
+
+
+@pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
+def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
+    logits = torch.randn((5, 64), generator=torch.Generator().manual_seed(2))
+    logits[1, 40] = NAN
+    logits[2] = -INF
+    logits[3, 1:] = -INF
+    logits[4, ::2] = -INF
+    params = SamplingParams(temperature=1.5, **filters)
+    for position in range(50):
+        tokens = sample(logits, params, torch.full((5,), position), torch.arange(5)).tolist()
+        assert tokens[0] >= 0 and tokens[1:4] == [-1, -1, 0] and tokens[4] % 2 == 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7, top_k=20, seed=8)], ids=str)
+def test_perturbed_logits_are_what_sample_takes_the_maximum_of(params):
+    logits = torch.randn((9, 999), generator=torch.Generator().manual_seed(3))
+    positions, sequences = torch.arange(9), torch.zeros(9, dtype=torch.int64)
+    scores = perturbed_logits(logits, params, positions, sequences)
+    assert scores.argmax(dim=1).tolist() == sample(logits, params, positions, sequences).tolist()
+    if params.greedy:
+        assert torch.equal(scores, logits)
+        return
+    assert (scores > -INF).sum(dim=1).tolist() == [20] * 9
+    kept = scores > -INF
+    unfiltered = logits / 0.7 + gumbel_noise(8, positions, sequences, 999)
+    torch.testing.assert_close(scores[kept], unfiltered[kept], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.05}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.03}],
+    ids=str,
+)
+def test_allowed_tokens_are_those_of_transformers(temperature, filters):
+    logits = torch.randn((32, 3001), generator=torch.Generator().manual_seed(6)) * 2.5
+    # float64, so that a sum of transformers' own rounding never decides a token at the boundary.
+    expected = TemperatureLogitsWarper(temperature)(None, logits.double())
+    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if name in filters:
+            expected = warper(filters[name])(None, expected)
+    actual = filter_logits(logits, SamplingParams(temperature=temperature, **filters))
+    assert torch.equal(actual > -INF, expected > -INF)
+    assert torch.equal(actual[actual > -INF], logits[actual > -INF])
+
+
+def allowed(values, **filters):
+    result = filter_logits(torch.tensor([values]), SamplingParams(temperature=1.0, **filters))[0]
+    return (result > -INF).nonzero().flatten().tolist()
+
+
+def test_ties_at_a_threshold_are_all_kept():
+    values = [1.0, 3.0, 1.0, 0.0, 1.0]
+    assert allowed(values, top_k=2) == [0, 1, 2, 4]
+    assert allowed(values, top_p=0.75) == [0, 1, 2, 4]
+    assert allowed(values, top_p=0.5) == [1]
+    assert allowed([0.0] * 5, min_p=1.0) == [0, 1, 2, 3, 4]
+    assert allowed([0.0, 1e-6, 0.0], min_p=1.0) == [1]
+    # Three tokens pass top-k here, of equal weight: 0.5 of them is two by count, and the tie brings the third.
+    assert allowed([2.0, 2.0, 2.0, 1.0], top_k=1, top_p=0.5) == [0, 1, 2]
+    assert allowed([1.0, 2.0], top_k=10) == [0, 1]
+
+
+def test_top_p_counts_only_what_top_k_let_pass():
+    values = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
+    assert allowed(values, top_p=0.69) == [0, 1]
+    assert allowed(values, top_k=2, top_p=0.56) == [0]  # 0.4 of 0.7 is 0.571
+
+
+def test_temperature_comes_before_the_filters():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    hot = filter_logits(logits, SamplingParams(temperature=10.0, min_p=0.5))
+    cold = filter_logits(logits, SamplingParams(temperature=0.5, min_p=0.5))
+    assert torch.equal(hot, logits) and torch.equal(cold, torch.tensor([[2.0, -INF, -INF]]))
+
+
+LOGITS = st.lists(
+    st.one_of(st.floats(-20, 20, width=32), st.integers(-3, 3).map(float), st.just(-INF)), min_size=1, max_size=40
+).filter(lambda values: max(values) > -INF)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, PARAMS)
+def test_the_most_likely_token_is_always_allowed_and_values_are_kept(values, params):
+    logits = torch.tensor([values])
+    result = filter_logits(logits, params)
+    assert result.max() == logits.max()
+    assert torch.equal(result.argmax(dim=1), logits.argmax(dim=1))
+    assert ((result == logits) | (result == -INF)).all()
+    kept, dropped = logits[result > -INF], logits[(result == -INF) & (logits > -INF)]
+    assert dropped.numel() == 0 or kept.min() > dropped.max(), "a likelier token was dropped"
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, PARAMS, st.floats(0.01, 1))
+def test_a_larger_top_p_never_takes_a_token_away(values, params, other_top_p):
+    low, high = sorted((params.top_p, other_top_p))
+    logits = torch.tensor([values])
+    results = [
+        filter_logits(logits, SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=top_p)) > -INF
+        for top_p in (low, high)
+    ]
+    assert (results[1] | ~results[0]).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, PARAMS, st.randoms(use_true_random=False))
+def test_permuting_the_vocabulary_permutes_the_allowed_set(values, params, random):
+    logits = torch.tensor([values])
+    order = list(range(len(values)))
+    random.shuffle(order)
+    assert torch.equal(filter_logits(logits[:, order], params), filter_logits(logits, params)[:, order])
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, st.floats(0.05, 5), st.floats(0.01, 0.999))
+def test_top_p_is_the_smallest_set_of_largest_tokens_that_reaches_its_share(values, temperature, top_p):
+    logits = torch.tensor([values])
+    result = filter_logits(logits, SamplingParams(temperature=temperature, top_p=top_p))
+    p = (logits.double() / temperature).softmax(dim=1)
+    kept = result > -INF
+    assert p[kept].sum() >= top_p - 1e-6
+    last = logits[kept].min()
+    assert p[logits > last].sum() < top_p + 1e-6, "the set without its last value already reached the share"
+
+
+FILTER_CASES = [SamplingParams(temperature=t, seed=17, **filters) for t in (0.6, 1.0, 1.3) for filters in FILTERS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", FILTER_CASES, ids=str)
+def test_filters_and_tokens_are_the_same_on_the_cpu_and_the_gpu(params):
+    logits = (torch.randn((33, 32_003), generator=torch.Generator().manual_seed(9)) * 3).bfloat16()
+    logits[5, 77] = NAN
+    logits[6] = -INF
+    logits[7] = 1.0
+    positions, sequences = torch.arange(33) * 4001, torch.arange(33) % 2
+    on_gpu = (logits.cuda(), params, positions.cuda(), sequences.cuda())
+    expected = filter_logits(logits.float(), params)
+    actual = filter_logits(logits.cuda().float(), params)
+    assert torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32))
+    assert sample(*on_gpu).tolist() == sample(logits, params, positions, sequences).tolist()
+    scores = perturbed_logits(logits, params, positions, sequences)
+    good = ~scores.isnan()
+    assert torch.equal(perturbed_logits(*on_gpu).cpu()[good], scores[good])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8), *FILTER_CASES[:5]], ids=str)
+def test_sampling_is_captured_in_a_cuda_graph_and_never_synchronises(params):
+    generator = torch.Generator().manual_seed(10)
+    logits = torch.randn((3, 32_000), generator=generator)
+    logits_gpu, positions_gpu = logits.cuda(), torch.arange(3).cuda()
+    sequences_gpu = torch.zeros_like(positions_gpu)
+    sample(logits_gpu, params, positions_gpu, sequences_gpu)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample(logits_gpu, params, positions_gpu, sequences_gpu)
+        perturbed_logits(logits_gpu, params, positions_gpu, sequences_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens_gpu = sample(logits_gpu, params, positions_gpu, sequences_gpu)
+        positions_gpu.add_(1)
+    for step in range(4):
+        logits = torch.randn((3, 32_000), generator=generator)
+        logits_gpu.copy_(logits)
+        graph.replay()
+        expected = sample(logits, params, torch.arange(3) + step, torch.zeros(3, dtype=torch.int64))
+        assert tokens_gpu.tolist() == expected.tolist()

@@ -1,0 +1,235 @@
+"""The ring of layers: what arrives is the right layer, and stays it for as long as it is used."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from offload_runtime.copy_engine import CopyEngine, CudaCopyEngine, ThreadCopyEngine
+from offload_runtime.errors import CopyError
+from offload_runtime.streaming import LayerStreamer, LayerViews
+
+LAYER_BYTES = 4096
+
+
+def _layer(index: int) -> torch.Tensor:
+    """Layer `index`, recognisable by every byte: uint8 [LAYER_BYTES], host."""
+    return torch.full((LAYER_BYTES,), 7 * index + 1, dtype=torch.uint8)
+
+
+def _views(buffer: torch.Tensor) -> LayerViews:
+    return {"w": buffer}
+
+
+def _streamer(
+    engine: CopyEngine, *, num_layers: int = 7, slots: int = 2, resident: tuple[int, ...] = ()
+) -> LayerStreamer:
+    return LayerStreamer(
+        [_layer(index) for index in range(num_layers)],
+        {index: _layer(index) for index in resident},
+        [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(slots)],
+        make_views=_views,
+        engine=engine,
+    )
+
+
+def _is_layer(weights: LayerViews, index: int) -> bool:
+    return torch.equal(weights["w"], _layer(index))
+
+
+def _run_pass(streamer: LayerStreamer, *, compute_s: float = 0.0) -> list[int]:
+    """One pass: the layers in order, each found intact at the start and at the end of its use."""
+    seen = []
+    for index, weights in streamer.layers():
+        assert _is_layer(weights, index), f"layer {index} was not there when its use began"
+        time.sleep(compute_s)
+        assert _is_layer(weights, index), f"layer {index} was overwritten while it was in use"
+        seen.append(index)
+    return seen
+
+
+def _random_delays(seed: int, most_s: float) -> Callable[[], None]:
+    generator = random.Random(seed)
+    return lambda: time.sleep(generator.uniform(0, most_s))
+
+
+@pytest.fixture
+def engine() -> Iterator[ThreadCopyEngine]:
+    made = ThreadCopyEngine(before_copy=_random_delays(0, 0.002))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("resident", [(), (0,), (6,), (1, 3, 4)])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_every_layer_arrives_intact_over_many_passes(
+    engine: ThreadCopyEngine, slots: int, resident: tuple[int, ...]
+) -> None:
+    streamer = _streamer(engine, slots=slots, resident=resident)
+    for number in range(12):  # slots and streamed layers do not divide each other: every alignment occurs
+        assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
+
+
+def test_all_resident_copies_nothing(engine: ThreadCopyEngine) -> None:
+    streamer = _streamer(engine, num_layers=3, slots=0, resident=(0, 1, 2))
+    assert _run_pass(streamer) == [0, 1, 2]
+    assert (streamer.num_streamed, streamer.bytes_per_pass, engine.bytes_copied) == (0, 0, 0)
+
+
+class _EagerStreamer(LayerStreamer):
+    """Deliberately wrong: believes that a slot is free as soon as its layer has been handed out."""
+
+    def _fill(self) -> None:
+        self._num_used += 1
+        super()._fill()
+        self._num_used -= 1
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_the_intactness_check_catches_a_streamer_that_refills_too_early(slots: int) -> None:
+    engine = ThreadCopyEngine()
+    buffers = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(slots)]
+    streamer = _EagerStreamer([_layer(i) for i in range(7)], {}, buffers, make_views=_views, engine=engine)
+    with pytest.raises(AssertionError, match=r"overwritten while it was in use|was not there when"):
+        for _ in range(3):
+            _run_pass(streamer, compute_s=0.02)
+    engine.drain()
+    engine.close()
+
+
+class _NoWaitEngine(ThreadCopyEngine):
+    """Deliberately wrong: the compute side does not wait for what it reads."""
+
+    def compute_wait(self, ready: object) -> None:
+        pass
+
+
+def test_the_intactness_check_catches_an_engine_that_does_not_wait() -> None:
+    engine = _NoWaitEngine(before_copy=lambda: time.sleep(0.05))
+    with pytest.raises(AssertionError, match="was not there when"):
+        _run_pass(_streamer(engine))
+    engine.close()
+
+
+def test_the_next_pass_is_on_its_way_before_it_begins(engine: ThreadCopyEngine) -> None:
+    streamer = _streamer(engine, slots=3, resident=(1,))
+    engine.drain()
+    assert engine.bytes_copied == 3 * LAYER_BYTES  # before the first pass
+    for number in range(1, 4):
+        _run_pass(streamer)
+        engine.drain()
+        assert engine.bytes_copied == (6 * number + 3) * LAYER_BYTES
+    assert streamer.bytes_per_pass == 6 * LAYER_BYTES
+    # Nothing is left to copy for the first three streamed layers: they are served with the worker shut down.
+    engine.close()
+    layers = streamer.layers()
+    for expected in (0, 1, 2, 3):
+        index, weights = next(layers)
+        assert index == expected
+        assert _is_layer(weights, index)
+
+
+class _InterruptedError(Exception):
+    pass
+
+
+def _interrupt(streamer: LayerStreamer, at: int) -> None:
+    for index, weights in streamer.layers():
+        assert _is_layer(weights, index)
+        if index == at:
+            raise _InterruptedError
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize(("slots", "resident"), [(1, ()), (2, (2,)), (3, (0, 6))])
+def test_a_pass_after_an_interrupted_one_starts_over(
+    engine: ThreadCopyEngine, slots: int, resident: tuple[int, ...], at: int
+) -> None:
+    streamer = _streamer(engine, slots=slots, resident=resident)
+    for _ in range(3):
+        with pytest.raises(_InterruptedError):
+            _interrupt(streamer, at)
+        assert _run_pass(streamer) == list(range(7))
+        assert _run_pass(streamer) == list(range(7))
+
+
+def test_an_interrupted_pass_that_is_kept_alive_does_not_disturb_later_ones(engine: ThreadCopyEngine) -> None:
+    # A stored exception keeps the frames of its traceback, and with them the suspended pass, until it is dropped.
+    streamer = _streamer(engine, slots=2)
+    abandoned = streamer.layers()
+    for _ in range(3):
+        next(abandoned)
+    assert _run_pass(streamer) == list(range(7))
+    current = streamer.layers()
+    for _ in range(4):
+        next(current)
+    abandoned.close()  # type: ignore[attr-defined]  # what the garbage collector does, at any moment
+    for index, weights in current:
+        assert _is_layer(weights, index)
+    assert _run_pass(streamer) == list(range(7))
+
+
+def test_a_failing_copy_raises_and_stays_raised() -> None:
+    copies = 0
+
+    def fail_on_the_fourth() -> None:
+        nonlocal copies
+        copies += 1
+        if copies == 4:
+            raise OSError("the link is gone")
+
+    engine = ThreadCopyEngine(before_copy=fail_on_the_fourth)
+    streamer = _streamer(engine)
+    with pytest.raises(CopyError, match="the link is gone"):
+        _run_pass(streamer)
+    with pytest.raises(CopyError, match="load the runtime again"):
+        _run_pass(streamer)
+    engine.close()
+
+
+@dataclass(frozen=True)
+class _GpuRing:
+    """Layers large enough to be caught in the middle of a copy."""
+
+    engine: CudaCopyEngine
+    streamer: LayerStreamer
+    num_elements: int
+
+    @classmethod
+    def make(cls, *, num_layers: int, slots: int, copy_cycles: int, streamer: type[LayerStreamer]) -> _GpuRing:
+        device, num_elements = torch.device("cuda"), 1 << 22
+        engine = CudaCopyEngine(device, before_copy=lambda: torch.cuda._sleep(copy_cycles))
+        layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
+        buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(slots)]
+        return cls(engine, streamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
+
+    def wrong_bytes(self, *, passes: int, compute_cycles: int) -> int:
+        """Bytes that were not their layer's at the beginning or at the end of its use, counted on the device."""
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(passes):
+            for index, weights in self.streamer.layers():
+                wrong += (weights["w"] != index + 1).sum()
+                torch.cuda._sleep(compute_cycles)
+                wrong += (weights["w"] != index + 1).sum()
+        return int(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("copy_cycles", "compute_cycles"), [(2_000_000, 0), (0, 2_000_000), (500_000, 500_000)])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_layers_are_intact_on_the_gpu(slots: int, copy_cycles: int, compute_cycles: int) -> None:
+    ring = _GpuRing.make(num_layers=5, slots=slots, copy_cycles=copy_cycles, streamer=LayerStreamer)
+    assert ring.wrong_bytes(passes=6, compute_cycles=compute_cycles) == 0
+    ring.engine.drain()
+    assert ring.engine.bytes_copied == (6 * 5 + slots) * ring.num_elements
+
+
+@pytest.mark.gpu
+def test_the_gpu_check_catches_a_streamer_that_refills_too_early() -> None:
+    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0, streamer=_EagerStreamer)
+    assert ring.wrong_bytes(passes=3, compute_cycles=5_000_000) > 0

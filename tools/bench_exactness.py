@@ -1,0 +1,194 @@
+"""Is speculation exact to the last bit? Decode with and without it and compare tokens and the logits behind them.
+
+    python tools/bench_exactness.py --model SmolLM2.gguf --tokens 1000 --temperatures 0,0.6,1.0
+    python tools/bench_exactness.py --shape llama2-7b
+
+The plain run decodes one token a pass. The speculative runs get their guesses from a script that knows the plain run's
+tokens and is right with a given probability, so that windows of every length are accepted, cut and rolled back, however
+little the model's text can be guessed. A real n-gram proposer runs too. Each token's logits are compared through a
+128-bit digest of their bits. Exit code 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), str(ROOT / "kernels")]
+sys.path.append(str(ROOT))
+
+from bench_report import emit, provenance  # noqa: E402
+
+from offload_runtime.config import SamplingParams  # noqa: E402
+from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
+from offload_runtime.engine.assembly import LoadedModel, connect_model, plan_placement, target_plan  # noqa: E402
+from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
+from offload_runtime.model import Window  # noqa: E402
+from offload_runtime.runners import ModelRunner  # noqa: E402
+from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
+from offload_runtime.weights import load_weights, open_checkpoint  # noqa: E402
+
+
+class ScriptedProposer:
+    """Proposes the known continuation, each token wrong with probability `1 - accuracy`."""
+
+    def __init__(self, script: Sequence[int], vocab_size: int, *, accuracy: float, seed: int) -> None:
+        self._script = list(script)
+        self._vocab_size = vocab_size
+        self._accuracy = accuracy
+        self._random = random.Random(seed)
+
+    def start(self, params: SamplingParams) -> None:
+        pass
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        count = self._random.randint(1, count)
+        guesses = self._script[len(tokens) : len(tokens) + count]
+        return [
+            token if self._random.random() < self._accuracy else self._random.randrange(self._vocab_size)
+            for token in guesses
+        ]
+
+
+class RecordingTarget:
+    """Passes windows on and keeps a digest of each row's logits."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache = runner.cache
+        self.rows: list[torch.Tensor] = []
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        logits = self._runner.verify(windows, sequences)
+        self.rows.append(digest(logits[0]))
+        return logits
+
+
+def digest(logits: torch.Tensor) -> torch.Tensor:
+    """[T, V] to [T, 2] int64: two sums of the bit patterns under different odd weights; wraps, so order-free and exact."""
+    bits = logits.contiguous().view(torch.int16 if logits.element_size() == 2 else torch.int32).long()
+    index = torch.arange(logits.shape[1], device=logits.device)
+    mixed = (bits + 1) * (index * 0x9E3779B97F4A7C15 % (1 << 63) | 1)
+    return torch.stack([mixed.sum(-1), ((mixed ^ (mixed >> 29)) * (2 * index + 1)).sum(-1)], dim=-1)
+
+
+def decode(
+    runner: ModelRunner, prompt: list[int], proposer: Proposer, params: SamplingParams, *, gamma: int, count: int
+) -> dict[str, Any]:
+    """Generate `count` tokens; their ids, digests of the logits behind them, and passes."""
+    runner.cache.truncate(0, 0)
+    target = RecordingTarget(runner)
+    decoder = SpeculativeDecoder(target, proposer, params)
+    started = time.perf_counter()
+    logits = runner.prefill(0, prompt)
+    tokens = [*prompt, decoder.first_token(logits)]
+    digests, passes = [digest(logits)], 0
+    while len(tokens) - len(prompt) < count:
+        result = decoder.round(tokens, gamma)
+        digests.append(target.rows.pop()[: len(result.tokens)])
+        tokens += result.tokens
+        passes += 1
+    bits = torch.cat(digests)[:count].cpu()
+    return {"tokens": tokens[len(prompt) :][:count], "bits": bits, "passes": passes, "s": time.perf_counter() - started}
+
+
+def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Counts of differing tokens and digests."""
+    differing = (plain["bits"] != other["bits"]).any(-1)
+    return {
+        "tokens": len(plain["tokens"]),
+        "differing_tokens": sum(a != b for a, b in zip(plain["tokens"], other["tokens"], strict=True)),
+        "differing_logit_rows": int(differing.sum()),
+        "first_difference": int(differing.nonzero()[0]) if differing.any() else None,
+        "passes": other["passes"],
+        "plain_passes": plain["passes"],
+    }
+
+
+def run_model(model: LoadedModel, prompt: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All temperatures and proposers for one model."""
+    rows = []
+    vocab_size = model.runner.decoder.config.vocab_size
+    for temperature in (float(part) for part in arguments.temperatures.split(",")):
+        params = SamplingParams(temperature=temperature, seed=arguments.seed)
+        plain = decode(model.runner, prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
+        script = prompt + plain["tokens"]
+        proposers: list[tuple[str, Proposer, int]] = [("ngram", NgramProposer(), 16)]
+        for accuracy, gamma in ((0.8, 8), (0.95, 40), (0.99, 200)):
+            proposer = ScriptedProposer(script, vocab_size, accuracy=accuracy, seed=arguments.seed)
+            proposers.append((f"script {accuracy}", proposer, gamma))
+        for name, proposer, gamma in proposers:
+            speculative = decode(model.runner, prompt, proposer, params, gamma=gamma, count=arguments.tokens)
+            row = {"temperature": temperature, "proposer": name, "gamma": gamma, **compare(plain, speculative)}
+            rows.append(row)
+            print(
+                f"T={temperature} {name:12} gamma {gamma:3}: {row['differing_tokens']} tokens and "
+                f"{row['differing_logit_rows']} logit rows of {row['tokens']} differ; {row['passes']} passes "
+                f"({plain['s']:.1f} s plain, {speculative['s']:.1f} s)",
+                flush=True,
+            )
+    return rows
+
+
+def load(arguments: argparse.Namespace) -> tuple[str, LoadedModel, list[int]]:
+    """The model, fully resident or with `--resident-layers`, and a prompt."""
+    if arguments.shape:
+        from common import options_from, peer_parser, prompt_ids
+        from ours import build
+
+        argv = ["--shape", arguments.shape, "--device", arguments.device, "--dtype", arguments.dtype, "--vram", "100GB"]
+        argv += ["--prompt-tokens", "64"] + (["--layers", str(arguments.layers)] if arguments.layers else [])
+        options = options_from(peer_parser("").parse_args(argv))
+        resident = options.layers if arguments.resident_layers is None else arguments.resident_layers
+        object.__setattr__(options, "resident_layers", resident)
+        model, _, _ = build(options, context=arguments.tokens + 512, window=256)
+        return f"random {arguments.shape}", model, prompt_ids(options)[0].tolist()
+    source = open_checkpoint(arguments.model)
+    device = resolve_device(arguments.device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
+    plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
+    budget = DeviceBudget(device, None)
+    placement = plan_placement(plan, None, budget, arguments.resident_layers)
+    weights = load_weights(source, dtype, pin=device.type == "cuda")
+    model = connect_model(weights, plan, placement, budget, make_copy_engine(device), name="target")
+    return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="checkpoint (directory, GGUF or hub id)")
+    parser.add_argument("--shape", help="random weights of this shape instead")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--resident-layers", type=int)
+    parser.add_argument("--prompt", default="The history of the steam engine began when")
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--temperatures", default="0,0.6,1.0")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if bool(arguments.model) == bool(arguments.shape):
+        parser.error("give either --model or --shape")
+    name, model, prompt = load(arguments)
+    rows = run_model(model, prompt, arguments)
+    device = resolve_device(arguments.device)
+    failed = any(row["differing_tokens"] or row["differing_logit_rows"] for row in rows)
+    streamed = model.placement.num_streamed
+    report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype, "streamed_layers": streamed}
+    emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Streaming of weights side by side: this runtime, tuned DeepSpeed ZeRO-Inference, accelerate `cpu_offload`.
+
+    python tools/bench_streaming.py --shape llama2-7b --vram 24GB --out tools/results/streaming-h200.json
+
+Every system runs in its own process with the same weights, prompt, dtype and VRAM; a system that is not installed is
+reported as missing. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PEERS = Path(__file__).resolve().parent / "peers"
+# name -> script and its own options
+SYSTEMS: dict[str, tuple[str, list[str]]] = {
+    "ours": ("ours.py", []),
+    "deepspeed": ("deepspeed_zero.py", []),
+    "deepspeed-deep": ("deepspeed_zero.py", ["--prefetch-layers", "4", "--live-layers", "8"]),
+    "accelerate": ("accelerate_offload.py", ["--no-pin"]),
+    "accelerate-pinned": ("accelerate_offload.py", ["--pin"]),
+}
+
+
+def run_system(name: str, common: list[str], own: list[str], timeout_s: float) -> dict[str, Any]:
+    """Run one system; its JSON, or `{"error": …}` with the end of what it printed."""
+    script, options = SYSTEMS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, str(PEERS / script), *common, *options, *own, "--out", str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no result within {timeout_s:.0f} s"}
+        if out.exists():
+            result: dict[str, Any] = json.loads(out.read_text())
+            return result
+        return {"error": (done.stderr.strip() or done.stdout.strip())[-600:]}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The figures for people."""
+    lines = [f"{'system':18} {'s/token':>8} {'tok/s':>7} {'GB/s':>6} {'of peak':>8} {'TTFT s':>7} {'VRAM GB':>8}"]
+    for name, result in results.items():
+        if "error" in result:
+            lines.append(f"{name:18} {result['error'].splitlines()[-1][:90] if result['error'] else 'failed'}")
+            continue
+        share = f"{result['bound']['share']:.1%}" if result["bound"] else "-"
+        driver = (result["peak_vram_bytes"] or {}).get("driver", 0) / 1e9
+        lines.append(
+            f"{name:18} {result['s_per_token']['median']:8.4f} {result['tok_per_s']:7.2f} {result['link_gbps']:6.1f} "
+            f"{share:>8} {result['time_to_first_token_s']:7.2f} {driver:8.2f}"
+        )
+    for row in results.get("ours", {}).get("windows", []):
+        share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
+        lines.append(
+            f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s = "
+            f"{share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
+        )
+    return "\n".join(lines)
+
+
+def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """How many times the tokens per second of each other system."""
+    ours = results.get("ours", {}).get("tok_per_s")
+    if not ours:
+        return {}
+    others = {name: result["tok_per_s"] for name, result in results.items() if name != "ours" and "error" not in result}
+    return {name: ours / speed for name, speed in others.items()}
+
+
+def main() -> int:
+    """Run the chosen systems one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
+    parser.add_argument("--shape", default="llama2-7b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--vram", default="24GB")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit")
+    parser.add_argument("--windows", default="1,17,128,1024")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    names = [name for name in arguments.systems.split(",") if name]
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        print(f"error: unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}", file=sys.stderr)
+        return 2
+    common = ["--shape", arguments.shape, "--prompt-tokens", str(arguments.prompt_tokens), "--vram", arguments.vram]
+    common += ["--new-tokens", str(arguments.new_tokens), "--dtype", arguments.dtype, "--device", arguments.device]
+    common += ["--layers", str(arguments.layers)] if arguments.layers else []
+    common += ["--commit", arguments.commit] if arguments.commit else []
+    results = {}
+    for name in names:
+        own = ["--windows", arguments.windows] if name == "ours" else []
+        results[name] = run_system(name, common, own, arguments.timeout)
+    report = {"benchmark": "streaming", "results": results, "times_ours_over": ratios(results)}
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(results))
+    print(json.dumps(report))
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
