@@ -16,11 +16,12 @@ from offload_runtime.errors import OptionError
 
 GB = 1_000_000_000
 GIB = 1 << 30
-_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
+_SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Turn `"24GB"`, `"512MiB"` or a plain number of bytes into an integer. Decimal units unless written with an `i`."""
+    """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer. Decimal units unless written with an `i`."""
     if isinstance(text, int):
         value = float(text)
         number, unit = value, ""

@@ -1,7 +1,7 @@
 """Runners: tokens in, logits out. They join weights in motion, decoder and cache into passes.
 
-A pass is layer-major: every piece of its rows goes through layer 0, then layer 1, …, so that each streamed layer crosses
-the link once per pass, however long the prompt is.
+A pass is layer-major: every piece of its rows goes through layer 0, then layer 1, …, so that each streamed layer
+crosses the link once per pass, however long the prompt is.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def chain_rows(self, sequence: int, count: int) -> list[PassRows]:
-        """Rows for `count` passes of one token each, behind the committed tokens; the tokens are yet to be filled in."""
+        """Rows for `count` passes of one token each behind the committed tokens; the tokens are yet to be filled in."""
         rows = self._rows.build([Window((0,) * count)], [self.cache.length(sequence)], [sequence])
         return [_single_row(rows, index) for index in range(count)]
 

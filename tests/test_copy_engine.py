@@ -38,7 +38,11 @@ def test_copies_run_in_order_and_are_waited_for() -> None:
 
 def test_enqueue_does_not_wait_and_compute_wait_does() -> None:
     gate = threading.Event()
-    engine = ThreadCopyEngine(before_copy=gate.wait)
+
+    def wait_for_gate() -> None:
+        gate.wait()
+
+    engine = ThreadCopyEngine(before_copy=wait_for_gate)
     dst, ready = _bytes(0), engine.new_event()
     engine.enqueue(dst, _bytes(9), free=engine.new_event(), ready=ready)
     assert torch.equal(dst, _bytes(0))
@@ -53,7 +57,11 @@ def test_enqueue_does_not_wait_and_compute_wait_does() -> None:
 
 def test_an_event_stands_for_its_latest_copy() -> None:
     gate = threading.Semaphore(1)
-    engine = ThreadCopyEngine(before_copy=gate.acquire)
+
+    def pass_gate() -> None:
+        gate.acquire()
+
+    engine = ThreadCopyEngine(before_copy=pass_gate)
     dst, free, ready = _bytes(0), engine.new_event(), engine.new_event()
     engine.enqueue(dst, _bytes(1), free=free, ready=ready)
     engine.compute_wait(ready)

@@ -26,14 +26,17 @@ from tests.helpers.models import (
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
+# The oracle computes on the CPU: sums in another order, and the GPU's exponential is good to 2 units in the last place.
+GPU_ERROR = 5e-5
 # Two roots, a bushy and a deep branch, listed so that no path is a contiguous run.
 PARENTS = (-1, -1, 0, 1, 0, 2, 5, 3, 6)
 
 
-def _assert_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float = 1e-5) -> None:
+    """Raise unless the largest difference, relative to the largest logit, is below `most`."""
     assert actual.shape == expected.shape
     error = float((actual.cpu() - expected).abs().max() / expected.abs().max())
-    assert error < 1e-5, f"relative error {error:.1e}"
+    assert error < most, f"relative error {error:.1e}"
 
 
 def _window_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
@@ -126,7 +129,8 @@ def test_prepared_rows_of_single_tokens_match_a_window(tmp_path: Path) -> None:
     rows = made.runner.chain_rows(0, 5)
     logits = []
     for row, token in zip(rows, tokens[21:26], strict=True):
-        row.tokens.fill_(token)  # as a draft does on the device
+        with torch.inference_mode():
+            row.tokens.fill_(token)  # as a draft does on the device
         logits.append(made.runner.run_rows(row)[0, 0])
     _assert_logits(torch.stack(logits), all_logits(model, tokens)[21:26])
     made.close()
@@ -181,10 +185,10 @@ def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
     made = make_runner(model, tmp_path, slots=2, device=CUDA)
-    _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37])
-    _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:])
+    _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37], most=GPU_ERROR)
+    _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
     tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])[0]
-    _assert_logits(tree, expected[37:46])
+    _assert_logits(tree, expected[37:46], most=GPU_ERROR)
     made.close()
 
 

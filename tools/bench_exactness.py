@@ -73,7 +73,7 @@ class RecordingTarget:
 
 
 def digest(logits: torch.Tensor) -> torch.Tensor:
-    """[T, V] to [T, 2] int64: two sums of the bit patterns under different odd weights; wraps, so order-free and exact."""
+    """[T, V] to [T, 2] int64: two sums of the bit patterns under different odd weights; exact in any order."""
     bits = logits.contiguous().view(torch.int16 if logits.element_size() == 2 else torch.int32).long()
     index = torch.arange(logits.shape[1], device=logits.device)
     mixed = (bits + 1) * (index * 0x9E3779B97F4A7C15 % (1 << 63) | 1)

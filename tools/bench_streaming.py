@@ -59,8 +59,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for row in results.get("ours", {}).get("windows", []):
         share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
         lines.append(
-            f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s = "
-            f"{share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
+            f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s "
+            f"= {share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
         )
     return "\n".join(lines)
 

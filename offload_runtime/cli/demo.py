@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # The n-gram draft copies from the text so far, so the question must have an answer with something to copy.
 DEFAULT_PROMPT = (
-    "Repeat the following text word for word, but write Maria instead of Anna.\n\n"
+    "Correct the spelling mistakes in this text and leave everything else as it is:\n\n"
     "Anna lived in a small house by the sea. Every morning Anna walked along the beach and collected shells. "
-    "Every evening Anna sat by the window and watched the ships come home. When the ships were late, Anna lit a "
+    "Every evenning Anna sat by the window and watched the ships come home. When the ships were late, Anna lit a "
     "lamp and put it in the window."
 )
 _WARM_UP_TOKENS = 4
@@ -62,6 +62,7 @@ def run_demo(
         write_text(f"{machine_line(runtime.device.type)}\n")
         status_line(runtime.load_report)
         status_line(runtime.placement)
+        status_line("warming up")
         _warm_up(runtime, prompt, params)
         runs = [
             _run(runtime, prompt, params, speculate=speculate, show_progress=show_progress)

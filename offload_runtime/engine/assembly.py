@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig, format_bytes, require_positive
+from offload_runtime.config import GB, ModelConfig, format_bytes, require_positive
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
@@ -18,13 +18,26 @@ from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import MemoryNeeds, Placement, place_layers, workspace_bytes
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.streaming import LayerStreamer
-from offload_runtime.weights import CheckpointSource, HostWeights, layer_layout, load_weights, shared_layout
+from offload_runtime.weights import (
+    CheckpointSource,
+    HostWeights,
+    layer_layout,
+    load_weights,
+    packed_bytes,
+    shared_layout,
+)
 
 LoadProgress = Callable[[str, int, int], None]
 
-# Heights of the matrix products. On a GPU a window of 64 costs what one token costs (a 7B layer's products: 3.76 ms at
-# 64 rows, 3.57 ms at 1, H200), and consumer cards are bound by memory up to about 128. On a CPU every row costs.
-_TARGET_SHAPES = {"cuda": PassShape(64, 512, 1024), "cpu": PassShape(8, 64, 256)}
+# Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
+# on the placement. On a GPU 64 rows cost what one costs (the products of a 7B model: 3.76 ms at 64 rows, 3.57 ms at 1,
+# 5.6 ms at 256; H200). A model of 8 GB and more is streamed on the cards this is for, its passes take hundreds of
+# milliseconds, and 256 rows keep a window of 1024 tokens at 26 launches a layer, which the launch queue of 1024 holds.
+# On a CPU every row costs.
+_SMALL_TARGET_SHAPE = PassShape(64, 512, 1024)
+_LARGE_TARGET_SHAPE = PassShape(256, 512, 1024)
+_LARGE_TARGET_BYTES = 8 * GB
+_CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 # A draft promises no bits, so its heights only have to be quick.
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -138,12 +151,20 @@ class ModelPlan:
         return self.config.num_layers * self.layer_bytes + self.shared_bytes + self.kv_bytes
 
 
-def target_plan(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int) -> ModelPlan:
+def target_plan(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
+) -> ModelPlan:
     """Plan of a target."""
-    return ModelPlan(config, dtype, _TARGET_SHAPES[device.type], context, window)
+    if device.type == "cpu":
+        shape = _CPU_TARGET_SHAPE
+    else:
+        shape = _LARGE_TARGET_SHAPE if packed_bytes(config, dtype) >= _LARGE_TARGET_BYTES else _SMALL_TARGET_SHAPE
+    return ModelPlan(config, dtype, shape, context, window)
 
 
-def draft_plan(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int) -> ModelPlan:
+def draft_plan(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
+) -> ModelPlan:
     """Plan of a draft model; its own maximum may shorten its context."""
     context = min(context, config.max_position_embeddings)
     return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window)
@@ -189,9 +210,7 @@ def connect_model(
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA."""
     device, layout = budget.device, weights.layer_layout
     layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
-    slots = [
-        budget.allocate(f"{name}: ring slot", layout.total_bytes) for _ in range(placement.num_slots)
-    ]
+    slots = [budget.allocate(f"{name}: ring slot", layout.total_bytes) for _ in range(placement.num_slots)]
     shared_host = weights.shared.buffer[: weights.shared_layout.total_bytes]
     shared = _on_device(shared_host, budget, f"{name}: embedding and head")
     resident = {

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from offload_runtime.planner import Placement
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
-Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
@@ -212,12 +212,12 @@ class Runtime:
         if isinstance(prompt, str):
             tokens = list(self.tokenizer.encode(prompt))
         elif prompt and all(isinstance(item, Mapping) for item in prompt):
-            text = self.render_chat([dict(item) for item in prompt])  # type: ignore[arg-type]
+            text = self.render_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
-        elif all(isinstance(item, int) for item in prompt):
-            tokens = [int(item) for item in prompt]  # type: ignore[call-overload]
         else:
-            raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
+            tokens = [item for item in prompt if isinstance(item, int)]
+            if len(tokens) < len(prompt):
+                raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
         if not tokens:
             raise OptionError("the prompt is empty: give it at least one token")
         outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
@@ -237,8 +237,8 @@ class Runtime:
             raise OptionError(f"the chat template refused the messages: {error}") from error
 
     def start(
-        self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int, speculate: bool = True,
-        on_prefill: OnPrefill | None = None,
+        self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int,
+        speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
         gamma = self._default_gamma if params.gamma is None else params.gamma

@@ -45,7 +45,10 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished generation: `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`."""
+    """A finished generation.
+
+    `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`.
+    """
 
     tokens: list[int]
     text: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_runtime.config import GenerationParams
@@ -87,7 +87,7 @@ class TokenStream:
         if self._result is None:
             self._finish("interrupted")
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         parts, params = self._parts, self._params
         self._started_s = time.perf_counter()
         proposer = parts.proposer if self._gamma else NoProposer()

@@ -30,10 +30,9 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     assert x.shape[0] % tile_rows == 0
     out = x.new_empty(x.shape[0], weight.shape[0])
     transposed = weight.t()
-    for start in range(0, x.shape[0], tile_rows):
-        rows = slice(start, start + tile_rows)
+    for x_tile, out_tile in zip(x.split(tile_rows), out.split(tile_rows), strict=True):
         if bias is None:
-            torch.mm(x[rows], transposed, out=out[rows])
+            torch.mm(x_tile, transposed, out=out_tile)
         else:
-            torch.addmm(bias, x[rows], transposed, out=out[rows])
+            torch.addmm(bias, x_tile, transposed, out=out_tile)
     return out

@@ -132,7 +132,8 @@ class RowBuilder:
 
     def _upload(self, *parts: list[int]) -> list[torch.Tensor]:
         """Send lists of integers to the device in one copy: int32 views, each 16-byte aligned."""
-        offsets, flat = [], []
+        offsets: list[int] = []
+        flat: list[int] = []
         for part in parts:
             offsets.append(len(flat))
             flat += part + [0] * (-len(part) % 4)

@@ -75,14 +75,15 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 
 # Their frequencies depend on the length of the sequence, so one forward pass over everything is no oracle for decoding.
 LENGTH_DEPENDENT_BUILDERS: dict[str, Callable[[], Any]] = {
-    "llama-dynamic": lambda: _llama(
-        max_position_embeddings=SHORT_LENGTH, rope_parameters=_rope("dynamic", factor=3.0)
-    ),
+    "llama-dynamic": lambda: _llama(max_position_embeddings=SHORT_LENGTH, rope_parameters=_rope("dynamic", factor=3.0)),
     "llama-longrope": lambda: _llama(
         rope_parameters=_rope(
-            "longrope", factor=512 / SHORT_LENGTH, original_max_position_embeddings=SHORT_LENGTH,
-            short_factor=_half_dim_factors(1.0, 1.5), long_factor=_half_dim_factors(2.0, 8.0),
-        )  # fmt: skip
+            "longrope",
+            factor=512 / SHORT_LENGTH,
+            original_max_position_embeddings=SHORT_LENGTH,
+            short_factor=_half_dim_factors(1.0, 1.5),
+            long_factor=_half_dim_factors(2.0, 8.0),
+        )
     ),
 }
 

@@ -7,13 +7,13 @@ link's own peak through the same ring.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import PeerOptions, llama_config, options_from, peer_parser, prompt_ids, random_weight
 
 from bench_report import emit, percentiles, provenance  # isort: skip (`common` sets the path)
@@ -65,7 +65,7 @@ def build(options: PeerOptions, *, context: int, window: int) -> tuple[LoadedMod
     return model, budget, engine
 
 
-def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int, device: torch.device) -> dict[str, Any]:
+def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int) -> dict[str, Any]:
     """Passes over windows of `width` tokens, each followed by reading one token back, as decoding does."""
     runner = model.runner
     runner.cache.truncate(0, 0)
@@ -108,7 +108,7 @@ def decode(model: LoadedModel, prompt: list[int], new_tokens: int) -> tuple[list
     while len(tokens) < len(prompt) + new_tokens:
         tokens += decoder.round(tokens, 0).tokens
         stamps.append(time.perf_counter())
-    steps = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(stamps)]
     return tokens[len(prompt) :], steps, stamps[0] - started
 
 
@@ -120,7 +120,7 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
     model, budget, engine = build(options, context=context, window=widest)
     setup_s = time.perf_counter() - started
     prompt = prompt_ids(options)[0].tolist()
-    rows = [time_windows(model, prompt, width, passes, options.device) for width in windows]
+    rows = [time_windows(model, prompt, width, passes) for width in windows]
     generations, steps, first = [], [], []
     for number in range(options.warmup + options.repeats):
         tokens, step_s, first_s = decode(model, prompt, options.new_tokens)
