@@ -10,6 +10,7 @@ arithmetic ends in an error instead of in more memory than the user allowed.
 from __future__ import annotations
 
 import mmap
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,7 @@ class HostArena:
         if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to lock: faster pinning
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(self._pages, dtype=torch.uint8)  # [nbytes] uint8, host
-        self.pinned = False
+        self._unpin: weakref.finalize[[int], HostArena] | None = None
 
     def pin(self) -> None:
         """Page-lock the arena for full-speed asynchronous copies.
@@ -63,14 +64,23 @@ class HostArena:
                 "raise the locked-memory limit (ulimit -l; WSL2 and Windows lock at most about half of the RAM) "
                 "or choose a smaller model"
             )
-        self.pinned = True
+        # Locked pages that are unmapped stay registered, and the next arena at their address could not be locked.
+        self._unpin = weakref.finalize(self, _unpin, self.buffer.data_ptr())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the pages are locked."""
+        return self._unpin is not None and self._unpin.alive
 
     def close(self) -> None:
         """Unlock the pages. They are returned to the system when the last tensor that views them is gone."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-            self.pinned = False
+        if self._unpin is not None:
+            self._unpin()
         self.buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)
@@ -189,8 +199,8 @@ def device_memory_used_by_others(index: int) -> int | None:
         for position in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(position)
             uuid = str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
-            info = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            # The plain `used` counts the driver's own reserve, which `cudaMemGetInfo` does not call free either.
+            # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
+            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
             used_by_uuid[uuid] = int(info.used)
     except pynvml.NVMLError:
         return None

@@ -21,7 +21,7 @@ _LIBRARY_WORKSPACE_BYTES = 72 << 20
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes of the parts of one runtime on its device."""
+    """Bytes of the parts of one runtime on its device; `context_bytes` is what CUDA itself takes."""
 
     layer_bytes: int
     num_layers: int
@@ -29,11 +29,12 @@ class MemoryNeeds:
     kv_bytes: int
     draft_bytes: int
     workspace_bytes: int
+    context_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """Everything but the layers of the target."""
-        return self.shared_bytes + self.kv_bytes + self.draft_bytes + self.workspace_bytes
+        return self.shared_bytes + self.kv_bytes + self.draft_bytes + self.workspace_bytes + self.context_bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Placement:
         return self.num_layers - len(self.resident_layers)
 
 
+def all_resident(num_layers: int) -> Placement:
+    """Every layer on the device, nothing streamed."""
+    return Placement(tuple(range(num_layers)), 0, num_layers)
+
+
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
     """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
     return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)})) if count else ()
@@ -60,7 +66,7 @@ def place_layers(needs: MemoryNeeds, available_bytes: int | None, resident_layer
 
     Args:
         needs: Bytes of the parts.
-        available_bytes: What the device may still give; None for no limit.
+        available_bytes: What the device may give to all of them together; None for no limit.
         resident_layers: Asked by the user; None chooses the most that fit.
 
     Raises:
@@ -72,7 +78,7 @@ def place_layers(needs: MemoryNeeds, available_bytes: int | None, resident_layer
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {resident_layers}")
     spare_bytes = None if available_bytes is None else available_bytes - needs.fixed_bytes
     if resident_layers is None and (spare_bytes is None or layers * needs.layer_bytes <= spare_bytes):
-        return Placement(tuple(range(layers)), 0, layers)
+        return all_resident(layers)
     if spare_bytes is None:
         assert resident_layers is not None
         return _placement(resident_layers, layers, RING_SLOTS)
@@ -93,14 +99,16 @@ def _placement(resident: int, layers: int, slots: int) -> Placement:
 
 
 def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> BudgetError:
-    least_bytes = needs.fixed_bytes + (resident + min(2, needs.num_layers - resident)) * needs.layer_bytes
+    ring = min(2, needs.num_layers - resident)
+    least_bytes = needs.fixed_bytes + (resident + ring) * needs.layer_bytes
     parts = [
+        ("CUDA context", needs.context_bytes),
         ("embedding and head", needs.shared_bytes),
         ("KV cache", needs.kv_bytes),
         ("draft model", needs.draft_bytes),
         ("workspace", needs.workspace_bytes),
         (f"{resident} resident layers", resident * needs.layer_bytes),
-        ("a ring of 2 layers", 2 * needs.layer_bytes),
+        (f"a ring of {ring} layers", ring * needs.layer_bytes),
     ]
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
     ways = ["raise --vram", "lower --context"]
@@ -109,10 +117,16 @@ def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> Budge
     if resident:
         ways.append("keep fewer layers resident")
     return BudgetError(
-        f"the device budget is too small by {format_bytes(least_bytes - available_bytes)}: "
-        f"{format_bytes(least_bytes)} is the least ({listed}) and {format_bytes(max(0, available_bytes))} is "
-        f"available beside the CUDA context: {', '.join(ways)}"
+        f"the device budget of {format_bytes(available_bytes)} is too small by "
+        f"{format_bytes(least_bytes - available_bytes)}: {_format_rounded_up(least_bytes)} is the least ({listed}): "
+        f"{', '.join(ways)}"
     )
+
+
+def _format_rounded_up(size_bytes: int) -> str:
+    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
+    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))  # the last digit that is shown
+    return format_bytes(-(-size_bytes // step) * step)
 
 
 def workspace_bytes(
@@ -128,9 +142,7 @@ def workspace_bytes(
         window_rows: Rows of a decoding window, padded.
     """
     stream = 2 * context_tokens * config.hidden_size
-    chunk = chunk_rows * (
-        3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
-    )
+    chunk = chunk_rows * (3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size)
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     logits = window_rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
     attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention.WORKSPACE_BYTES

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload_runtime_kernels.attention import attention_reference, attention_triton
 
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.model import Window
+from offload_runtime.model import RopeTable, RowBuilder, Window
 from offload_runtime.model.linear import padded_rows, tiled_linear
 from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.weights.architecture import model_config_from_transformers
 from tests.helpers.assembly import make_runner
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 from tests.helpers.models import (
     BUILDERS,
     LENGTH_DEPENDENT_BUILDERS,
     SHORT_LENGTH,
     all_logits,
-    prefill_and_step_logits,
+    cached_logits,
     random_model,
     random_tokens,
     tree_logits,
@@ -78,12 +81,23 @@ def test_length_dependent_rope_matches_transformers_across_the_boundary(
     name: str, prompt_length: int, tmp_path: Path
 ) -> None:
     model, tokens = random_model(name), random_tokens(prompt_length + 9)
-    expected = prefill_and_step_logits(model, tokens, prompt_length)
+    expected = cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
     made = make_runner(model, tmp_path)
     _assert_logits(made.runner.prefill(0, tokens[:prompt_length]), expected[:1])
     _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
     made.runner.cache.truncate(0, prompt_length)  # the same steps as one window
     _assert_logits(_window_logits(made.runner, tokens[prompt_length:]), expected[1:])
+    made.close()
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
+def test_a_prompt_in_two_parts_matches_transformers_across_the_boundary(name: str, tmp_path: Path) -> None:
+    model, tokens = random_model(name), random_tokens(SHORT_LENGTH + 16)
+    first, second = tokens[: SHORT_LENGTH - 4], tokens[SHORT_LENGTH - 4 :]
+    expected = cached_logits(model, [first, second])
+    made = make_runner(model, tmp_path, shape=PassShape(8, 4, 8))
+    _assert_logits(made.runner.prefill(0, first), expected[:1])
+    _assert_logits(made.runner.prefill(0, second), expected[1:])
     made.close()
 
 
@@ -120,6 +134,19 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) 
     _assert_logits(logits[0], tree_logits(model, prompts[0], nodes, PARENTS, window=window))
     _assert_logits(logits[1, :4], all_logits(model, prompts[1] + nodes[:4])[-4:])
     made.close()
+
+
+def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> None:
+    """The decoder takes the reference on the CPU, and only the kernel knows splits: the rows have to suit both."""
+    config = model_config_from_transformers(random_model("llama-gqa").config)
+    builder = RowBuilder(RopeTable(config, KERNEL_DEVICE), KERNEL_DEVICE)
+    tokens = tuple(range(len(PARENTS)))
+    for committed in ((300, 20), (20, 300)):
+        rows = builder.build([Window(tokens, PARENTS), Window(tokens[:3])], committed, [1, 0]).query
+        q = random_tensor(2, len(PARENTS), 4, 16, seed=1)
+        k, v = (random_tensor(2, 320, 2, 16, seed=seed) for seed in (2, 3))
+        expected = attention_reference(q, k, v, rows, scale=0.5)
+        torch.testing.assert_close(attention_triton(q, k, v, rows, scale=0.5), expected, atol=1e-5, rtol=0)
 
 
 def test_prepared_rows_of_single_tokens_match_a_window(tmp_path: Path) -> None:

@@ -153,7 +153,6 @@ def test_declared_packages_are_the_packages_there_are() -> None:
 
 def test_data_files_of_packages_exist() -> None:
     assert (RUNTIME / "py.typed").is_file()
-    assert list((ROOT / "profiles").glob("*.toml")), "machine profiles are package data and there is none"
 
 
 # Absolute paths of somebody's home, scratch or mount; not /proc, /usr or /tmp, which are everybody's.

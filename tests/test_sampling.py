@@ -194,12 +194,42 @@ def test_ties_at_a_threshold_are_all_kept():
     # Three tokens pass top-k here, of equal weight: 0.5 of them is two by count, and the tie brings the third.
     assert allowed([2.0, 2.0, 2.0, 1.0], top_k=1, top_p=0.5) == [0, 1, 2]
     assert allowed([1.0, 2.0], top_k=10) == [0, 1]
+    # 0.4 is half of what the top 2 hold, but not of what passes top-k with the ties of the second.
+    assert allowed(torch.tensor([0.4, 0.2, 0.2, 0.2]).log().tolist(), top_k=2, top_p=0.5) == [0, 1, 2, 3]
 
 
 def test_top_p_counts_only_what_top_k_let_pass():
     values = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
     assert allowed(values, top_p=0.69) == [0, 1]
     assert allowed(values, top_k=2, top_p=0.56) == [0]  # 0.4 of 0.7 is 0.571
+
+
+def test_top_p_stops_exactly_where_its_share_is_reached():
+    # exp(-29) is below what the weights resolve, so the first token is the whole of them.
+    assert allowed([0.0, -29.0], top_p=1 - 2**-53) == [0]
+
+
+@pytest.mark.parametrize("min_p", [0.9, 0.72, 0.36, 0.03, 1e-3, 1e-5])
+def test_min_p_cuts_at_its_logarithm(min_p):
+    near = math.log(min_p) + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
+    logits = torch.cat([near, torch.linspace(-12, 0, 2001, dtype=torch.float64)]).float().unsqueeze(0)
+    result = filter_logits(logits, SamplingParams(temperature=1.0, min_p=min_p))
+    distance = logits.double() - math.log(min_p)
+    clear = distance.abs() > 2e-6
+    assert torch.equal((result > -INF)[clear], (distance > 0)[clear])
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_leave_broken_rows_as_they_are(filters):
+    logits = torch.linspace(-9, 9, 30).repeat(3, 1)
+    logits[0, 12] = NAN
+    logits[1] = -INF
+    logits[2, 8] = INF
+    result = filter_logits(logits, SamplingParams(temperature=1.0, **filters))
+    assert torch.equal(result[:2].nan_to_num(nan=77.0), logits[:2].nan_to_num(nan=77.0))
+    assert result[2, 8] == INF
+    if "top_p" in filters or "min_p" in filters:
+        assert (result[2] > -INF).sum() == 1, "nothing has a share beside an infinite logit"
 
 
 def test_temperature_comes_before_the_filters():

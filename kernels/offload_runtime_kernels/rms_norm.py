@@ -56,9 +56,7 @@ def add_rms_norm_triton(
     return normed
 
 
-def add_rms_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `delta` to `residual` in place and return the normalised rows.
 
     Args:

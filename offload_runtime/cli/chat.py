@@ -11,7 +11,7 @@ from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
 from offload_runtime.cli.answer import load_runtime, result_record, speed_figures, stream_answer
-from offload_runtime.cli.chat_commands import find_command
+from offload_runtime.cli.chat_commands import EndOfChat, find_command
 from offload_runtime.cli.options import LoadOptions, decode_utf8
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
 from offload_runtime.config import GenerationParams
@@ -19,7 +19,6 @@ from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
-
 
 
 class ChatSession:
@@ -74,6 +73,9 @@ class ChatSession:
             result = stream_answer(
                 self.conversation.say, text, self._params, show=show, show_progress=self._show_progress
             )
+        except KeyboardInterrupt:
+            status_line("stopped before the answer began; the message was not kept")
+            return False
         finally:
             # The next line of output, be it a status or an error, must not continue the answer's last one.
             if as_text and wrote:
@@ -144,8 +146,11 @@ def run_chat(
 def _converse_through_pipe(session: ChatSession) -> None:
     """Take one line of stdin as one turn until the input ends; Ctrl-C ends the program, there is nobody to go on."""
     for text in _lines_of_stdin():
-        if text and not session.take(text):
-            raise KeyboardInterrupt
+        try:
+            if text and not session.take(text):
+                raise KeyboardInterrupt
+        except EndOfChat:
+            return
 
 
 def _lines_of_stdin() -> Iterator[str]:

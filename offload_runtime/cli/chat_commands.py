@@ -132,7 +132,7 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("streamed per pass", format_bytes(stats.bytes_per_pass)),
         ("link", link_figure(stats)),
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
-        ("peak VRAM", format_bytes(stats.peak_vram_bytes)),
+        ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
     ]
 

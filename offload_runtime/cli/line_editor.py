@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from offload_runtime.cli.chat_commands import COMMANDS, EndOfChat
 from offload_runtime.cli.terminal import status_line
 
 if TYPE_CHECKING:
+    from prompt_toolkit.completion import Completer
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
@@ -27,16 +30,34 @@ def converse_at_terminal(session: ChatSession) -> None:
         try:
             text = read().strip()
             if text:
-                interrupted = not session.take(text)
-        except EOFError:
-            return
-        except EndOfChat:
+                with _silent_keyboard():
+                    interrupted = not session.take(text)
+        except (EOFError, EndOfChat):
             return
         except KeyboardInterrupt:
             if interrupted:
                 return
             interrupted = True
             status_line("Ctrl-C once more or Ctrl-D leaves")
+
+
+@contextmanager
+def _silent_keyboard() -> Iterator[None]:
+    """Keep what is typed during an answer from being echoed into it; it waits for the next prompt instead."""
+    try:
+        import termios
+    except ImportError:  # Windows echoes nothing unless somebody reads
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    silent = termios.tcgetattr(keyboard)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def history_path() -> Path:
@@ -70,18 +91,13 @@ def _make_reader() -> Callable[[], str]:
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
-    from prompt_toolkit.completion import NestedCompleter, PathCompleter
     from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.output import create_output
 
-    files = PathCompleter(expanduser=True)
-    completer = NestedCompleter.from_nested_dict(
-        {command.name: files if command.argument == "FILE" else None for command in COMMANDS}
-    )
     editor: Any = PromptSession(
         history=_open_history(),
         auto_suggest=AutoSuggestFromHistory(),
-        completer=completer,
+        completer=_completer(),
         complete_while_typing=False,
         key_bindings=_key_bindings(),
         # Several lines are one turn; Enter sends them all the same, see the key bindings.
@@ -91,8 +107,18 @@ def _make_reader() -> Callable[[], str]:
         output=create_output(always_prefer_tty=True),
         reserve_space_for_menu=4,
     )
-    prompt = FormattedText([("bold ansicyan", "> ")])
+    prompt = FormattedText([("", "\n"), ("bold ansicyan", "> ")])
     return lambda: editor.prompt(prompt)
+
+
+def _completer() -> Completer:
+    """Complete commands at the beginning of a turn, and paths behind those that take a file."""
+    from prompt_toolkit.completion import NestedCompleter, PathCompleter, WordCompleter, merge_completers
+
+    # The nested completer takes the slash for a word of its own, so it is left the arguments only.
+    commands = WordCompleter([command.name for command in COMMANDS], sentence=True)
+    files = {command.name: PathCompleter(expanduser=True) for command in COMMANDS if command.argument == "FILE"}
+    return merge_completers([commands, NestedCompleter(files)], deduplicate=True)
 
 
 def _key_bindings() -> KeyBindings:

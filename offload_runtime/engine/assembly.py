@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime.config import GB, ModelConfig, format_bytes, require_positive
+from offload_runtime.config import GB, ModelConfig, format_bytes
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
@@ -57,6 +58,12 @@ class LoadedModel:
     link_peak_gbps: float | None
 
 
+def require_kernels(device: torch.device) -> None:
+    """Refuse a GPU that the kernels cannot be compiled for."""
+    if device.type == "cuda" and not triton_available:
+        raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
+
+
 def resolve_dtype(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype that the device computes in.
 
@@ -81,7 +88,8 @@ def resolve_context(context: int | str, config: ModelConfig) -> int:
         tokens = int(context)
     except ValueError:
         raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
-    require_positive("context", tokens)
+    if tokens < 2:
+        raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
     if tokens > config.max_position_embeddings:
         raise ContextLengthError(
             f"a context of {tokens} tokens is more than the {config.max_position_embeddings} that the model was made "
@@ -182,8 +190,9 @@ def plan_placement(
         draft_bytes=draft.all_bytes if draft is not None else 0,
         # Draft and target take turns on one stream, so they share the allocator's blocks.
         workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
+        context_bytes=budget.reserved_bytes,
     )
-    placement = place_layers(needs, budget.free_bytes, resident_layers)
+    placement = place_layers(needs, budget.limit_bytes, resident_layers)
     budget.reserve("workspace", needs.workspace_bytes)
     return placement
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream
+from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ class Conversation:
         # Text and tokens of the conversation as the model saw and said it; what follows is tokenised apart from it.
         self._text = ""
         self._tokens: list[int] = []
+        # What the cache holds, if it is still ours, is a beginning of this.
+        self._cached: list[int] = []
         self.set_system(system)
 
     def say(
         self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-        min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), gamma: int | None = None, speculate: bool = True,
-        ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
     ) -> Turn:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
 
@@ -55,10 +58,11 @@ class Conversation:
                 "start over with /reset, shorten the message or raise --context"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(min(max_new_tokens, room), tuple(stop), gamma, ignore_eos, sampling)
+        params = GenerationParams(min(max_new_tokens, room), stop_strings(stop), gamma, ignore_eos, sampling)
         stream = self._runtime.start(
             tokens, params, owner=self, num_kept=self._num_kept(tokens), speculate=speculate, on_prefill=on_prefill
         )
+        self._cached = tokens
         return Turn(self, stream, messages, prompt_text)
 
     def reset(self) -> None:
@@ -101,6 +105,8 @@ class Conversation:
         result = stream.result
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         self._tokens = stream.sequence_tokens
+        if stream.is_current:
+            self._cached = self._tokens
         # Special tokens included, as the template writes them.
         answer = self._runtime.tokenizer.decode(result.tokens, skip_special_tokens=False)
         self._text = prompt_text + answer
@@ -116,8 +122,8 @@ class Conversation:
         """Leading tokens whose keys and values are still in the cache; the last token always goes through again."""
         if not self._runtime.owns_cache(self):
             return 0
-        known = min(self._runtime.cached_tokens(), len(self._tokens), len(tokens) - 1)
-        return next((i for i in range(known) if tokens[i] != self._tokens[i]), known)
+        known = min(self._runtime.cached_tokens(), len(self._cached), len(tokens) - 1)
+        return next((i for i in range(known) if tokens[i] != self._cached[i]), known)
 
 
 class Turn:

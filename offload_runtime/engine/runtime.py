@@ -23,9 +23,10 @@ from offload_runtime.engine import assembly
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream
+from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others, resolve_device
-from offload_runtime.planner import Placement
+from offload_runtime.planner import all_resident
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -59,6 +60,8 @@ class Runtime:
         self._default_gamma = default_gamma
         self._max_gamma = max_gamma
         self._cache_owner: object | None = None
+        self._current: TokenStream | None = None
+        self._closed = False
         pinned = [arena for arena in (target.weights.shared, *target.weights.layers) if arena.pinned]
         self._parts = StreamParts(
             target=target.runner,
@@ -98,6 +101,7 @@ class Runtime:
         limit_bytes = None if vram is None else parse_bytes(vram)
         resident = _resident_layers(resident_layers)
         chosen = resolve_device(device)
+        assembly.require_kernels(chosen)
         target_source = open_checkpoint(target)
         draft_source = None if str(draft) in ("ngram", "none") else open_checkpoint(draft)
         if draft_source is not None:
@@ -115,19 +119,23 @@ class Runtime:
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
         placement = assembly.plan_placement(target_plan, draft_plan, budget, resident)
         engine = make_copy_engine(chosen)
-        loaded_draft = None
-        if draft_source is not None and draft_plan is not None:
-            layers = draft_plan.config.num_layers
-            everything = Placement(tuple(range(layers)), 0, layers)
-            loaded_draft = assembly.load_model(
-                draft_source, draft_plan, everything, budget, engine, name="draft", on_progress=on_progress
+        try:
+            loaded_draft = None
+            if draft_source is not None and draft_plan is not None:
+                loaded_draft = assembly.load_model(
+                    draft_source, draft_plan, all_resident(draft_plan.config.num_layers), budget, engine,
+                    name="draft", on_progress=on_progress,
+                )  # fmt: skip
+            loaded = assembly.load_model(
+                target_source, target_plan, placement, budget, engine, name="target", on_progress=on_progress
             )
-        loaded = assembly.load_model(
-            target_source, target_plan, placement, budget, engine, name="target", on_progress=on_progress
-        )
-        for model in (loaded, loaded_draft):
-            if model is not None and chosen.type == "cuda":
-                assembly.warm_up(model)
+            if chosen.type == "cuda":
+                assembly.warm_up(loaded)
+                if loaded_draft is not None:
+                    assembly.warm_up(loaded_draft)
+        except BaseException:
+            engine.close()
+            raise
         proposer = _make_proposer(str(draft), loaded_draft, target_source.config())
         gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if loaded_draft is None else "model"]
         return cls(
@@ -138,7 +146,7 @@ class Runtime:
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), gamma: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
@@ -155,7 +163,7 @@ class Runtime:
             top_p: Only the most likely tokens that hold this probability together; 1 is off.
             min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
             seed: Of the sampling noise.
-            stop: Strings that end the text.
+            stop: A string, or several, that end the text.
             gamma: Most tokens proposed per pass; None for the default.
             speculate: False decodes plainly, one token a pass.
             ignore_eos: Go on after the end-of-sequence token.
@@ -169,7 +177,7 @@ class Runtime:
             OptionError: A value makes no sense.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(max_new_tokens, tuple(stop), gamma, ignore_eos, sampling)
+        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
         tokens = self.encode(prompt)
         room = self.context_tokens - len(tokens)
         if room < max_new_tokens:
@@ -182,7 +190,7 @@ class Runtime:
 
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), gamma: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there."""
@@ -230,9 +238,7 @@ class Runtime:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
         try:
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
-            )
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
 
@@ -246,11 +252,15 @@ class Runtime:
             raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
         if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
             raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
+        if self._closed:
+            raise OptionError("this runtime is closed: load it again")
         self._target.runner.cache.truncate(0, num_kept)
         self._cache_owner = owner
-        return TokenStream(
-            self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept, on_prefill=on_prefill
-        )
+        self._current = TokenStream(
+            self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
+            is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
+        )  # fmt: skip
+        return self._current
 
     def owns_cache(self, owner: object) -> bool:
         """Whether what the cache holds was left there by `owner`."""
@@ -262,11 +272,13 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the copies and give all memory back. The runtime cannot be used afterwards."""
+        if self._closed:
+            return
+        self._closed, self._current = True, None
         self._engine.close()
         for model in (self._target, self._draft):
             if model is not None:
                 model.weights.close()
-        del self._target, self._draft, self._parts
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -291,5 +303,6 @@ def _resident_layers(asked: int | str) -> int | None:
 
 def _make_proposer(draft: str, model: assembly.LoadedModel | None, target: ModelConfig) -> Proposer:
     if model is not None:
-        return DraftProposer(model.runner, vocab_size=target.vocab_size)
+        draft_vocab_size = model.runner.decoder.config.vocab_size
+        return DraftProposer(model.runner, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size)
     return NoProposer() if draft == "none" else NgramProposer()

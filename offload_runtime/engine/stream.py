@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.text import IncrementalDecoder, StopStrings, Tokenizer
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
@@ -40,12 +44,13 @@ class TokenStream:
         params: What was asked for.
         gamma: Most tokens proposed per round.
         num_kept: Committed tokens of the cache that belong to the prompt.
+        is_current: Whether the cache is still this generation's, given the stream.
         on_prefill: Called with (layers done, layers) while the prompt is worked on.
     """
 
     def __init__(
-        self, parts: StreamParts, prompt: Sequence[int], params: GenerationParams, *, gamma: int, num_kept: int = 0,
-        on_prefill: OnPrefill | None = None,
+        self, parts: StreamParts, prompt: Sequence[int], params: GenerationParams, *, gamma: int, num_kept: int,
+        is_current: Callable[[TokenStream], bool], on_prefill: OnPrefill | None = None,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)
         self._parts = parts
@@ -53,6 +58,7 @@ class TokenStream:
         self._params = params
         self._gamma = gamma
         self._num_kept = num_kept
+        self._is_current = is_current
         self._on_prefill = on_prefill
         self._tokens: list[int] = []
         self._pieces: list[str] = []
@@ -81,6 +87,11 @@ class TokenStream:
         """Prompt and generated tokens so far."""
         return self._prompt + self._tokens
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the target's cache still holds this generation."""
+        return self._is_current(self)
+
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
         self._iterator.close()
@@ -93,8 +104,7 @@ class TokenStream:
         proposer = parts.proposer if self._gamma else NoProposer()
         proposer.start(params.sampling)
         decoder = SpeculativeDecoder(parts.target, proposer, params.sampling)
-        logits = parts.target.prefill(0, self._prompt[self._num_kept :], self._on_prefill)
-        new_tokens = [decoder.first_token(logits)]
+        new_tokens = self._first_token(decoder)
         self._first_token_s = time.perf_counter()
         self._stall_before_s = parts.engine.stall_seconds()
         while True:
@@ -111,8 +121,27 @@ class TokenStream:
                     return
             # The target's own token always comes on top, so the last round of a generation proposes one less.
             remaining = params.max_new_tokens - len(self._tokens)
-            new_tokens = decoder.round(self.sequence_tokens, min(self._gamma, remaining - 1)).tokens
+            with self._own_cache():
+                new_tokens = decoder.round(self.sequence_tokens, min(self._gamma, remaining - 1)).tokens
             self._passes += 1
+
+    def _first_token(self, decoder: SpeculativeDecoder) -> list[int]:
+        with self._own_cache():
+            logits = self._parts.target.prefill(0, self._prompt[self._num_kept :], self._on_prefill)
+            return [decoder.first_token(logits)]
+
+    @contextmanager
+    def _own_cache(self) -> Iterator[None]:
+        """Around work on the target: typed errors instead of another generation's keys or a bare out-of-memory."""
+        if not self.is_current:
+            raise OptionError("another generation has begun on this runtime since: this one cannot go on")
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
+                "keep fewer layers resident"
+            ) from error
 
     def _take(self, token: int) -> tuple[str, str | None]:
         """Append a token: the text it completes, and the reason to stop after it."""
@@ -131,9 +160,10 @@ class TokenStream:
             rest, stopped = self._stops.push(self._decoder.flush())
             rest += "" if stopped else self._stops.flush()
             self._pieces += [rest] if rest else []
-        # A round may have committed tokens behind an end in the middle of its window.
-        cache = self._parts.target.cache
-        cache.truncate(0, min(cache.length(0), len(self.sequence_tokens) - 1))
+        if self.is_current:
+            # A round may have committed tokens behind an end in the middle of its window.
+            cache = self._parts.target.cache
+            cache.truncate(0, min(cache.length(0), len(self.sequence_tokens) - 1))
         self._result = GenerationResult(
             tokens=list(self._tokens),
             text="".join(self._pieces),

@@ -55,6 +55,9 @@ class IncrementalDecoder:
 class StopStrings:
     """Finds stop strings in text that comes in pieces, and holds back what may become one.
 
+    The one that is complete first ends the text, of several with the same end the longest: however the text is cut into
+    pieces, what is shown of it is the same.
+
     Args:
         stops: Strings that end the text; none of them is shown.
     """
@@ -66,10 +69,10 @@ class StopStrings:
     def push(self, piece: str) -> tuple[str, bool]:
         """Text that may be shown now, and whether a stop string was completed."""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
@@ -83,3 +86,8 @@ class StopStrings:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One stop string or several as a tuple; a lone one is not taken for a sequence of characters."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -71,8 +71,9 @@ class NgramProposer:
     def _catch_up(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
         if list(tokens[:known]) != self._tokens:  # another sequence, or one that was cut
-            self._tokens.clear()
+            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
             self._followers.clear()
+            self._tokens.clear()
             known = 0
         for index in range(known, len(tokens)):
             # The n-grams that end right before `index` now have a follower.
@@ -125,16 +126,18 @@ class DraftProposer:
     Args:
         draft: Runner of the small model; its cache's sequence 0 belongs to the proposer.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        draft_vocab_size: Rows of the draft's embedding.
         sequence: The target's sequence (keys the noise).
     """
 
     # More new tokens than this go through the draft as a prompt.
     _WINDOW_TOKENS = 32
 
-    def __init__(self, draft: Draft, *, vocab_size: int, sequence: int = 0) -> None:
+    def __init__(self, draft: Draft, *, vocab_size: int, draft_vocab_size: int, sequence: int = 0) -> None:
         self._draft = draft
         self._params = SamplingParams()
         self._vocab_size = vocab_size
+        self._last_token = draft_vocab_size - 1
         self._sequence = sequence
         self._cached: list[int] = []  # the tokens that the draft's cache holds
 
@@ -164,9 +167,10 @@ class DraftProposer:
     def _catch_up(self, tokens: Sequence[int]) -> torch.Tensor:
         """Bring the draft's cache to all of `tokens`; logits [1, V] of the last one."""
         known = min(_common_prefix(self._cached, tokens), len(tokens) - 1)
+        self._cached = self._cached[:known]  # first, so that an interruption never leaves it longer than the cache
         self._draft.cache.truncate(0, known)
-        self._cached = self._cached[:known]
-        new = list(tokens[known:])
+        # The target's padded vocabulary may be the longer one; what the draft guesses behind such a token is no matter.
+        new = [min(token, self._last_token) for token in tokens[known:]]
         if len(new) > self._WINDOW_TOKENS:
             logits = self._draft.prefill(0, new)
         else:

@@ -75,7 +75,10 @@ class SpeculativeDecoder:
 
     def first_token(self, logits: torch.Tensor) -> int:
         """The token that follows a prefill, from the last row's logits [1, V]."""
-        return self._sample(logits, self._target.cache.length(self._sequence))[0]
+        position = self._target.cache.length(self._sequence)
+        tokens = self._sample(logits, position)
+        self._require_numbers(tokens, position)
+        return tokens[0]
 
     def round(self, tokens: Sequence[int], gamma: int) -> Round:
         """Propose up to `gamma` tokens behind `tokens`, verify them in one pass and commit what agrees.
@@ -98,18 +101,24 @@ class SpeculativeDecoder:
         logits = self._target.verify([window], [self._sequence])  # [1, T, V]
         samples = self._sample(logits[0], committed + 1)
         accepted = count_accepted(proposals, samples)
+        new_tokens = samples[: accepted + 1]
+        self._require_numbers(new_tokens, committed + 1)
         cache.commit(self._sequence, accepted + 1)
-        return Round(samples[: accepted + 1], len(proposals), accepted)
+        return Round(new_tokens, len(proposals), accepted)
 
     def _sample(self, logits: torch.Tensor, first_position: int) -> list[int]:
-        """Tokens at `first_position` and the positions after it, one for each row of logits [T, V]."""
+        """Tokens at `first_position` and the positions after it, one for each row of logits [T, V]; -1 for NaN."""
         count = logits.shape[0]
         positions = torch.arange(first_position, first_position + count, device=logits.device)
         sequences = torch.full_like(positions, self._sequence)
         tokens: list[int] = sample(logits, self._params, positions, sequences).tolist()
+        return tokens
+
+    @staticmethod
+    def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
+        """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
         if any(token < 0 for token in tokens):
             raise NumericalError(
                 f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
                 "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
             )
-        return tokens

@@ -121,12 +121,12 @@ def all_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prefill_and_step_logits(model: Any, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """transformers' logits of a prompt's last token and of each token after it, decoded one by one: [1 + steps, V]."""
-    out = model(torch.tensor([list(tokens[:prompt_length])]), use_cache=True)
-    logits = [out.logits[0, -1]]
-    for token in tokens[prompt_length:]:
-        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+def cached_logits(model: Any, pieces: Sequence[Sequence[int]]) -> torch.Tensor:
+    """transformers' logits of the last token of each piece, fed one after the other through its cache: [P, V]."""
+    past, logits = None, []
+    for piece in pieces:
+        out = model(torch.tensor([list(piece)]), past_key_values=past, use_cache=True)
+        past = out.past_key_values
         logits.append(out.logits[0, -1])
     return torch.stack(logits)
 

@@ -1,0 +1,162 @@
+"""`chat` through a pipe and its commands, with a runtime that has no model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload_runtime import engine
+from offload_runtime.cli import app
+from offload_runtime.cli.chat_commands import COMMANDS, read_json_object, write_json_atomically
+from offload_runtime.errors import OptionError, StorageError
+from tests.test_cli_fakes import FakeRuntime, press_ctrl_c
+from tests.test_cli_generate import NOISE, error_lines
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr(engine, "Runtime", fake)
+    return fake
+
+
+def chat(*arguments: str, turns: str | bytes) -> Result:
+    return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
+
+
+def said(runtime: FakeRuntime) -> list[Any]:
+    return [prompt for prompt, _ in runtime.requests]
+
+
+def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
+    result = chat("--system", "Be brief.", "--seed", "9", turns="one\n\n  \n two \nthree")
+    assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 3)
+    assert said(runtime) == ["one", "two", "three"]
+    options = runtime.requests[2][1]
+    assert (options["temperature"], options["max_new_tokens"], options["seed"]) == (0.7, 1024, 9)
+    # Two words of system prompt, then a word each way and turn.
+    assert "12.5 tokens/s · 1.50 tokens per pass · link 20.0 of 25.0 GB/s (80 %) · context 8 of 100" in result.stderr
+
+
+def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> None:
+    runtime.context_tokens = 3
+    result = chat("--json", turns="one\n/stats\nfar too many words\n/nonsense\ntwo\n")
+    assert result.exit_code == 0
+    first, second, third = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["text"], first["tokens"], first["dtype"]) == ("Hello", [1, 2, 3], "fp32")
+    assert second["error_type"] == "ContextLengthError"
+    assert third["text"] == "Hello"
+    context_line, command_line = error_lines(result)
+    assert context_line == "error: the context is full: start over with /reset"
+    assert "unknown command /nonsense" in command_line
+
+
+def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
+    runtime.context_tokens = 4
+    result = chat(turns="one\ntoo many words here\ntwo\n")
+    assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 2)
+    assert said(runtime) == ["one", "two"]
+    assert error_lines(result) == ["error: the context is full: start over with /reset"]
+
+
+def test_reset_and_system(runtime: FakeRuntime) -> None:
+    turns = "one\n/reset\n/system\n/system You are terse.\n/system\n/system none\n/system\n"
+    lines = chat("--system", "Be brief.", turns=turns).stderr.splitlines()
+    assert "system prompt: Be brief." in lines
+    assert "system prompt: You are terse." in lines
+    assert lines[-1] == "there is no system prompt"
+    assert said(runtime) == ["one"]
+
+
+def test_unknown_command_lists_the_known_ones_and_is_not_sent(runtime: FakeRuntime) -> None:
+    result = chat(turns="/quiet please\n//etc is a directory?\n")
+    assert said(runtime) == ["/etc is a directory?"]
+    (line,) = error_lines(result)
+    assert "unknown command /quiet" in line
+    assert all(command.name in line for command in COMMANDS)
+
+
+def test_help_and_stats(runtime: FakeRuntime) -> None:
+    result = chat(turns="/stats\n/help\none\n/stats\n/exit\nnever read\n")
+    assert result.exit_code == 0
+    assert "no answer yet" in result.stderr
+    assert all(command.help in result.stderr for command in COMMANDS)
+    assert "3 tokens in 2 passes" in result.stderr
+    assert result.stderr.count(runtime.placement) == 3
+    assert said(runtime) == ["one"]
+
+
+def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
+    path, broken = tmp_path / "my chat.json", tmp_path / "broken.json"
+    broken.write_text("[1, 2]")
+    turns = f"one\n/save {path}\n/reset\n/load {broken}\n/load {tmp_path}/absent\n/load\n/load {path}\n/save {path}\n"
+    result = chat(turns=turns)
+    assert result.exit_code == 0
+    saved = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "Hello"}]
+    assert json.loads(path.read_text(encoding="utf-8")) == {"messages": saved}
+    lines = error_lines(result)
+    assert len(lines) == 3
+    assert "it holds a list, not an object" in lines[0]
+    assert "No such file" in lines[1]
+    assert "/load FILE" in lines[2]
+    assert f"loaded 2 messages from {path}" in result.stderr
+    assert sorted(os.listdir(tmp_path)) == ["broken.json", "my chat.json"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}'], ids=lambda raw: repr(raw[:9])
+)
+def test_files_that_are_no_conversation(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(OptionError, match="file"):
+        read_json_object(path)
+
+
+def test_saving_to_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "chat.json"
+    write_json_atomically(path, {"old": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        write_json_atomically(path, {"new": 2})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"old": 1}
+    assert os.listdir(tmp_path) == ["chat.json"]
+
+
+def test_a_line_that_is_not_text_is_named_and_skipped(runtime: FakeRuntime) -> None:
+    result = chat(turns=b"one\nd\xe9j\xe0\ntwo\n")
+    assert result.exit_code == 0
+    assert said(runtime) == ["one", "two"]
+    assert "line 2 of stdin is not UTF-8" in error_lines(result)[0]
+
+
+def test_ctrl_c_ends_a_piped_chat_after_what_is_there(runtime: FakeRuntime) -> None:
+    runtime.before_piece = lambda number: press_ctrl_c() if number == 1 else None
+    result = chat("--json", turns="one\ntwo\n")
+    assert result.exit_code == 130
+    record = json.loads(result.stdout)
+    assert (record["text"], record["finish_reason"]) == ("Hel", "interrupted")
+    assert said(runtime) == ["one"]
+
+
+def test_ctrl_c_before_the_answer_drops_the_message(runtime: FakeRuntime) -> None:
+    runtime.before_piece = lambda number: press_ctrl_c() if number == 0 else None
+    result = chat(turns="one\ntwo\n")
+    assert (result.exit_code, result.stdout) == (130, NOISE)
+    assert "the message was not kept" in result.stderr
+
+
+def test_full_context_and_cut_answers_say_how_to_go_on(runtime: FakeRuntime) -> None:
+    runtime.finish_reason = "length"
+    assert "cut after 3 tokens (--max-new-tokens)" in chat(turns="one\n").stderr
+    runtime.context_tokens = 2
+    assert "the context is full: /reset starts over" in chat(turns="one\n").stderr

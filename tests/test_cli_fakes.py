@@ -1,0 +1,170 @@
+"""A runtime without a model, for the tests of the command line: answers as told, remembers what it was asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload_runtime.engine import GenerationResult, GenerationStats
+from offload_runtime.errors import ContextLengthError, OptionError
+
+
+def make_stats(**changes: Any) -> GenerationStats:
+    """Figures of a streamed run, with some of them changed."""
+    figures: dict[str, Any] = {
+        "prompt_tokens": 7, "new_tokens": 3, "time_to_first_token_s": 0.25, "tok_per_s": 12.5, "passes": 2,
+        "tokens_per_pass": 1.5, "bytes_per_pass": 2_000_000_000, "link_gbps": 20.0, "link_peak_gbps": 25.0,
+        "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
+    }  # fmt: skip
+    return GenerationStats(**{**figures, **changes})
+
+
+def press_ctrl_c() -> None:
+    """Send this process what a terminal sends at Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@dataclass
+class FakeStream:
+    """An answer of fixed pieces; `held_back` shows in the result of a stopped answer only.
+
+    `before_piece` is called with each piece's number before it is given out, and with 0 while in prefill.
+    """
+
+    pieces: Sequence[str]
+    tokens: list[int]
+    held_back: str
+    before_piece: Callable[[int], None]
+    on_prefill: Callable[[int, int], None]
+    settle: Callable[[str], None]
+    finish_reason: str
+    result: GenerationResult | None = None
+    given: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._iterator
+
+    def _run(self) -> Iterator[str]:
+        self.before_piece(0)
+        for done in (1, 2):
+            self.on_prefill(done, 2)
+        for number, piece in enumerate(self.pieces, start=1):
+            self.before_piece(number)
+            self.given.append(piece)
+            yield piece
+        self._finish(self.finish_reason, "")
+
+    def close(self) -> None:
+        self._iterator.close()
+        if self.result is None:
+            self._finish("interrupted", self.held_back)
+
+    def _finish(self, reason: str, rest: str) -> None:
+        text = "".join(self.given) + rest
+        self.result = GenerationResult(self.tokens, text, reason, make_stats())
+        self.settle(text)
+
+
+class FakeRuntime:
+    """What `Runtime.load` returns in these tests; one object serves a whole test and keeps every request."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[Any, dict[str, Any]]] = []
+        self.closed = False
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.load_report = "loaded 1.0 GB in 1.0 s (1.0 GB/s)"
+        self.placement = "1 of 2 layers resident"
+        self.context_tokens = 100
+        self.pieces: Sequence[str] = ("Hel", "lo")
+        self.plain_tokens = [1, 2, 3]
+        self.speculative_tokens = [1, 2, 3]
+        self.held_back = ""
+        self.finish_reason = "stop"
+        self.load_error: Exception | None = None
+        self.answer_error: Exception | None = None
+        self.before_piece: Callable[[int], None] = lambda number: None
+
+    def load(
+        self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, resident_layers: int | str,
+        context: int | str, max_gamma: int, on_progress: Callable[[str, int, int], None],
+    ) -> FakeRuntime:  # fmt: skip
+        options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context}
+        self.loads.append((target, {**options, "resident_layers": resident_layers, "max_gamma": max_gamma}))
+        on_progress("target weights", 1, 2)
+        if self.load_error is not None:
+            raise self.load_error
+        return self
+
+    def stream(
+        self, prompt: Any, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float,
+        seed: int, stop: tuple[str, ...], gamma: int | None, speculate: bool, ignore_eos: bool,
+        on_prefill: Callable[[int, int], None], settle: Callable[[str], None] = lambda text: None,
+    ) -> FakeStream:  # fmt: skip
+        options = {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+            "min_p": min_p, "seed": seed, "stop": stop, "gamma": gamma, "speculate": speculate,
+            "ignore_eos": ignore_eos,
+        }  # fmt: skip
+        self.requests.append((prompt, options))
+        print("a library that cannot keep quiet")
+        if self.answer_error is not None:
+            raise self.answer_error
+        tokens = self.speculative_tokens if speculate else self.plain_tokens
+        return FakeStream(
+            self.pieces, tokens, self.held_back, self.before_piece, on_prefill, settle, self.finish_reason
+        )
+
+    def conversation(self, system: str | None) -> FakeConversation:
+        return FakeConversation(self, system)
+
+    def __enter__(self) -> FakeRuntime:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+
+
+class FakeConversation:
+    """Messages without a model: one word is one token; a context that is full refuses."""
+
+    def __init__(self, runtime: FakeRuntime, system: str | None) -> None:
+        self._runtime = runtime
+        self.messages: list[dict[str, str]] = []
+        self.set_system(system)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(message["content"].split()) for message in self.messages)
+
+    def say(self, text: str, **options: Any) -> FakeStream:
+        if self.num_tokens + len(text.split()) > self._runtime.context_tokens:
+            raise ContextLengthError("the context\nis full: start over with /reset")
+
+        def settle(answer: str) -> None:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+        return self._runtime.stream(text, settle=settle, **options)
+
+    def reset(self) -> None:
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def set_system(self, text: str | None) -> None:
+        self.messages = [] if text is None else [{"role": "system", "content": text}]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"messages": self.messages}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        if "messages" not in saved:
+            raise OptionError("this is not a saved conversation")
+        self.messages = saved["messages"]

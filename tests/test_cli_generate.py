@@ -1,0 +1,205 @@
+"""`generate`, `demo` and what all commands share, with a runtime that has no model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import offload_runtime
+from offload_runtime import engine
+from offload_runtime.cli import app
+from offload_runtime.cli.answer import link_figure
+from offload_runtime.errors import BudgetError
+from tests.test_cli_fakes import FakeRuntime, make_stats, press_ctrl_c
+
+NOISE = "a library that cannot keep quiet\n"
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr(engine, "Runtime", fake)
+    return fake
+
+
+def generate(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
+
+
+def error_lines(result: Result) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None:
+    result = generate("--prompt", "Hi")
+    assert (result.exit_code, result.stdout) == (0, NOISE + "Hello\n")
+    last_line = result.stderr.splitlines()[-1]
+    for figure in ("12.5 tokens/s", "1.50 tokens per pass", "20.0 of 25.0 GB/s (80 %)", "0.25 s", runtime.load_report):
+        assert figure in last_line
+    assert runtime.closed
+
+
+def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
+    result = generate("--prompt", "Hi", "--json", "--seed", "5", "--draft", "none")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stats": make_stats().to_dict(),
+        "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5,
+    }  # fmt: skip
+    assert NOISE in result.stderr
+
+
+def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
+    options = {
+        "temperature": "0.5", "top-k": "7", "top-p": "0.9", "min-p": "0.1", "seed": "3", "gamma": "90",
+        "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
+        "context": "64", "draft": "some/draft",
+    }  # fmt: skip
+    arguments = [f"--{name}={text}" for name, text in options.items()]
+    result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
+    assert result.exit_code == 0, result.stderr
+    assert runtime.requests == [
+        ("Hi", {
+            "max_new_tokens": 11, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3,
+            "stop": ("a b", "c"), "gamma": 90, "speculate": True, "ignore_eos": True,
+        })
+    ]  # fmt: skip
+    assert runtime.loads == [
+        ("some/model", {
+            "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
+            "resident_layers": 2, "max_gamma": 90,
+        })
+    ]  # fmt: skip
+
+
+def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
+    generate("--prompt", "Hi", "--chat")
+    assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]
+
+
+def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0\r\n vu \n")
+    assert generate("--prompt-file", str(path)).exit_code == 0
+    assert generate("--prompt-file", "-", stdin=" from a pipe\n").exit_code == 0
+    assert [prompt for prompt, _ in runtime.requests] == ["déjà\r\n vu \n", " from a pipe\n"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "neither of --prompt and --prompt-file"),
+        ("--prompt a --prompt-file b", "both of --prompt and --prompt-file"),
+        ("--prompt-file {tmp}/absent", "No such file"),
+        ("--prompt-file {tmp}", "directory"),
+        ("--prompt-file {tmp}/latin1", "not UTF-8 text: byte 0xe9 at offset 1"),
+        ("--prompt a --top-k 5", "temperature 0"),
+        ("--prompt a --temperature inf", "temperature must be"),
+        ("--prompt a --gamma 3 --draft none", "--draft none"),
+        ("--prompt a --context many", "--context must be a count or auto"),
+        ("--prompt a --context 0", "--context must be at least 1"),
+        ("--prompt a --resident-layers -1", "--resident-layers must be a count or auto"),
+        ("--prompt a --vram much", "not a size"),
+        ("--prompt a --target=", "--target is empty"),
+    ],
+)
+def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, arguments: str, words: str) -> None:
+    (tmp_path / "latin1").write_bytes(b"d\xe9j\xe0 vu")
+    result = generate(*(part.format(tmp=tmp_path) for part in arguments.split()))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert words in error_lines(result)[0]
+    assert runtime.loads == []
+
+
+@pytest.mark.parametrize("argument", ["--device=tpu", "--seed=-1", "--max-new-tokens=0", "--nonsense"])
+def test_usage_errors_exit_with_2(runtime: FakeRuntime, argument: str) -> None:
+    assert generate("--prompt", "a", argument).exit_code == 2
+    assert runtime.loads == []
+
+
+def test_typed_errors_are_one_line_whatever_is_in_them(runtime: FakeRuntime) -> None:
+    runtime.load_error = BudgetError("needs [bold]9 GB\nbut has 6 GB:\x1b[2J " + "long " * 60)
+    result = generate("--prompt", "a", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: needs [bold]9 GB but has 6 GB:[2J " + " ".join(["long"] * 60) + "\n"
+
+
+def test_defects_are_not_hidden(runtime: FakeRuntime) -> None:
+    runtime.answer_error = ZeroDivisionError("a defect")
+    result = generate("--prompt", "a")
+    assert result.exception is runtime.answer_error
+    assert error_lines(result) == []
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_keeps_what_is_there(runtime: FakeRuntime, presses: int) -> None:
+    def interrupt(number: int) -> None:
+        if number == 2:
+            for _ in range(presses):
+                press_ctrl_c()
+
+    handler = signal.getsignal(signal.SIGINT)
+    runtime.pieces, runtime.held_back, runtime.before_piece = ("one ", "two ", "three"), "held", interrupt
+    # The second Ctrl-C does not wait for the piece under way.
+    expected = "one two held" if presses == 1 else "one held"
+    result = generate("--prompt", "a")
+    assert (result.exit_code, result.stdout) == (130, NOISE + expected + "\n")
+    result = generate("--prompt", "a", "--json")
+    assert result.exit_code == 130
+    record = json.loads(result.stdout)
+    assert (record["text"], record["finish_reason"]) == (expected, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert runtime.closed
+
+
+def test_ctrl_c_during_prefill_does_not_wait_for_its_end(runtime: FakeRuntime) -> None:
+    runtime.before_piece = lambda number: press_ctrl_c()
+    result = generate("--prompt", "a")
+    assert (result.exit_code, result.stdout) == (130, NOISE)
+    assert "Traceback" not in result.stderr
+
+
+def test_link_figure_says_when_nothing_is_streamed() -> None:
+    assert link_figure(make_stats(link_gbps=None)) == "nothing streamed"
+    assert link_figure(make_stats(link_peak_gbps=None)) == "20.0 GB/s"
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"offload-runtime {offload_runtime.__version__}\n")
+
+
+@pytest.mark.parametrize("identical", [True, False])
+def test_demo_compares_both_ways(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, identical: bool
+) -> None:
+    monkeypatch.setattr(engine, "fetch_demo_model", lambda *, on_progress: tmp_path)
+    if not identical:
+        runtime.speculative_tokens = [1, 2, 4]
+    result = CliRunner().invoke(app, ["demo", "--prompt", "Hi", "--max-new-tokens", "9"], env={"COLUMNS": "100"})
+    assert result.exit_code == (0 if identical else 1), result.output
+    assert result.stdout.rstrip().endswith("identical tokens: " + ("yes" if identical else "no"))
+    target, load = runtime.loads[0]
+    assert (target, load["resident_layers"], load["draft"]) == (str(tmp_path), 0, "ngram")
+    # One short warm-up each, so that neither of the compared runs pays for the first touch.
+    shape = [(options["speculate"], options["max_new_tokens"]) for _, options in runtime.requests]
+    assert shape == [(False, 4), (True, 4), (False, 9), (True, 9)]
+    assert all(prompt == [{"role": "user", "content": "Hi"}] for prompt, _ in runtime.requests)
+    assert result.stdout.count("Hello\n") == 2
+    for figure in ("plain", "speculative", "12.50", "1.50", "2.0 GB", "20.0 of 25.0 GB/s", "process RSS", "0.25 s"):
+        assert figure in result.stdout
+
+
+def test_demo_stopped_by_ctrl_c_compares_nothing(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine, "fetch_demo_model", lambda *, on_progress: tmp_path)
+    runtime.before_piece = lambda number: press_ctrl_c() if number == 1 and len(runtime.requests) == 3 else None
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 130
+    assert "identical" not in result.stdout

@@ -1,0 +1,272 @@
+"""The command line as a process of its own, with a small random model and the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")
+pty = pytest.importorskip("pty")
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "a link, a layer, a slot: the pass streams on and on"]
+SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE that knows a few words and can write everything."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = small_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The environment of the child: it finds the package, keeps its state here and uses no network."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    own = {"PYTHONPATH": path, "XDG_STATE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    # A pseudo-terminal without an emulator behind it answers no questions about the cursor.
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "offload_runtime.cli", *arguments]
+
+
+def endless(model: Path) -> list[str]:
+    """Options for an answer that nobody waits for."""
+    return ["--target", str(model), "--max-new-tokens", "3000", "--ignore-eos", "--device", "cpu"]
+
+
+def run(tmp_path: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=120,
+        env=environment(tmp_path), check=False,
+    )  # fmt: skip
+
+
+def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom offload_runtime.cli import app\n"
+        "try:\n    app(['generate', '--help'])\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
+        "print('HEAVY', sorted({'torch', 'transformers', 'numpy', 'prompt_toolkit'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment(tmp_path), check=True
+    )
+    assert "--max-new-tokens" in done.stdout
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
+    records: dict[str, dict[str, Any]] = {}
+    for draft, layers in (("none", "auto"), ("ngram", "0")):
+        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4"]
+        done = run(
+            tmp_path, "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
+            "--max-new-tokens", "24", "--ignore-eos", *arguments,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 1
+        records[draft] = json.loads(done.stdout)
+    plain, ngram = records["none"], records["ngram"]
+    assert len(plain["tokens"]) == 24
+    assert plain["tokens"] == ngram["tokens"]
+    assert (plain["dtype"], plain["device"], plain["seed"], plain["finish_reason"]) == ("fp32", "cpu", 4, "length")
+    assert list(plain["stats"]) == [
+        "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
+        "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
+    ]  # fmt: skip
+    assert plain["stats"]["link_gbps"] is None and ngram["stats"]["link_gbps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "/no/such/model", "--prompt", "a"], "/no/such/model"),
+        (["--target", "{model}", "--prompt", "a", "--context", "16", "--max-new-tokens", "90"], "--max-new-tokens"),
+        (["--target", "{model}", "--prompt", "a", "--vram", "100kB"], "kB"),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line_and_exit_code_2(
+    model: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    done = run(tmp_path, "generate", "--device", "cpu", *(part.format(model=model) for part in arguments))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and words in errors[0] and done.stderr.splitlines()[-1] == errors[0]
+
+
+def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command("generate", "--prompt", "the", *endless(model)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        complaints = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 141
+    assert "Traceback" not in complaints and "BrokenPipe" not in complaints
+
+
+def test_sigint_stops_generate_with_its_text(model: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command("generate", "--prompt", "the", *endless(model)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + rest).endswith(b"\n")
+    assert b"tokens/s" in complaints.splitlines()[-1] and b"Traceback" not in complaints
+
+
+def test_chat_through_a_pipe(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    # A restored answer is tokenised anew, so it is compared with itself and not with the turn that made it.
+    turns = f"the fox\n/save {saved}\n" + f"/load {saved}\nthe dog\n" * 2 + "/reset\nthe dog\n"
+    turns += f"/what\n/load {model}/config.json\n"
+    done = run(
+        tmp_path, "chat", "--target", str(model), "--json", "--max-new-tokens", "8", "--device", "cpu", stdin=turns
+    )
+    assert done.returncode == 0, done.stderr
+    first, loaded, again, forgotten = (json.loads(line) for line in done.stdout.splitlines())
+    assert loaded["tokens"] == again["tokens"] != forgotten["tokens"]
+    assert loaded["stats"]["prompt_tokens"] > forgotten["stats"]["prompt_tokens"]
+    assert [m["content"] for m in json.loads(saved.read_text())["messages"]] == ["the fox", first["text"]]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and "/what" in errors[0]
+
+
+class Terminal:
+    """A chat on a pseudo-terminal of its own, with everything it has shown so far."""
+
+    def __init__(self, tmp_path: Path, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        # Ctrl-C becomes a signal only for the process whose controlling terminal this is.
+        script = (
+            "import fcntl, os, sys, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            "os.execv(sys.executable, [sys.executable, '-m', 'offload_runtime.cli', *sys.argv[1:]])"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *arguments], stdin=slave, stdout=slave, stderr=slave,
+            start_new_session=True, env=environment(tmp_path),
+        )  # fmt: skip
+        os.close(slave)
+        fcntl.fcntl(self._master, fcntl.F_SETFL, os.O_NONBLOCK)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, text: str, *, timeout_s: float = 90) -> str:
+        """Wait until `text` is shown; return what came up to it and forget it."""
+        self._read_until(lambda: text in self.shown, text, timeout_s)
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def expect_text(self, *, timeout_s: float = 90) -> None:
+        """Wait until anything visible is shown."""
+        self._read_until(lambda: bool(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown).strip()), "text", timeout_s)
+
+    def _read_until(self, found: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, f"{what!r} did not come; the screen has {self.shown[-2000:]!r}"
+            if select.select([self._master], [], [], 0.2)[0]:
+                try:
+                    self.shown += os.read(self._master, 65536).decode("utf-8", errors="replace")
+                except OSError:  # Linux's way of saying that the other end is closed
+                    raise AssertionError(f"the chat ended before {what!r}: {self.shown[-2000:]!r}") from None
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(model: Path, tmp_path: Path) -> Iterator[Terminal]:
+    chat = Terminal(tmp_path, "chat", *endless(model))
+    yield chat
+    chat.close()
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.expect("/help lists")
+    terminal.expect("> ")
+    terminal.type("the quick\\\rbrown fox\r")
+    # The editor ends by switching bracketed paste off; what is visible after that is the answer's.
+    terminal.expect("\x1b[?2004l")
+    terminal.expect_text()
+    terminal.type("\x03")
+    terminal.expect("stopped · ")
+    terminal.expect("> ")
+    saved = tmp_path / "saved.json"
+    terminal.type(f"/save {saved}\r")
+    terminal.expect("saved 2 messages")
+    question, answer = json.loads(saved.read_text())["messages"]
+    assert question == {"role": "user", "content": "the quick\nbrown fox"}
+    assert answer["content"]
+    terminal.expect("> ")
+    terminal.type("/reset\r")
+    terminal.expect("empty again")
+    terminal.expect("> ")
+    terminal.type("half a line\x03\x03")
+    terminal.expect("once more")
+    assert terminal.process.poll() is None
+    terminal.expect("> ")
+    terminal.type("\x03")
+    assert terminal.process.wait(timeout=30) == 0
+    history = (tmp_path / "offload-runtime" / "chat_history").read_text()
+    assert "+the quick\n+brown fox\n" in history and "half a line" not in history
+
+
+def test_ctrl_d_leaves(terminal: Terminal) -> None:
+    terminal.expect("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+def test_json_at_a_terminal_is_refused(tmp_path: Path) -> None:
+    chat = Terminal(tmp_path, "chat", "--target", "some/model", "--json")
+    chat.expect("--json is for programs")
+    assert chat.process.wait(timeout=30) == 2
+    chat.close()

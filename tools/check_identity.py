@@ -1,0 +1,173 @@
+"""Does every draft give the very tokens of plain decoding? A matrix of drafts, temperatures, filters and seeds.
+
+    python tools/check_identity.py --out tools/results/identity-cpu.json
+    python tools/check_identity.py --device cuda --tokens 512
+
+Drafts: none (one token a pass, every layer streamed), n-gram lookup, and a noisy copy of the model. At temperature 0
+and in fp32 the plain tokens are compared with transformers' `generate` too. Exit code 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
+sys.path.append(str(ROOT))
+
+from bench_report import emit, provenance  # noqa: E402
+from noisy_draft import write_noisy_copy  # noqa: E402
+
+from offload_runtime.engine import Runtime, fetch_demo_model  # noqa: E402
+from offload_runtime.memory import resolve_device  # noqa: E402
+
+PROMPTS = {
+    "prose": "The history of the steam engine began when",
+    "code": (
+        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\n"
+        "def factorial(n):\n"
+    ),
+}
+TEMPERATURES = (0.0, 0.6, 1.0, 1.2)
+FILTERED_TOP_P = 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plain generation that all drafts have to repeat."""
+
+    prompt: str
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of one case, and how many each pass of the target gave."""
+
+    tokens: list[int]
+    tokens_per_pass: float
+
+
+def matrix(num_seeds: int) -> list[Case]:
+    """Every case; greedy decoding has neither seeds nor filters."""
+    sampled = itertools.product(TEMPERATURES[1:], (1.0, FILTERED_TOP_P), range(num_seeds))
+    settings = [(0.0, 1.0, 0), *sampled]
+    return [Case(prompt, *setting) for prompt in PROMPTS for setting in settings]
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token that differs, None when all are equal."""
+    pairs = enumerate(zip(left, right, strict=False))
+    shorter = min(len(left), len(right)) if len(left) != len(right) else None
+    return next((index for index, (a, b) in pairs if a != b), shorter)
+
+
+def answers(runtime: Runtime, cases: Sequence[Case], *, count: int) -> Iterator[Answer]:
+    """The runtime's tokens for every case."""
+    for case in cases:
+        result = runtime.generate(
+            PROMPTS[case.prompt], max_new_tokens=count, temperature=case.temperature, top_p=case.top_p, seed=case.seed,
+            ignore_eos=True,
+        )  # fmt: skip
+        yield Answer(result.tokens, result.stats.tokens_per_pass)
+
+
+def transformers_tokens(model: Path, prompt: str, *, count: int, device: torch.device) -> list[int]:
+    """Greedy tokens of transformers in fp32, on past the end of the sequence."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    oracle.generation_config.eos_token_id = None
+    ids = torch.tensor([AutoTokenizer.from_pretrained(model).encode(prompt)], device=device)
+    out = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def compare(case: Case, draft: str, plain: Answer, tokens: Sequence[int], tokens_per_pass: float) -> dict[str, Any]:
+    """One row of the report; prints it."""
+    at = first_difference(plain.tokens, tokens)
+    print(
+        f"{case.prompt:6} T={case.temperature:<4} top_p={case.top_p:<4} seed {case.seed}  {draft:12} "
+        f"{tokens_per_pass:5.2f} tokens a pass  {len(tokens)} tokens "
+        + ("identical" if at is None else f"DIFFER from token {at} on"),
+        flush=True,
+    )
+    return {
+        "prompt": case.prompt,
+        "temperature": case.temperature,
+        "top_p": case.top_p,
+        "seed": case.seed,
+        "draft": draft,
+        "tokens": len(tokens),
+        "tokens_per_pass": round(tokens_per_pass, 3),
+        "identical": at is None,
+        "first_difference": at,
+    }
+
+
+def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All drafts over all cases."""
+    cases = matrix(arguments.seeds)
+    device = resolve_device(arguments.device)
+    load = {"device": arguments.device, "dtype": arguments.dtype, "context": arguments.tokens + 128}
+    rows = []
+    with Runtime.load(model, draft="none", resident_layers=0, **load) as runtime:
+        dtype = runtime.dtype
+        plain = []
+        for number, answer in enumerate(answers(runtime, cases, count=arguments.tokens), start=1):
+            plain.append(answer)
+            print(f"plain decoding: {number} of {len(cases)} cases", flush=True)
+    greedy = [(case, answer) for case, answer in zip(cases, plain, strict=True) if case.temperature == 0]
+    if dtype == torch.float32:
+        for case, answer in greedy:
+            tokens = transformers_tokens(model, PROMPTS[case.prompt], count=arguments.tokens, device=device)
+            rows.append(compare(case, "transformers", answer, tokens, 1.0))
+    else:
+        print(f"transformers is not compared: its {dtype} sums have another order")
+    for name, draft, resident in (("ngram", "ngram", "auto"), ("noisy copy", noisy, 7)):
+        with Runtime.load(model, draft=draft, resident_layers=resident, **load) as runtime:
+            for case, expected, answer in zip(
+                cases, plain, answers(runtime, cases, count=arguments.tokens), strict=True
+            ):
+                rows.append(compare(case, name, expected, answer.tokens, answer.tokens_per_pass))
+    return rows
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="safetensors directory; by default the demonstration model")
+    parser.add_argument("--tokens", type=int, default=128, help="of every generation")
+    parser.add_argument("--seeds", type=int, default=3, help="for every temperature above 0")
+    parser.add_argument("--noise", type=float, default=0.05, help="relative, of the draft's weights")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    model = arguments.model or fetch_demo_model(on_progress=print)
+    # Before the run: the tree may change while it goes on.
+    where = provenance(resolve_device(arguments.device), commit=arguments.commit)
+    with tempfile.TemporaryDirectory() as scratch:
+        noisy = write_noisy_copy(model, Path(scratch) / "noisy", noise=arguments.noise)
+        rows = run(model, noisy, arguments)
+    exact = all(row["identical"] for row in rows)
+    report = {"benchmark": "identity", "model": model.name, "noise": arguments.noise, "dtype": arguments.dtype}
+    emit({**report, "rows": rows, "exact": exact, **where}, arguments.out)
+    return int(not exact)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
