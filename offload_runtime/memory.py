@@ -101,6 +101,8 @@ class DeviceBudget:
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None, *, other_bytes: int | None = None) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.reservations: list[Reservation] = []
         self._other_bytes = 0

@@ -80,6 +80,11 @@ def run(tmp_path: Path, *arguments: str, stdin: str = "") -> subprocess.Complete
     )  # fmt: skip
 
 
+def start_endless_answer(model: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
+    arguments = command("generate", "--prompt", "the", *endless(model))
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path))
+
+
 def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom offload_runtime.cli import app\n"
@@ -134,9 +139,7 @@ def test_what_the_engine_refuses_is_one_line_and_exit_code_2(
 
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        command("generate", "--prompt", "the", *endless(model)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
-    ) as process:
+    with start_endless_answer(model, tmp_path) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
         process.stdout.close()
@@ -146,9 +149,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Pat
 
 
 def test_sigint_stops_generate_with_its_text(model: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        command("generate", "--prompt", "the", *endless(model)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
-    ) as process:
+    with start_endless_answer(model, tmp_path) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -249,9 +250,18 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, 
     terminal.type("/reset\r")
     terminal.expect("empty again")
     terminal.expect("> ")
-    terminal.type("half a line\x03\x03")
+    # Ctrl-C clears a line that is begun, warns at an empty one, and leaves when it comes right after another Ctrl-C.
+    terminal.type("half a line\x03/system\r")
+    assert "once more" not in terminal.expect("there is no system prompt")
+    terminal.expect("> ")
+    terminal.type("\x03")
     terminal.expect("once more")
-    assert terminal.process.poll() is None
+    terminal.expect("> ")
+    terminal.type("again\r")
+    terminal.expect("\x1b[?2004l")
+    terminal.expect_text()
+    terminal.type("\x03")
+    terminal.expect("stopped · ")
     terminal.expect("> ")
     terminal.type("\x03")
     assert terminal.process.wait(timeout=30) == 0

@@ -5,8 +5,9 @@
 
 The plain run decodes one token a pass. The speculative runs get their guesses from a script that knows the plain run's
 tokens and is right with a given probability, so that windows of every length are accepted, cut and rolled back, however
-little the model's text can be guessed. A real n-gram proposer runs too. Each token's logits are compared through a
-128-bit digest of their bits. Exit code 1 when anything differs.
+little the model's text can be guessed. A real n-gram proposer runs too. The plain run keeps all layers on the device;
+one more speculative run streams every layer. Each token's logits are compared through a 128-bit digest of their bits.
+Exit code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -113,33 +114,38 @@ def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_model(model: LoadedModel, prompt: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All temperatures and proposers for one model."""
+def run_model(
+    resident: LoadedModel, streamed: LoadedModel, prompt: list[int], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All temperatures and proposers for one model in both placements."""
     rows = []
-    vocab_size = model.runner.decoder.config.vocab_size
+    vocab_size = resident.runner.decoder.config.vocab_size
     for temperature in (float(part) for part in arguments.temperatures.split(",")):
         params = SamplingParams(temperature=temperature, seed=arguments.seed)
-        plain = decode(model.runner, prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
-        script = prompt + plain["tokens"]
-        proposers: list[tuple[str, Proposer, int]] = [("ngram", NgramProposer(), 16)]
-        for accuracy, gamma in ((0.8, 8), (0.95, 40), (0.99, 200)):
-            proposer = ScriptedProposer(script, vocab_size, accuracy=accuracy, seed=arguments.seed)
-            proposers.append((f"script {accuracy}", proposer, gamma))
-        for name, proposer, gamma in proposers:
+        plain = decode(resident.runner, prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
+        runs: list[tuple[str, LoadedModel, Proposer, int]] = [("ngram", resident, NgramProposer(), 16)]
+        for accuracy, gamma, model in ((0.8, 8, resident), (0.95, 40, resident), (0.99, 200, resident),
+                                       (0.97, 200, streamed)):  # fmt: skip
+            script = ScriptedProposer(prompt + plain["tokens"], vocab_size, accuracy=accuracy, seed=arguments.seed)
+            runs.append((f"script {accuracy}", model, script, gamma))
+        for name, model, proposer, gamma in runs:
             speculative = decode(model.runner, prompt, proposer, params, gamma=gamma, count=arguments.tokens)
-            row = {"temperature": temperature, "proposer": name, "gamma": gamma, **compare(plain, speculative)}
+            row = {
+                "temperature": temperature, "proposer": name, "gamma": gamma,
+                "streamed_layers": model.placement.num_streamed, **compare(plain, speculative),
+            }  # fmt: skip
             rows.append(row)
             print(
-                f"T={temperature} {name:12} gamma {gamma:3}: {row['differing_tokens']} tokens and "
-                f"{row['differing_logit_rows']} logit rows of {row['tokens']} differ; {row['passes']} passes "
-                f"({plain['s']:.1f} s plain, {speculative['s']:.1f} s)",
+                f"T={temperature} {name:12} gamma {gamma:3} {row['streamed_layers']:2} layers streamed: "
+                f"{row['differing_tokens']} tokens and {row['differing_logit_rows']} logit rows of {row['tokens']} "
+                f"differ; {row['passes']} passes ({plain['s']:.1f} s plain, {speculative['s']:.1f} s)",
                 flush=True,
             )
     return rows
 
 
-def load(arguments: argparse.Namespace) -> tuple[str, LoadedModel, list[int]]:
-    """The model, fully resident or with `--resident-layers`, and a prompt."""
+def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[str, LoadedModel, list[int]]:
+    """The model with so many resident layers (None: all), and a prompt."""
     if arguments.shape:
         from common import options_from, peer_parser, prompt_ids
         from ours import build
@@ -147,16 +153,17 @@ def load(arguments: argparse.Namespace) -> tuple[str, LoadedModel, list[int]]:
         argv = ["--shape", arguments.shape, "--device", arguments.device, "--dtype", arguments.dtype, "--vram", "100GB"]
         argv += ["--prompt-tokens", "64"] + (["--layers", str(arguments.layers)] if arguments.layers else [])
         options = options_from(peer_parser("").parse_args(argv))
-        resident = options.layers if arguments.resident_layers is None else arguments.resident_layers
-        object.__setattr__(options, "resident_layers", resident)
-        model, _, _ = build(options, context=arguments.tokens + 512, window=256)
+        model, _, _ = build(
+            options, context=arguments.tokens + 512, window=256,
+            resident_layers=options.layers if resident_layers is None else resident_layers,
+        )  # fmt: skip
         return f"random {arguments.shape}", model, prompt_ids(options)[0].tolist()
     source = open_checkpoint(arguments.model)
     device = resolve_device(arguments.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
     budget = DeviceBudget(device, None)
-    placement = plan_placement(plan, None, budget, arguments.resident_layers)
+    placement = plan_placement(plan, None, budget, resident_layers)
     weights = load_weights(source, dtype, pin=device.type == "cuda")
     model = connect_model(weights, plan, placement, budget, make_copy_engine(device), name="target")
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
@@ -168,7 +175,6 @@ def main() -> int:
     parser.add_argument("--model", help="checkpoint (directory, GGUF or hub id)")
     parser.add_argument("--shape", help="random weights of this shape instead")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--resident-layers", type=int)
     parser.add_argument("--prompt", default="The history of the steam engine began when")
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--temperatures", default="0,0.6,1.0")
@@ -180,12 +186,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
-    name, model, prompt = load(arguments)
-    rows = run_model(model, prompt, arguments)
+    name, resident, prompt = load(arguments, None)
+    _, streamed, _ = load(arguments, 0)
+    rows = run_model(resident, streamed, prompt, arguments)
     device = resolve_device(arguments.device)
     failed = any(row["differing_tokens"] or row["differing_logit_rows"] for row in rows)
-    streamed = model.placement.num_streamed
-    report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype, "streamed_layers": streamed}
+    report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype}
     emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)
     return int(failed)
 

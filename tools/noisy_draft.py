@@ -1,6 +1,8 @@
 """A draft for any checkpoint: its copy with noise on the weights, which often guesses like the original.
 
-python tools/noisy_draft.py CHECKPOINT DIRECTORY --noise 0.05
+    python tools/noisy_draft.py CHECKPOINT DIRECTORY --noise 0.05
+
+The noise is seeded: the same copy every time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Rich is used without wrapping here: a line stays one line in a log file, however
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import unicodedata
@@ -49,19 +48,7 @@ def ending_in_order() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     except BrokenPipeError as error:
-        _abandon_closed_streams()
         raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
-
-
-def _abandon_closed_streams() -> None:
-    """Point closed pipes at the null device, or the interpreter complains once more when it flushes at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
 
 
 def stderr_console() -> Console:

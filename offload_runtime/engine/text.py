@@ -28,7 +28,9 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._known = list(context[-self._CONTEXT_TOKENS :])  # shown already; gives the new ones their context
+        # Shown already, gives the new tokens their context. Piece by piece: a run of byte tokens that begins in the
+        # middle of a character is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
+        self._known = [self._end_of(context)]
         self._new: list[int] = []
 
     def push(self, token: int) -> str:
@@ -37,7 +39,10 @@ class IncrementalDecoder:
         piece = self._pending_text()
         if not piece or piece.endswith("\ufffd"):
             return ""
-        self._known, self._new = (self._known + self._new)[-self._CONTEXT_TOKENS :], []
+        self._known.append(self._new)
+        self._new = []
+        while sum(map(len, self._known[1:])) >= self._CONTEXT_TOKENS:
+            del self._known[0]
         return piece
 
     def flush(self) -> str:
@@ -47,9 +52,18 @@ class IncrementalDecoder:
         return piece
 
     def _pending_text(self) -> str:
-        before = self._tokenizer.decode(self._known, skip_special_tokens=True)
-        after = self._tokenizer.decode(self._known + self._new, skip_special_tokens=True)
+        known = [token for piece in self._known for token in piece]
+        before = self._tokenizer.decode(known, skip_special_tokens=True)
+        after = self._tokenizer.decode(known + self._new, skip_special_tokens=True)
         return after[len(before) :]
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """The last tokens, beginning with a whole character (of at most four bytes)."""
+        for extra in range(4):
+            end = list(context[-self._CONTEXT_TOKENS - extra :])
+            if not self._tokenizer.decode(end, skip_special_tokens=True).startswith("\ufffd"):
+                return end
+        return list(context[-self._CONTEXT_TOKENS :])
 
 
 class StopStrings:

@@ -146,7 +146,7 @@ class DraftProposer:
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         cache: DraftCache = self._draft.cache
-        count = min(count, cache.capacity_tokens - len(tokens))  # the last guess needs no place
+        count = min(count, cache.capacity_tokens - len(tokens) + 1)  # the last guess needs no place
         if count <= 0:
             return []
         logits = self._catch_up(tokens)

@@ -51,13 +51,15 @@ def named_weights(config: ModelConfig, options: PeerOptions) -> HostWeights:
     return weights
 
 
-def build(options: PeerOptions, *, context: int, window: int) -> tuple[LoadedModel, DeviceBudget, CopyEngine]:
+def build(
+    options: PeerOptions, *, context: int, window: int, resident_layers: int
+) -> tuple[LoadedModel, DeviceBudget, CopyEngine]:
     """The model with `resident_layers` of its layers on the device and the others in the ring."""
     config = model_config(options)
     others = device_memory_used_by_others(options.device.index or 0) if options.device.type == "cuda" else None
     budget = DeviceBudget(options.device, options.vram_bytes, other_bytes=others)
     plan = target_plan(config, options.dtype, options.device, context=context, window=window)
-    placement = plan_placement(plan, None, budget, options.resident_layers)
+    placement = plan_placement(plan, None, budget, resident_layers)
     engine = make_copy_engine(options.device)
     model = connect_model(named_weights(config, options), plan, placement, budget, engine, name="target")
     if options.device.type == "cuda":
@@ -117,7 +119,7 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
     started = time.perf_counter()
     widest = max([*windows, 1])
     context = options.prompt_tokens + max(options.new_tokens, widest + _WARMUP_PASSES + passes) + 1
-    model, budget, engine = build(options, context=context, window=widest)
+    model, budget, engine = build(options, context=context, window=widest, resident_layers=options.resident_layers)
     setup_s = time.perf_counter() - started
     prompt = prompt_ids(options)[0].tolist()
     rows = [time_windows(model, prompt, width, passes) for width in windows]

@@ -1,0 +1,101 @@
+"""Small random checkpoints with a tokenizer, as the engine loads them, and noisy copies that draft for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from offload_runtime.engine import Runtime
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+from noisy_draft import write_noisy_copy  # noqa: E402, F401 (for the tests)
+
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog and the pass streams on and on",
+    "system user assistant: a link, a layer, a slot; café, naïve, 日本",
+]
+PROMPT = "the quick brown fox jumps over the lazy dog and the quick brown"
+CONTEXT_TOKENS = 512
+NUM_LAYERS = 5
+
+def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, like SmolLM2's, that knows a few words and can write everything."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=TEMPLATE
+    )
+
+
+def write_checkpoint(
+    directory: Path, *, seed: int = 0, num_layers: int = NUM_LAYERS, vocab_size: int = 320, context: int = CONTEXT_TOKENS
+) -> Path:
+    """Save a random Llama whose next token depends on what it has read; returns `directory`.
+
+    Large matrices and a small embedding: the default initialisation gives a model that repeats one token.
+    """
+    tokenizer = byte_level_tokenizer(vocab_size)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                scale = 0.5 if "embed" in name else 2.0 * parameter.shape[-1] ** -0.5
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and lose 30-fold where another process uses the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def load(target: Path, **options: Any) -> Iterator[Runtime]:
+    """A runtime on the CPU in fp32, closed afterwards."""
+    with Runtime.load(target, device="cpu", **options) as runtime:
+        yield runtime
+
+
+def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for `then` that raises `error` once, after `after` calls that went through."""
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            raise error
+        return then(*args, **kwargs)
+
+    return call

@@ -1,0 +1,88 @@
+"""Configuration: sizes as people write them, and values that make no sense refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.config import GenerationParams, ModelConfig, SamplingParams, format_bytes, parse_bytes
+from offload_runtime.errors import OffloadError, OptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("24GB", 24 * 10**9), ("512MiB", 512 << 20), ("1.5 gib", 3 << 29), ("100", 100), (" 7 kb ", 7000), ("2TB", 2 * 10**12),
+     ("0.29GB", 290_000_000), ("131.1 MB", 131_100_000), ("5B", 5), (12345, 12345), ("1.GB", 10**9)],
+)  # fmt: skip
+def test_sizes(text: str | int, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 GX", "1,5GB", "24GB!", "0", "0.0GB", 0, -5, "1e9", "nan"])
+def test_sizes_that_are_none(text: str | int) -> None:
+    with pytest.raises(OptionError):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 10**15))
+def test_a_formatted_size_reads_back_within_its_last_digit(size_bytes: int) -> None:
+    # Four digits, or one after the point: half of the last is at most 5 % (1.05 MB).
+    assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.051)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-5},
+     {"temperature": 1.0, "top_k": -1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.1},
+     {"temperature": 1.0, "min_p": -0.1}, {"temperature": 1.0, "min_p": 1.5}, {"seed": -1}, {"seed": 1 << 64},
+     {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_sampling_that_makes_no_sense(values: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        SamplingParams(**values)
+
+
+def test_sampling_knows_what_it_is() -> None:
+    assert SamplingParams().greedy and not SamplingParams().filtered
+    assert not SamplingParams(temperature=0.5, seed=(1 << 64) - 1).greedy
+    for filters in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}):
+        assert SamplingParams(temperature=1.0, **filters).filtered
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"gamma": 0}, {"stop": ("a", "")}], ids=str
+)
+def test_generation_that_makes_no_sense(values: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        GenerationParams(**values)
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    """A small valid shape, with some values changed."""
+    values = {
+        "architecture": "LlamaForCausalLM", "hidden_size": 64, "intermediate_size": 128, "num_layers": 3, "num_heads": 6,
+        "num_kv_heads": 2, "head_dim": 16, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default"},
+    }  # fmt: skip
+    return ModelConfig(**{**values, **changes})
+
+
+def test_derived_sizes() -> None:
+    config = model_config()
+    assert (config.q_size, config.kv_size, config.qkv_size) == (96, 32, 160)
+    assert config.kv_bytes_per_token(2) == 2 * 32 * 3 * 2
+    assert config.layer_windows == (None,) * 3 and config.layer_rope == (True,) * 3
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 0}, {"vocab_size": -1}, {"num_kv_heads": 4}], ids=str)
+def test_impossible_models(changes: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        model_config(**changes)
+
+
+def test_option_errors_are_both_ours_and_value_errors() -> None:
+    assert issubclass(OptionError, OffloadError) and issubclass(OptionError, ValueError)

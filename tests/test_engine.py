@@ -1,0 +1,232 @@
+"""Generation with a small random model: the same tokens whatever drafts, fits, streams or came before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import assembly as engine_assembly
+from offload_runtime.runners import PassShape
+from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 4},
+]
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Runtime]:
+    """Plain decoding with everything resident: what all others are compared with."""
+    with load(target, draft="none") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def speculative(target: Path, draft: Path) -> Iterator[Runtime]:
+    """A draft model, and most layers streamed."""
+    with load(target, draft=draft, resident_layers=1) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Runtime) -> list[list[int]]:
+    """Plain tokens for each way of sampling."""
+    tokens = [plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
+    assert all(len(said) == COUNT and len(set(said)) > 5 for said in tokens)
+    return tokens
+
+
+def assert_same(runtime: Runtime, expected: list[list[int]], **options: Any) -> list[float]:
+    """Compare all ways of sampling; returns tokens per pass."""
+    results = [
+        runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling, **options) for sampling in SAMPLINGS
+    ]
+    assert [result.tokens for result in results] == expected
+    return [result.stats.tokens_per_pass for result in results]
+
+
+# The tile is 8 rows high: windows of 2, 8, 9, 17 and 40 rows.
+@pytest.mark.parametrize("gamma", [None, 1, 7, 8, 16, 39])
+def test_a_draft_model_changes_nothing_but_the_passes(
+    speculative: Runtime, expected: list[list[int]], gamma: int | None
+) -> None:
+    per_pass = assert_same(speculative, expected, gamma=gamma)
+    assert max(per_pass) > 1.2
+    assert all(1 <= tokens <= (gamma or 7) + 1 for tokens in per_pass)
+
+
+def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list[list[int]]) -> None:
+    assert assert_same(speculative, expected, speculate=False) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("resident", [0, 1, NUM_LAYERS - 1, NUM_LAYERS, "auto"])
+def test_residency_and_ngram_lookup_change_nothing(target: Path, expected: list[list[int]], resident: int | str) -> None:
+    with load(target, draft="ngram", resident_layers=resident) as runtime:
+        for gamma in (None, 3, 21):
+            assert_same(runtime, expected, gamma=gamma)
+
+
+def test_ngram_lookup_saves_passes_where_the_text_repeats(plain: Runtime, target: Path) -> None:
+    prompt = [5, 6, 7, 8] * 6
+    with load(target) as runtime:
+        loop = runtime.generate(prompt, max_new_tokens=90, ignore_eos=True)
+        assert loop.tokens == plain.generate(prompt, max_new_tokens=90, ignore_eos=True).tokens
+        repeated = runtime.generate(prompt + loop.tokens * 2 + prompt, max_new_tokens=60, ignore_eos=True)
+    assert repeated.tokens == plain.generate(prompt + loop.tokens * 2 + prompt, max_new_tokens=60, ignore_eos=True).tokens
+    assert max(loop.stats.tokens_per_pass, repeated.stats.tokens_per_pass) > 1.5
+
+
+def test_small_and_large_budgets_change_nothing(target: Path, expected: list[list[int]]) -> None:
+    seen = set()
+    for layers in (2, 3, 4, NUM_LAYERS):
+        vram = _vram_for(target, layers)
+        with load(target, vram=vram) as runtime:
+            assert_same(runtime, expected)
+            stats = runtime.generate(PROMPT, max_new_tokens=2).stats
+            assert stats.peak_vram_bytes <= vram
+            seen.add(stats.bytes_per_pass)
+    assert len(seen) == 3 and 0 in seen  # two layers' worth and three are both a mere ring
+
+
+def _vram_for(target: Path, layers: int) -> int:
+    """Bytes of everything with `layers` resident layers or slots, from what a runtime without a limit has reserved."""
+    with load(target, draft="none") as runtime:
+        everything = runtime.generate([1], max_new_tokens=1).stats.peak_vram_bytes
+    with load(target, draft="none", resident_layers=0) as runtime:
+        layer_bytes = runtime.generate([1], max_new_tokens=1).stats.bytes_per_pass // NUM_LAYERS
+    return everything - (NUM_LAYERS - layers) * layer_bytes
+
+
+def test_pieces_of_the_prompt_change_nothing(
+    target: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chunk in (16, 24, 64):
+        monkeypatch.setattr(engine_assembly, "_CPU_TARGET_SHAPE", PassShape(8, 8, chunk))
+        with load(target, resident_layers=0) as runtime:
+            assert_same(runtime, expected)
+
+
+def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
+    for sampling in SAMPLINGS:
+        whole = speculative.generate(PROMPT, max_new_tokens=COUNT, **sampling)
+        stream = speculative.stream(PROMPT, max_new_tokens=COUNT, **sampling)
+        pieces = list(stream)
+        assert "".join(pieces) == whole.text == stream.result.text
+        assert all(pieces) and len(pieces) > 5
+        assert (stream.result.tokens, stream.result.finish_reason) == (whole.tokens, whole.finish_reason)
+
+
+def test_earlier_calls_do_not_matter(speculative: Runtime, expected: list[list[int]]) -> None:
+    for other in (PROMPT + " and", "a", [7] * 300, PROMPT):
+        speculative.generate(other, max_new_tokens=9, temperature=1.0, seed=8)
+        assert_same(speculative, expected)
+
+
+def test_every_kind_of_prompt(plain: Runtime) -> None:
+    tokens = plain.encode(PROMPT)
+    assert plain.generate(tuple(tokens), max_new_tokens=5).tokens == plain.generate(PROMPT, max_new_tokens=5).tokens
+    messages = [{"role": "system", "content": "slot"}, {"role": "user", "content": "fox"}]
+    rendered = "<|im_start|>system\nslot<|im_end|>\n<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.tokenizer.decode(plain.encode(messages)) == rendered
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9])
+def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[list[int]], count: int) -> None:
+    for gamma in (1, 7, count):
+        result = speculative.generate(PROMPT, max_new_tokens=count, gamma=gamma, ignore_eos=True)
+        assert result.tokens == expected[0][:count]
+        assert result.finish_reason == "length"
+        assert result.stats.new_tokens == count
+
+
+def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, expected: list[list[int]]) -> None:
+    with load(target, draft="none") as runtime:
+        length = len(runtime.encode(PROMPT))
+    for options in ({"draft": "ngram"}, {"draft": draft}):
+        with load(target, context=length + COUNT, **options) as runtime:
+            assert_same(runtime, expected, gamma=39)
+
+
+def test_figures_add_up(speculative: Runtime) -> None:
+    engine = speculative._engine
+    engine.drain()
+    before = engine.bytes_copied
+    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
+    engine.drain()
+    stats = result.stats
+    layer_bytes = speculative._target.weights.layer_layout.total_bytes
+    assert stats.bytes_per_pass == (NUM_LAYERS - 1) * layer_bytes
+    # The ring is full before and after, so every pass, prefill included, has moved exactly its own bytes.
+    assert engine.bytes_copied - before == (stats.passes + 1) * stats.bytes_per_pass
+    assert stats.prompt_tokens == len(speculative.encode(PROMPT))
+    assert stats.new_tokens == COUNT == len(result.tokens)
+    assert stats.tokens_per_pass == (COUNT - 1) / stats.passes
+    assert stats.time_to_first_token_s > 0 and stats.tok_per_s > 0 and stats.stall_s >= 0
+    assert stats.link_gbps is not None and stats.link_peak_gbps is not None
+    # Both rates are over the same time: bytes a second over tokens a second is bytes a token.
+    bytes_per_token = stats.passes * stats.bytes_per_pass / (COUNT - 1)
+    assert stats.link_gbps * 1e9 / stats.tok_per_s == pytest.approx(bytes_per_token)
+    assert stats.peak_vram_bytes == speculative._parts.budget.reserved_bytes
+    assert stats.pinned_bytes == 0
+    assert list(stats.to_dict()) == [
+        "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
+        "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
+    ]  # fmt: skip
+
+
+def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, speculative: Runtime) -> None:
+    stats = speculative.generate(PROMPT, max_new_tokens=1).stats
+    assert (stats.passes, stats.tokens_per_pass, stats.tok_per_s, stats.link_gbps) == (0, 0.0, 0.0, None)
+    stats = plain.generate(PROMPT, max_new_tokens=4, ignore_eos=True).stats
+    assert (stats.passes, stats.bytes_per_pass, stats.link_gbps, stats.link_peak_gbps) == (3, 0, None, None)
+
+
+def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
+    with load(target, draft=draft, resident_layers=2) as runtime:
+        names = [item.name for item in runtime._parts.budget.reservations]
+        expected = ["workspace"] + [f"{name}: embedding and head" for name in ("draft", "target")]
+        expected += [f"{name}: KV cache" for name in ("draft", "target")] + ["target: ring slot"] * 3
+        expected += [f"draft: layer {index}" for index in range(NUM_LAYERS)] + ["target: layer 1", "target: layer 3"]
+        assert sorted(names) == sorted(expected)
+
+
+def test_progress_of_loading_and_of_the_prompt(target: Path, draft: Path) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    prefill: list[tuple[int, int]] = []
+    with load(
+        target, draft=draft, on_progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
+    ) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=1, on_prefill=lambda done, total: prefill.append((done, total)))
+    assert list(seen) == ["draft weights", "target weights"]
+    for steps in seen.values():
+        assert steps == sorted(steps) and steps[-1][0] == steps[-1][1] > 0
+    assert prefill == [(layer + 1, NUM_LAYERS) for layer in range(NUM_LAYERS)]
+
+
+def test_closing_ends_the_copies_and_may_be_repeated(target: Path) -> None:
+    before = threading.active_count()
+    with load(target, resident_layers=0) as runtime:
+        assert threading.active_count() == before + 1
+        assert "5 streamed" in runtime.placement and "through 3 slots" in runtime.placement
+        assert runtime.load_report.startswith("loaded ")
+        runtime.generate(PROMPT, max_new_tokens=2)
+        runtime.close()
+        assert threading.active_count() == before

@@ -1,0 +1,197 @@
+"""How an answer ends: end of sequence and stop strings in the middle of a window, a closed stream, Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError
+from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+
+COUNT = 32
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    """A draft that is the target, so that windows are accepted whole and every end is in the middle of one."""
+    target = write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+    with load(target, draft=write_noisy_copy(target, target.parent / "draft", noise=0.0), resident_layers=2) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def said(runtime: Runtime) -> list[int]:
+    """What plain decoding says to the prompt."""
+    result = runtime.generate(PROMPT, max_new_tokens=COUNT, speculate=False, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats.tokens_per_pass > 5
+    return result.tokens
+
+
+def first_places(said: list[int]) -> list[int]:
+    """Where a token occurs for the first time."""
+    return [place for place, token in enumerate(said) if token not in said[:place]]
+
+
+def assert_usable(runtime: Runtime, said: list[int]) -> None:
+    """The next generations are as if nothing had happened."""
+    for speculate in (True, False):
+        assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, speculate=speculate).tokens == said[:12]
+
+
+def test_end_of_sequence_anywhere_in_a_window(
+    runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = runtime._parts
+    places = first_places(said)
+    assert len(places) >= 8
+    for place in places:
+        monkeypatch.setattr(runtime, "_parts", replace(parts, eos_token_ids=frozenset({said[place]})))
+        result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
+        assert result.tokens == said[: place + 1]
+        assert result.finish_reason == "stop"
+        # The token itself is no text, even when it is an ordinary one.
+        assert result.text == runtime.generate(PROMPT, max_new_tokens=max(1, place), ignore_eos=True).text[: None if place else 0]
+        # What the window committed behind the end is gone: all but the last token are in the cache.
+        assert runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).tokens == said
+        stopped = runtime.generate(PROMPT, max_new_tokens=COUNT)
+        assert runtime.cached_tokens() == len(runtime.encode(PROMPT)) + len(stopped.tokens) - 1
+
+
+def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
+    assert runtime._parts.eos_token_ids == {runtime.tokenizer.eos_token_id}
+
+
+def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
+    text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
+    assert len(text) > COUNT / 2
+    tried = 0
+    for length in (1, 3, 9):  # within a token, across two, across many
+        for start in range(0, len(text) - length, 3):
+            stop = text[start : start + length]
+            if "\ufffd" in stop:
+                continue
+            result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, stop=[stop, "never said"])
+            assert result.finish_reason == "stop"
+            assert result.text == text[: text.index(stop)]
+            assert result.tokens == said[: len(result.tokens)]
+            # Not a token more than the stop string needs.
+            shorter = runtime.tokenizer.decode([*runtime.encode(PROMPT), *result.tokens[:-1]], skip_special_tokens=True)
+            assert stop not in shorter.removeprefix(PROMPT)
+            tried += 1
+    assert tried > 15
+    assert_usable(runtime, said)
+
+
+def test_overlapping_stop_strings_and_one_that_never_completes(runtime: Runtime) -> None:
+    text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
+    options = {"max_new_tokens": COUNT, "ignore_eos": True}
+    # Of two that end at the same place the longer one is cut off; the one that is complete first wins.
+    assert runtime.generate(PROMPT, stop=[text[6:9], text[3:9]], **options).text == text[: text.index(text[3:9])]
+    assert runtime.generate(PROMPT, stop=[text[2:12], text[4:6]], **options).text == text[: text.index(text[4:6])]
+    unfinished = runtime.generate(PROMPT, stop=text[-5:] + "\0", **options)
+    assert (unfinished.text, unfinished.finish_reason) == (text, "length")
+    assert "".join(runtime.stream(PROMPT, stop=text[-5:] + "\0", **options)) == text
+
+
+def test_streamed_pieces_hold_back_what_may_be_a_stop_string(runtime: Runtime) -> None:
+    text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
+    stop = text[10:16]
+    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, stop=stop)
+    shown = ""
+    for piece in stream:
+        shown += piece
+        assert text[: text.index(stop)].startswith(shown)
+    assert shown == stream.result.text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2, 5])
+def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -> None:
+    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
+    shown = [next(stream) for _ in range(pieces)]
+    stream.close()
+    stream.close()
+    result = stream.result
+    assert result.finish_reason == "interrupted"
+    assert result.tokens == said[: len(result.tokens)] and len(result.tokens) >= pieces
+    assert result.text.startswith("".join(shown))
+    assert list(stream) == []
+    assert_usable(runtime, said)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 4])
+def test_ctrl_c_during_prefill(
+    runtime: Runtime, said: list[int], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = runtime._target.runner.decoder
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
+        stream = runtime.stream(PROMPT, max_new_tokens=COUNT)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    stream.close()
+    assert (stream.result.tokens, stream.result.text, stream.result.finish_reason) == ([], "", "interrupted")
+    assert_usable(runtime, said)
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
+@pytest.mark.parametrize("where", ["target layer", "draft layer", "copy wait"])
+def test_ctrl_c_during_passes(
+    runtime: Runtime, said: list[int], where: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runtime._draft is not None
+    owner, name = {
+        "target layer": (runtime._target.runner.decoder, "layer"),
+        "draft layer": (runtime._draft.runner.decoder, "layer"),
+        "copy wait": (runtime._engine, "compute_wait"),
+    }[where]
+    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, raising(KeyboardInterrupt(), after=after, then=getattr(owner, name)))
+        with pytest.raises(KeyboardInterrupt):
+            for _ in stream:
+                pass
+    stream.close()
+    result = stream.result
+    assert result.finish_reason == "interrupted"
+    assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
+    assert_usable(runtime, said)
+
+
+def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = runtime._target.runner.decoder
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=8, then=decoder.layer))
+        with pytest.raises(KeyboardInterrupt):
+            runtime.generate(PROMPT, max_new_tokens=COUNT)
+    assert_usable(runtime, said)
+
+
+def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said: list[int]) -> None:
+    first = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=1)
+    next(first)
+    never_begun = runtime.stream(PROMPT, max_new_tokens=COUNT)
+    second = runtime.stream(PROMPT + " and", max_new_tokens=COUNT, ignore_eos=True)
+    expected = next(second)
+    for stale in (first, never_begun):
+        with pytest.raises(OptionError, match="another generation"):
+            list(stale)
+        stale.close()
+        assert stale.result.tokens == said[: len(stale.result.tokens)]
+    rest = expected + "".join(second)
+    assert rest == runtime.generate(PROMPT + " and", max_new_tokens=COUNT, ignore_eos=True).text
+    assert second.result.finish_reason == "length"
+    assert_usable(runtime, said)
+
+
+def test_stopping_figures(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = first_places(said)[4]
+    parts = replace(runtime._parts, eos_token_ids=frozenset({said[place]}))
+    monkeypatch.setattr(runtime, "_parts", parts)
+    stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
+    assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))
+

@@ -1,0 +1,199 @@
+"""Rounds of speculation: whatever is proposed, the tokens and the logits behind them are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.errors import NumericalError
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder, count_accepted
+from tests.helpers.assembly import SMALL_SHAPE, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+
+GREEDY = SamplingParams()
+PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.0, top_p=0.9, seed=4)]
+
+
+class ScriptedProposer:
+    """Proposes the known continuation with a wrong token at offset `wrong_at` of every window (None: all right)."""
+
+    def __init__(self, script: Sequence[int], wrong_at: int | None) -> None:
+        self._script = list(script)
+        self._wrong_at = wrong_at
+
+    def start(self, params: SamplingParams) -> None:
+        pass
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        guesses = self._script[len(tokens) : len(tokens) + count]
+        if self._wrong_at is not None and self._wrong_at < len(guesses):
+            guesses[self._wrong_at] = (guesses[self._wrong_at] + 1) % VOCAB_SIZE
+        return guesses
+
+
+class RecordingTarget:
+    """Passes windows on and keeps the logits."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache = runner.cache
+        self.logits: list[torch.Tensor] = []
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        logits = self._runner.verify(windows, sequences)
+        self.logits.append(logits[0].clone())
+        return logits
+
+
+def decode(
+    runner: ModelRunner, prompt: list[int], proposer: Proposer, params: SamplingParams, *, gamma: int, count: int,
+    sequence: int = 0,
+) -> tuple[list[int], torch.Tensor, list[int]]:  # fmt: skip
+    """Prompt and at least `count` new tokens, the logits [N, V] behind those of the rounds, accepted per round."""
+    runner.cache.truncate(sequence, 0)
+    target = RecordingTarget(runner)
+    decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+    proposer.start(params)
+    tokens = [*prompt, decoder.first_token(runner.prefill(sequence, prompt))]
+    rows, accepted = [], []
+    while len(tokens) - len(prompt) < count:
+        result = decoder.round(tokens, gamma)
+        tokens += result.tokens
+        rows.append(target.logits.pop()[: len(result.tokens)])
+        accepted.append(result.num_accepted)
+        assert len(result.tokens) == result.num_accepted + 1 <= result.num_proposed + 1 <= gamma + 1
+        assert runner.cache.length(sequence) == len(tokens) - 1
+    return tokens, torch.cat(rows), accepted
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    """A small random model, two of its layers in a ring."""
+    model = random_model("llama-gqa")
+    made = make_runner(model, tmp_path_factory.mktemp("target"), slots=2, resident=(0, 2), capacity_tokens=160)
+    yield made.runner
+    made.close()
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=7))
+def test_count_accepted_is_the_common_beginning(proposals: list[int], samples: list[int]) -> None:
+    count = count_accepted(proposals, samples)
+    assert proposals[:count] == samples[:count]
+    assert count == min(len(proposals), len(samples)) or proposals[count] != samples[count]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_a_rejection_at_every_place_of_the_window_changes_nothing(runner: ModelRunner, params: SamplingParams) -> None:
+    prompt = random_tokens(21, seed=1)
+    plain, plain_logits, _ = decode(runner, prompt, NoProposer(), params, gamma=0, count=40)
+    assert len(set(plain[21:])) > 5
+    # Windows narrower than, equal to and wider than a tile of the matrix products.
+    for gamma in (1, 2, SMALL_SHAPE.window_rows - 1, SMALL_SHAPE.window_rows, 2 * SMALL_SHAPE.window_rows + 1):
+        for wrong_at in (*range(gamma), None):
+            proposer = ScriptedProposer(plain, wrong_at)
+            tokens, logits, accepted = decode(runner, prompt, proposer, params, gamma=gamma, count=24)
+            assert tokens == plain[: len(tokens)]
+            # Bit for bit on CUDA; the CPU's attention sums in another order for another number of queries.
+            torch.testing.assert_close(logits, plain_logits[: len(logits)], atol=1e-4, rtol=0)
+            assert accepted[0] == (gamma if wrong_at is None else wrong_at)
+
+
+def test_other_sequences_of_the_cache_have_other_noise_and_stay_untouched(runner: ModelRunner) -> None:
+    params, prompt = PARAMS[1], random_tokens(9, seed=2)
+    first, _, _ = decode(runner, prompt, NoProposer(), params, gamma=0, count=14)
+    second, _, _ = decode(runner, prompt, ScriptedProposer(first, None), params, gamma=5, count=12, sequence=2)
+    assert second[:9] == first[:9] and second[9:21] != first[9:21]
+    again, _, accepted = decode(runner, prompt, ScriptedProposer(first, None), params, gamma=5, count=11)
+    assert again == first[: len(again)] and accepted == [5, 5]
+
+
+class FakeTarget:
+    """Says what it is told: logits [1, T, V] for one window."""
+
+    class Cache:
+        """Only a length."""
+
+        def __init__(self, length: int) -> None:
+            self._length = length
+
+        def length(self, sequence: int) -> int:
+            return self._length
+
+        def commit(self, sequence: int, count: int) -> None:
+            self._length += count
+
+    def __init__(self, committed: int, logits: torch.Tensor) -> None:
+        self.cache = self.Cache(committed)
+        self._logits = logits
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        return self._logits[:, : len(windows[0].tokens)]
+
+
+@pytest.mark.parametrize("nan_row", [0, 1, 2, 3])
+def test_nan_counts_only_where_plain_decoding_would_meet_it(nan_row: int) -> None:
+    logits = torch.eye(6)[None, :4] * 5  # row t says token t
+    logits[0, nan_row] = float("nan")
+    target = FakeTarget(2, logits)
+    proposer = ScriptedProposer([9, 9, 9, 0, 5, 2], None)  # token 1 is right in the second place, 5 is not
+    decoder = SpeculativeDecoder(target, proposer, GREEDY)
+    if nan_row < 2:
+        with pytest.raises(NumericalError, match=f"position {3 + nan_row} .*--dtype"):
+            decoder.round([9, 9, 9], 3)
+        assert target.cache.length(0) == 2
+    else:
+        assert decoder.round([9, 9, 9], 3).tokens == [0, 1]
+        assert target.cache.length(0) == 4
+
+
+def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
+    decoder = SpeculativeDecoder(FakeTarget(3, torch.zeros(1, 1, 6)), NoProposer(), GREEDY)
+    with pytest.raises(NumericalError, match="position 3 are NaN"):
+        decoder.first_token(torch.full((1, 6), float("nan")))
+
+
+def ngram_reference(tokens: Sequence[int], count: int, *, max_ngram: int, min_ngram: int) -> list[int]:
+    """By search: what followed the latest earlier occurrence of the longest ending, repeating itself past the end."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        ending = list(tokens[-size:])
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if len(ending) == size and list(tokens[start : start + size]) == ending:
+                guesses = list(tokens)
+                for offset in range(count):
+                    guesses.append(guesses[start + size + offset])
+                return guesses[len(tokens) :]
+    return []
+
+
+@st.composite
+def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
+    """The sequences that a proposer is shown: each the last one grown, cut, cut and grown, or another one."""
+    token = st.integers(0, 3)
+    shown = [draw(st.lists(token, min_size=1, max_size=20))]
+    for _ in range(draw(st.integers(1, 8))):
+        kept = draw(st.sampled_from([len(shown[-1]), draw(st.integers(0, len(shown[-1]))), 0]))
+        shown.append(shown[-1][:kept] + draw(st.lists(token, min_size=int(kept == 0), max_size=9)))
+    return shown
+
+
+@given(growing_sequences(), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3))
+def test_ngram_lookup_equals_a_search(shown: list[list[int]], count: int, min_ngram: int, more: int) -> None:
+    sizes = {"max_ngram": min_ngram + more, "min_ngram": min_ngram}
+    proposer = NgramProposer(**sizes)
+    for tokens in shown:
+        assert proposer.propose(tokens, count) == ngram_reference(tokens, count, **sizes)
+    assert NgramProposer(**sizes).propose(shown[-1], count) == ngram_reference(shown[-1], count, **sizes)
+
+
+def test_ngram_lookup_does_not_change_what_it_is_shown() -> None:
+    tokens = [1, 2, 3, 1, 2]
+    assert NgramProposer().propose(tokens, 4) == [3, 1, 2, 3]
+    assert tokens == [1, 2, 3, 1, 2]

@@ -1,0 +1,195 @@
+"""The draft model as proposer: its guesses are its own plain decoding under the target's noise, after any history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.sampling import sample
+from offload_runtime.speculation import DraftProposer, SpeculativeDecoder
+from tests.helpers.assembly import make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+
+DRAFT_SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
+SHORT_CONTEXT = 48
+PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=5), SamplingParams(temperature=1.0, seed=6)]
+
+
+def runners(tmp_path_factory: pytest.TempPathFactory, capacity_tokens: int) -> Iterator[ModelRunner]:
+    """A small random model with all layers resident."""
+    directory = tmp_path_factory.mktemp("draft")
+    made = make_runner(random_model("llama", seed=7), directory, shape=DRAFT_SHAPE, capacity_tokens=capacity_tokens)
+    yield made.runner
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    yield from runners(tmp_path_factory, 240)
+
+
+@pytest.fixture(scope="module")
+def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    yield from runners(tmp_path_factory, SHORT_CONTEXT)
+
+
+def make_proposer(
+    draft: ModelRunner, params: SamplingParams, *, sequence: int = 0, vocab_size: int = VOCAB_SIZE
+) -> DraftProposer:
+    """A proposer that starts with an empty cache."""
+    draft.cache.truncate(0, 0)
+    proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
+    proposer.start(params)
+    return proposer
+
+
+def plain_decoding(
+    runner: ModelRunner, tokens: Sequence[int], count: int, params: SamplingParams, *, noise_sequence: int = 0
+) -> list[int]:
+    """`count` tokens that `runner` itself would say behind `tokens`, one pass a token, in its cache's last sequence."""
+    row, said = 2, []
+    runner.cache.truncate(row, 0)
+    logits = runner.prefill(row, tokens)
+    for position in range(len(tokens), len(tokens) + count):
+        place = torch.tensor([position])
+        said += sample(logits, params, place, torch.full_like(place, noise_sequence)).tolist()
+        logits = runner.verify([Window((said[-1],))], [row])[0]
+        runner.cache.commit(row, 1)
+    return said
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[int, list[int], int]]:
+    """Rounds: guesses accepted (-1: another sequence begins), tokens that then came, how many to guess."""
+    token = st.integers(0, VOCAB_SIZE - 1)
+    rounds = [(-1, draw(st.lists(token, min_size=1, max_size=50)), draw(st.integers(1, 7)))]
+    for _ in range(draw(st.integers(1, 4))):
+        accepted = draw(st.integers(-1, 7))
+        new = draw(st.lists(token, min_size=1, max_size=draw(st.sampled_from([1, 2, 40]))))
+        rounds.append((accepted, new, draw(st.integers(1, 7))))
+    return rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(), st.sampled_from(PARAMS))
+def test_guesses_are_plain_decoding_after_any_history(
+    draft: ModelRunner, rounds: list[tuple[int, list[int], int]], params: SamplingParams
+) -> None:
+    proposer = make_proposer(draft, params)
+    tokens: list[int] = []
+    guesses: list[int] = []
+    for accepted, new, count in rounds:
+        tokens = new if accepted < 0 else [*tokens, *guesses[:accepted], *new]
+        guesses = proposer.propose(tokens, count)
+        assert guesses == plain_decoding(draft, tokens, count, params)
+        # The last guess was never fed: exactly the others wait in the cache.
+        assert draft.cache.length(0) == len(tokens) + count - 1
+
+
+def test_a_cut_sequence_and_one_that_is_shown_twice(draft: ModelRunner) -> None:
+    proposer, tokens = make_proposer(draft, PARAMS[1]), random_tokens(45, seed=3)
+    for length in (45, 45, 20, 44, 1, 45):
+        assert proposer.propose(tokens[:length], 4) == plain_decoding(draft, tokens[:length], 4, PARAMS[1])
+
+
+def test_the_way_of_sampling_may_change_between_generations(draft: ModelRunner) -> None:
+    proposer, tokens = make_proposer(draft, PARAMS[0]), random_tokens(12, seed=4)
+    said: set[tuple[int, ...]] = set()
+    for params in (*PARAMS, SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=1.5, top_k=3)):
+        proposer.start(params)
+        said.add(tuple(proposer.propose(tokens, 6)))
+        assert tuple(plain_decoding(draft, tokens, 6, params)) in said
+    assert len(said) == 5
+
+
+def test_a_draft_with_a_shorter_context_guesses_as_far_as_it_reaches(
+    draft: ModelRunner, short_draft: ModelRunner
+) -> None:
+    proposer, tokens = make_proposer(short_draft, PARAMS[1]), random_tokens(SHORT_CONTEXT + 20, seed=8)
+    for length in (40, 44, 47, 48, 49, 60, 30, 46):
+        guesses = proposer.propose(tokens[:length], 6)
+        # A guess has to be fed before the next one is made, only the last one needs no place.
+        assert len(guesses) == max(0, min(6, SHORT_CONTEXT - length + int(length <= SHORT_CONTEXT)))
+        assert guesses == plain_decoding(draft, tokens[:length], 6, PARAMS[1])[: len(guesses)]
+
+
+def test_tokens_beyond_either_vocabulary(draft: ModelRunner) -> None:
+    tokens = random_tokens(10, seed=9)
+    proposer = make_proposer(draft, PARAMS[2], vocab_size=20)
+    assert all(max(proposer.propose(tokens[:length], 6)) < 20 for length in range(1, 10))
+    proposer = make_proposer(draft, PARAMS[2], vocab_size=VOCAB_SIZE + 50)
+    padding = VOCAB_SIZE + 30  # a row of the target's embedding that the draft does not have
+    assert len(proposer.propose([*tokens, padding], 4)) == 4
+    assert proposer.propose([*tokens, *tokens], 4) == plain_decoding(draft, tokens + tokens, 4, PARAMS[2])
+
+
+class NanDraft:
+    """A draft whose chain turns to NaN in its second step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache, self.prefill, self.verify = runner.cache, runner.prefill, runner.verify
+        self.chain_rows = runner.chain_rows
+        self._steps = 0
+
+    def run_rows(self, rows: object) -> torch.Tensor:
+        self._steps += 1
+        logits = self._runner.run_rows(rows)
+        return logits * float("nan") if self._steps == 2 else logits
+
+
+def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
+    draft.cache.truncate(0, 0)
+    tokens = random_tokens(10, seed=10)
+    proposer = DraftProposer(NanDraft(draft), vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
+    assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 2, PARAMS[0])
+    assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("gamma", "sequence"), [(1, 0), (5, 0), (12, 1)])
+def test_a_draft_that_is_the_target_gets_everything_accepted(
+    draft: ModelRunner, temperature: float, gamma: int, sequence: int
+) -> None:
+    # The same noise at the same position of the same sequence, or else the two disagree at once.
+    params = SamplingParams(temperature=temperature, seed=11)
+    proposer = make_proposer(draft, params, sequence=sequence)
+    prompt = random_tokens(37, seed=12)
+    row = 1
+    target = OneSequence(draft, row)
+    decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+    draft.cache.truncate(row, 0)
+    tokens = [*prompt, decoder.first_token(draft.prefill(row, prompt))]
+    for _ in range(8):
+        result = decoder.round(tokens, gamma)
+        assert (result.num_proposed, result.num_accepted) == (gamma, gamma)
+        tokens += result.tokens
+    assert tokens == prompt + plain_decoding(draft, prompt, len(tokens) - 37, params, noise_sequence=sequence)
+
+
+class OneSequence:
+    """A target whose keys and values lie in one row of a shared cache, whatever sequence the noise is keyed with."""
+
+    def __init__(self, runner: ModelRunner, row: int) -> None:
+        self._runner, self._row = runner, row
+
+    @property
+    def cache(self) -> OneSequence:
+        return self
+
+    def length(self, sequence: int) -> int:
+        return self._runner.cache.length(self._row)
+
+    def commit(self, sequence: int, count: int) -> None:
+        self._runner.cache.commit(self._row, count)
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        return self._runner.verify(windows, [self._row])

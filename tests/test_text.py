@@ -1,0 +1,149 @@
+"""Tokens to text as it comes: no character cut in two, nothing lost, stop strings found wherever the pieces end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from offload_runtime.engine.text import IncrementalDecoder, StopStrings, stop_strings
+from tests.helpers.engine import byte_level_tokenizer
+
+WORDS = ["the", "fox", "▁the", "▁fox", "▁", "▁日本", "▁caf", "é", ".", ","]
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: words begin with a visible space, unknown characters fall back to bytes, the first space goes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+BYTE_LEVEL, METASPACE = byte_level_tokenizer(), metaspace_tokenizer()
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerFast, context: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """The pieces in which `tokens` come out behind `context`, the flushed one last."""
+    decoder = IncrementalDecoder(tokenizer, context)
+    return [*(decoder.push(token) for token in tokens), decoder.flush()]
+
+
+def text_behind(tokenizer: PreTrainedTokenizerFast, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """What the whole decodes to, without the context."""
+    before = tokenizer.decode(list(context), skip_special_tokens=True)
+    whole = tokenizer.decode([*context, *tokens], skip_special_tokens=True)
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte-level", "metaspace"])
+@pytest.mark.parametrize("text", ["the fox  the", "é日本 🦊 the 🏴‍☠️é", " the", "a\n\tb  c ", "日", "́"])
+def test_text_is_whole_and_no_character_is_cut(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    for before in ("the fox the fox the fox.", "日本日本日本."):  # the decoder's context begins within a character
+        context = byte_tokens(tokenizer, before)
+        for tokens in (byte_tokens(tokenizer, text), tokenizer.encode(text, add_special_tokens=False)):
+            pieces = pieces_of(tokenizer, context, tokens)
+            assert "".join(pieces) == text_behind(tokenizer, context, tokens)
+            assert "\ufffd" not in "".join(pieces)
+            assert pieces[-1] == ""
+        assert "".join(pieces_of(tokenizer, context, byte_tokens(tokenizer, text))) == text
+
+
+def byte_tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """One token per byte, so that every character of several bytes is split over tokens."""
+    if tokenizer is METASPACE:
+        return tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in text.encode()])
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = {byte: chr(256 + number) for number, byte in enumerate(b for b in range(256) if b not in printable)}
+    return tokenizer.convert_tokens_to_ids([others.get(byte, chr(byte)) for byte in text.encode()])
+
+
+@given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=24), st.lists(st.integers(2, 60), max_size=9))
+def test_any_byte_level_tokens(tokens: list[int], context: list[int]) -> None:
+    context = BYTE_LEVEL.encode("the") + context  # ASCII: an end of the prompt that is a whole character
+    assert "".join(pieces_of(BYTE_LEVEL, context, tokens)) == text_behind(BYTE_LEVEL, context, tokens)
+
+
+@given(st.lists(st.sampled_from(METASPACE.convert_tokens_to_ids(WORDS)), max_size=24))
+def test_any_metaspace_words(tokens: list[int]) -> None:
+    context = METASPACE.encode("the fox", add_special_tokens=False)
+    assert "".join(pieces_of(METASPACE, context, tokens)) == text_behind(METASPACE, context, tokens)
+
+
+def test_a_space_depends_on_what_was_before() -> None:
+    fox = METASPACE.convert_tokens_to_ids("▁fox")
+    assert pieces_of(METASPACE, [], [fox, fox]) == ["fox", " fox", ""]
+    assert pieces_of(METASPACE, [fox], [fox]) == [" fox", ""]
+
+
+def test_an_incomplete_character_waits_and_is_shown_in_the_end() -> None:
+    first, second, third = byte_tokens(BYTE_LEVEL, "日")
+    assert pieces_of(BYTE_LEVEL, [], [first, second, third]) == ["", "", "日", ""]
+    assert pieces_of(BYTE_LEVEL, [], [first, second]) == ["", "", "\ufffd"]
+
+
+def test_special_tokens_are_not_shown() -> None:
+    end = BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")
+    the = BYTE_LEVEL.encode("the")
+    assert "".join(pieces_of(BYTE_LEVEL, the, [end, *the, end, *[end] * 8, *the])) == "thethe"
+
+
+def shown_by_reference(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Character by character: the first stop string that is complete ends the text; the longest one of several."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+def could_begin_a_stop(text: str, stops: Sequence[str]) -> bool:
+    """Whether some ending of the text is a proper beginning of a stop string."""
+    return any(text.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
+
+
+texts = st.text("abc", max_size=14)
+
+
+@given(st.lists(texts, max_size=8), st.lists(st.text("abc", min_size=1, max_size=5), max_size=4))
+@example(["ab", "c"], ["abc", "b"])
+@example(["abc"], ["abc", "b"])
+@example(["a", "bc"], ["bc", "abc"])
+@example(["aa", "ab"], ["aab"])
+def test_stop_strings_in_any_chunking(pieces: list[str], stops: list[str]) -> None:
+    finder, shown, stopped, seen = StopStrings(stops), "", False, ""
+    for piece in pieces:
+        new, stopped = finder.push(piece)
+        shown, seen = shown + new, seen + piece
+        if stopped:
+            break
+        # Nothing is held back that can no longer become a stop string, and all that can is.
+        held = seen[len(shown) :]
+        assert seen.startswith(shown)
+        assert not could_begin_a_stop(shown, stops) or held
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+    shown += "" if stopped else finder.flush()
+    assert (shown, stopped) == shown_by_reference("".join(pieces), stops)
+
+
+def test_flush_gives_back_what_was_held() -> None:
+    finder = StopStrings(["abcd"])
+    assert finder.push("xabc") == ("x", False)
+    assert finder.flush() == "abc"
+    assert finder.flush() == ""
+
+
+def test_a_lone_stop_string_is_not_taken_apart() -> None:
+    assert stop_strings("ab") == ("ab",)
+    assert stop_strings(["ab", "c"]) == ("ab", "c")
+    assert stop_strings(()) == ()
