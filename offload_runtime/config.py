@@ -30,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
         if match is None or match[2].lower() not in _SIZE_UNITS:
             raise OptionError(f"{text!r} is not a size: write it like 24GB, 512MiB or a number of bytes")
         number, unit = float(match[1]), match[2].lower()
-    size_bytes = round(number * _SIZE_UNITS[unit])  # 0.29 * 10**9 is a little less than what was meant
+    size_bytes = round(number * _SIZE_UNITS[unit])  # 4.1 * 10**6 is a little less than what was meant
     if size_bytes <= 0:
         raise OptionError(f"a size must be positive, not {text!r}")
     return size_bytes

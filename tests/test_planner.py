@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,8 +15,8 @@ from offload_runtime.planner import RING_SLOTS, MemoryNeeds, Placement, place_la
 
 sizes = st.integers(0, 30 * 10**9)
 needs_of_models = st.builds(
-    MemoryNeeds, layer_bytes=st.integers(1, 2 * 10**9), num_layers=st.integers(1, 96), shared_bytes=sizes, kv_bytes=sizes,
-    draft_bytes=sizes, workspace_bytes=sizes, context_bytes=sizes,
+    MemoryNeeds, layer_bytes=st.integers(1, 2 * 10**9), num_layers=st.integers(1, 96), shared_bytes=sizes,
+    kv_bytes=sizes, draft_bytes=sizes, workspace_bytes=sizes, context_bytes=sizes,
 )  # fmt: skip
 
 
@@ -72,9 +73,7 @@ def test_auto_leaves_no_room_for_another_layer(problem: tuple[MemoryNeeds, int, 
 
 
 @given(problems(), st.integers(0, 4 * 10**9))
-def test_more_vram_never_gives_fewer_resident_layers(
-    problem: tuple[MemoryNeeds, int, int | None], extra: int
-) -> None:
+def test_more_vram_never_gives_fewer_resident_layers(problem: tuple[MemoryNeeds, int, int | None], extra: int) -> None:
     needs, available, _ = problem
     less, more = place_or_none(needs, available, None), place_or_none(needs, available + extra, None)
     if less is not None:
@@ -140,7 +139,7 @@ def test_spread_is_even_and_distinct(count: int, num_layers: int) -> None:
     assert len(set(indices)) == len(indices) == count
     if count:
         widest = -(-num_layers // count)
-        gaps = [right - left for left, right in zip(indices, indices[1:], strict=False)]
+        gaps = [right - left for left, right in pairwise(indices)]
         assert all(num_layers // count <= gap <= widest for gap in gaps)
         assert 0 <= indices[0] < widest and num_layers - widest <= indices[-1] < num_layers
 

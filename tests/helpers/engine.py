@@ -17,7 +17,7 @@ from offload_runtime.engine import Runtime
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-from noisy_draft import write_noisy_copy  # noqa: E402, F401 (for the tests)
+from noisy_draft import write_noisy_copy  # noqa: F401 (for the tests)
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -31,6 +31,7 @@ SENTENCES = [
 PROMPT = "the quick brown fox jumps over the lazy dog and the quick brown"
 CONTEXT_TOKENS = 512
 NUM_LAYERS = 5
+
 
 def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     """A byte-level BPE, like SmolLM2's, that knows a few words and can write everything."""
@@ -47,7 +48,12 @@ def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
 
 def write_checkpoint(
-    directory: Path, *, seed: int = 0, num_layers: int = NUM_LAYERS, vocab_size: int = 320, context: int = CONTEXT_TOKENS
+    directory: Path,
+    *,
+    seed: int = 0,
+    num_layers: int = NUM_LAYERS,
+    vocab_size: int = 320,
+    context: int = CONTEXT_TOKENS,
 ) -> Path:
     """Save a random Llama whose next token depends on what it has read; returns `directory`.
 

@@ -1,0 +1,286 @@
+"""What a user can do wrong: each mistake is a typed error that names the way out, before anything large is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_runtime.config import parse_bytes
+from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.engine import Runtime, assembly
+from offload_runtime.engine import runtime as runtime_module
+from offload_runtime.errors import (
+    BudgetError,
+    CheckpointError,
+    ContextLengthError,
+    CopyError,
+    DeviceError,
+    NumericalError,
+    OffloadError,
+    OptionError,
+    UnsupportedArchitectureError,
+    VocabularyMismatchError,
+)
+from tests.helpers.engine import (
+    CONTEXT_TOKENS,
+    NUM_LAYERS,
+    PROMPT,
+    load,
+    one_thread,  # noqa: F401 (an autouse fixture)
+    write_checkpoint,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture
+def copy(target: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint to damage."""
+    shutil.copytree(target, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test when weights are read after all."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read before the mistake was seen")
+
+    monkeypatch.setattr(assembly, "load_weights", refuse)
+
+
+def refused(kind: type[OffloadError], target: str | Path, *words: str, **options: Any) -> str:
+    """Load and expect an error of `kind` whose message has each of `words`; returns the message."""
+    before = threading.active_count()
+    with pytest.raises(kind) as caught:
+        Runtime.load(target, **{"device": "cpu", **options})
+    assert caught.type is kind
+    assert threading.active_count() == before, "a copy engine was left behind"
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+class TestBeforeLoading:
+    """Mistakes that are seen without reading weights."""
+
+    def test_no_such_directory(self, tmp_path: Path) -> None:
+        refused(CheckpointError, tmp_path / "nowhere", "nowhere does not exist", "directory with safetensors")
+        refused(CheckpointError, tmp_path, "config.json")
+
+    def test_a_truncated_file_says_what_is_missing(self, copy: Path) -> None:
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        refused(CheckpointError, copy, "truncated", "1000 bytes are missing", "again")
+
+    def test_a_damaged_draft_is_refused_too(self, target: Path, copy: Path) -> None:
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-8])
+        refused(CheckpointError, target, "truncated", draft=copy)
+
+    def test_an_unknown_architecture_names_the_known_ones(self, copy: Path) -> None:
+        config = json.loads((copy / "config.json").read_text())
+        config.update(architectures=["GPT2LMHeadModel"], model_type="gpt2")
+        (copy / "config.json").write_text(json.dumps(config))
+        refused(UnsupportedArchitectureError, copy, "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+    def test_a_draft_with_another_vocabulary(self, target: Path, tmp_path: Path) -> None:
+        other = write_checkpoint(tmp_path / "other", vocab_size=300)
+        refused(VocabularyMismatchError, target, "300 tokens", "320 tokens", "--draft ngram", draft=other)
+
+    def test_a_draft_whose_ids_mean_other_text(self, target: Path, copy: Path) -> None:
+        path = copy / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        path.write_text(json.dumps(tokenizer))
+        refused(VocabularyMismatchError, target, "2 entries differ", draft=copy)
+
+    def test_a_context_longer_than_the_model(self, target: Path) -> None:
+        refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)
+
+    @pytest.mark.parametrize("resident", ["auto", 0, 3, NUM_LAYERS])
+    @pytest.mark.parametrize("draft", ["ngram", "model"])
+    def test_too_little_vram_names_what_would_do(
+        self, target: Path, copy: Path, resident: int | str, draft: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options: dict[str, Any] = {"resident_layers": resident, "draft": copy if draft == "model" else "ngram"}
+        message = refused(BudgetError, target, "--vram", "--context", vram="1MB", **options)
+        named = re.search(r"([0-9.]+ [kMG]?B) is the least", message)
+        assert named is not None
+        refused(BudgetError, target, vram=int(0.95 * parse_bytes(named[1])), **options)
+        monkeypatch.undo()
+        with load(target, vram=named[1], **options) as runtime:
+            stats = runtime.generate(PROMPT, max_new_tokens=3, ignore_eos=True).stats
+            assert stats.new_tokens == 3 and stats.peak_vram_bytes <= parse_bytes(named[1])
+
+    @pytest.mark.parametrize(
+        ("options", "word"),
+        [
+            ({"dtype": "int8"}, "bf16"),
+            ({"context": 0}, "context"),
+            ({"context": 1}, "context"),
+            ({"context": "many"}, "auto or a number"),
+            ({"vram": "lots"}, "24GB"),
+            ({"vram": 0}, "positive"),
+            ({"vram": "-1GB"}, "24GB"),
+            ({"resident_layers": -1}, "between 0 and 5"),
+            ({"resident_layers": NUM_LAYERS + 1}, "between 0 and 5"),
+            ({"resident_layers": "some"}, "auto or a number"),
+            ({"max_gamma": 0}, "max_gamma must be at least 1"),
+        ],
+        ids=str,
+    )
+    def test_values_that_make_no_sense(self, target: Path, options: dict[str, Any], word: str) -> None:
+        refused(OptionError, target, word, **options)
+
+    @pytest.mark.parametrize(
+        ("device", "word"),
+        [
+            ("gpu", "cuda"),
+            ("mps", "cuda or cpu"),
+            ("cuda:99", "cuda:99" if torch.cuda.is_available() else "--device cpu"),
+        ],
+    )
+    def test_devices_that_are_not_there(self, target: Path, device: str, word: str) -> None:
+        refused(DeviceError, target, word, device=device)
+
+
+def test_a_failure_while_loading_leaves_nothing_running(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise BudgetError("no memory")
+
+    monkeypatch.setattr(assembly, "load_weights", fail)
+    refused(BudgetError, target, "no memory", resident_layers=0)
+
+
+@pytest.fixture(scope="module")
+def runtime(target: Path) -> Iterator[Runtime]:
+    with load(target, max_gamma=20, context=64) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "words"),
+    [
+        ([5] * 60, {"max_new_tokens": 5}, ContextLengthError, ["60 tokens", "5 new", "64", "by 1", "512", "--context"]),
+        ([5] * 65, {"max_new_tokens": 1}, ContextLengthError, ["65 tokens", "by 2"]),
+        (PROMPT, {"max_new_tokens": 0}, OptionError, ["max_new_tokens must be at least 1"]),
+        (PROMPT, {"max_new_tokens": -5}, OptionError, ["max_new_tokens"]),
+        (PROMPT, {"max_new_tokens": 4, "gamma": 0}, OptionError, ["gamma must be at least 1"]),
+        (PROMPT, {"max_new_tokens": 4, "gamma": 21}, OptionError, ["gamma 21", "20", "max_gamma"]),
+        (PROMPT, {"max_new_tokens": 4, "stop": ["x", ""]}, OptionError, ["empty stop string"]),
+        (PROMPT, {"max_new_tokens": 4, "temperature": -1.0}, OptionError, ["temperature"]),
+        (PROMPT, {"max_new_tokens": 4, "top_p": 0.5}, OptionError, ["temperature 0"]),
+        (PROMPT, {"max_new_tokens": 4, "seed": -1}, OptionError, ["seed"]),
+        ("", {"max_new_tokens": 4}, OptionError, ["empty"]),
+        ([], {"max_new_tokens": 4}, OptionError, ["empty"]),
+        ([5, 320], {"max_new_tokens": 4}, OptionError, ["320 is outside the vocabulary of 320"]),
+        ([5, -1], {"max_new_tokens": 4}, OptionError, ["-1 is outside"]),
+        ([5, "fox"], {"max_new_tokens": 4}, OptionError, ["list of token ids"]),
+        ([{"role": "user"}, "fox"], {"max_new_tokens": 4}, OptionError, ["list of chat messages"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_requests_that_make_no_sense(
+    runtime: Runtime, prompt: Any, options: dict[str, Any], kind: type[OffloadError], words: list[str]
+) -> None:
+    for call in (runtime.generate, runtime.stream):
+        with pytest.raises(kind) as caught:
+            call(prompt, **options)
+        assert caught.type is kind and all(word in str(caught.value) for word in words)
+    assert len(runtime.generate([5] * 60, max_new_tokens=4, ignore_eos=True).tokens) == 4
+
+
+def test_a_refused_request_does_not_disturb_a_running_one(runtime: Runtime) -> None:
+    whole = runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text
+    stream = runtime.stream(PROMPT, max_new_tokens=12, ignore_eos=True)
+    shown = next(stream)
+    with pytest.raises(OptionError):
+        runtime.generate(PROMPT, max_new_tokens=4, gamma=21)
+    assert shown + "".join(stream) == whole
+
+
+def test_gamma_without_a_draft(target: Path) -> None:
+    with load(target, draft="none") as runtime:
+        with pytest.raises(OptionError, match="--draft ngram"):
+            runtime.generate(PROMPT, max_new_tokens=4, gamma=3)
+        assert len(runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True).tokens) == 4
+
+
+def test_a_closed_runtime_says_so(target: Path) -> None:
+    with load(target) as runtime:
+        pass
+    with pytest.raises(OptionError, match="closed"):
+        runtime.generate(PROMPT, max_new_tokens=4)
+
+
+def test_chat_without_a_template(copy: Path) -> None:
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    with load(copy) as runtime, pytest.raises(OptionError, match="no chat template"):
+        runtime.generate([{"role": "user", "content": "hi"}], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.layers.3.mlp.down_proj.weight"])
+def test_nan_weights_are_an_error_and_not_tokens(copy: Path, tensor: str) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights[tensor][1, 2] = float("nan")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with load(copy) as runtime:
+        for _ in range(2):
+            with pytest.raises(NumericalError, match=r"NaN.*damaged"):
+                runtime.generate(PROMPT, max_new_tokens=4)
+
+
+def failing_after(count: int) -> Callable[[], None]:
+    """Lets `count` copies through and refuses the next."""
+    copies = iter(range(count))
+
+    def before_copy() -> None:
+        if next(copies, None) is None:
+            raise RuntimeError("the cable fell out")
+
+    return before_copy
+
+
+# Nine copies measure the link, three fill the ring, then five make a pass.
+@pytest.mark.parametrize("copies", [12, 14, 17, 29])
+def test_a_failed_copy_ends_the_generation_and_all_that_follow(
+    target: Path, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(device: torch.device) -> ThreadCopyEngine:
+        return ThreadCopyEngine(before_copy=failing_after(copies))
+
+    with load(target, draft="none", resident_layers=0) as whole:
+        expected = whole.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+    monkeypatch.setattr(runtime_module, "make_copy_engine", make)
+    with load(target, draft="none", resident_layers=0) as runtime:
+        stream = runtime.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
+        with pytest.raises(CopyError, match=r"cable fell out.*load the runtime again"):
+            list(stream)
+        stream.close()
+        assert stream.result.tokens == expected[: len(stream.result.tokens)]
+        assert len(stream.result.tokens) <= max(0, (copies - 9) // NUM_LAYERS)
+        with pytest.raises(CopyError, match="load the runtime again"):
+            runtime.generate(PROMPT, max_new_tokens=1)
+
+
+def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        runtime_module, "make_copy_engine", lambda device: ThreadCopyEngine(before_copy=failing_after(4))
+    )
+    refused(CopyError, target, "cable fell out", resident_layers=0)

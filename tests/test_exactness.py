@@ -1,0 +1,93 @@
+"""The contract on a real model: transformers' tokens when greedy, plain decoding's with every draft when sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offload_runtime.engine import Runtime, fetch_demo_model
+from tests.helpers.engine import write_noisy_copy
+
+PROMPTS = {
+    "text": "The history of the steam engine began when",
+    "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
+}
+GREEDY_COUNT, COUNT = 40, 32
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6, "seed": 1},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+]
+pytestmark = pytest.mark.timeout(600)  # the model may have to be downloaded
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return fetch_demo_model()
+
+
+@pytest.fixture(scope="module")
+def runtimes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Runtime]]:
+    """Resident without a draft, every layer streamed with n-gram lookup, some streamed with a noisy copy as draft."""
+    noisy = write_noisy_copy(model, tmp_path_factory.mktemp("drafts") / "noisy", noise=0.05)
+    setups: dict[str, dict[str, Any]] = {
+        "plain": {"draft": "none"},
+        "ngram": {"draft": "ngram", "resident_layers": 0},
+        "noisy": {"draft": noisy, "resident_layers": 11},
+    }
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Runtime.load(model, device="cpu", context=256, **setup))
+            for name, setup in setups.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(runtimes: dict[str, Runtime]) -> dict[str, list[list[int]]]:
+    """Plain decoding's tokens by prompt and way of sampling."""
+    return {
+        name: [
+            runtimes["plain"].generate(prompt, max_new_tokens=COUNT, ignore_eos=True, **sampling).tokens
+            for sampling in SAMPLINGS
+        ]
+        for name, prompt in PROMPTS.items()
+    }
+
+
+def test_greedy_tokens_are_those_of_transformers(model: Path, runtimes: dict[str, Runtime]) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for prompt in PROMPTS.values():
+        ids = torch.tensor([runtimes["noisy"].encode(prompt)])
+        out = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY_COUNT, min_new_tokens=1, do_sample=False
+        )
+        expected = out[0, ids.shape[1] :].tolist()
+        result = runtimes["noisy"].generate(prompt, max_new_tokens=GREEDY_COUNT)
+        assert result.tokens == expected
+        assert result.finish_reason == ("length" if len(expected) == GREEDY_COUNT else "stop")
+
+
+@pytest.mark.parametrize("draft", ["ngram", "noisy"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_every_draft_gives_the_tokens_of_plain_decoding(
+    runtimes: dict[str, Runtime], plain_tokens: dict[str, list[list[int]]], prompt: str, draft: str
+) -> None:
+    per_pass = []
+    for sampling, expected in zip(SAMPLINGS, plain_tokens[prompt], strict=True):
+        result = runtimes[draft].generate(PROMPTS[prompt], max_new_tokens=COUNT, ignore_eos=True, **sampling)
+        assert result.tokens == expected
+        per_pass.append(result.stats.tokens_per_pass)
+    # The draft has to be of use, or its acceptance was not tested.
+    if draft == "noisy" or prompt == "code":
+        assert max(per_pass) > (2.5 if draft == "noisy" else 1.1)
+
+
+def test_the_ways_of_sampling_differ(plain_tokens: dict[str, list[list[int]]]) -> None:
+    for said in plain_tokens.values():
+        assert len({tuple(tokens) for tokens in said}) == len(SAMPLINGS)
