@@ -6,17 +6,15 @@
 The plain run decodes one token a pass. The speculative runs get their guesses from a script that knows the plain run's
 tokens and is right with a given probability, so that windows of every length are accepted, cut and rolled back, however
 little the model's text can be guessed. A real n-gram proposer runs too. The plain run keeps all layers on the device;
-one more speculative run streams every layer. Each token's logits are compared through a 128-bit digest of their bits.
+one more speculative run streams every layer. Each token's logits are compared bit by bit.
 Exit code 1 when anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,84 +29,37 @@ from bench_report import emit, provenance  # noqa: E402
 from offload_runtime.config import SamplingParams  # noqa: E402
 from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
 from offload_runtime.engine.assembly import LoadedModel, connect_model, plan_placement, target_plan  # noqa: E402
+from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
-from offload_runtime.model import Window  # noqa: E402
 from offload_runtime.runners import ModelRunner  # noqa: E402
 from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
 from offload_runtime.weights import load_weights, open_checkpoint  # noqa: E402
 
 
-class ScriptedProposer:
-    """Proposes the known continuation, each token wrong with probability `1 - accuracy`."""
-
-    def __init__(self, script: Sequence[int], vocab_size: int, *, accuracy: float, seed: int) -> None:
-        self._script = list(script)
-        self._vocab_size = vocab_size
-        self._accuracy = accuracy
-        self._random = random.Random(seed)
-
-    def start(self, params: SamplingParams) -> None:
-        pass
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        count = self._random.randint(1, count)
-        guesses = self._script[len(tokens) : len(tokens) + count]
-        return [
-            token if self._random.random() < self._accuracy else self._random.randrange(self._vocab_size)
-            for token in guesses
-        ]
-
-
-class RecordingTarget:
-    """Passes windows on and keeps a digest of each row's logits."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.cache = runner.cache
-        self.rows: list[torch.Tensor] = []
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        logits = self._runner.verify(windows, sequences)
-        self.rows.append(digest(logits[0]))
-        return logits
-
-
-def digest(logits: torch.Tensor) -> torch.Tensor:
-    """[T, V] to [T, 2] int64: two sums of the bit patterns under different odd weights; exact in any order."""
-    bits = logits.contiguous().view(torch.int16 if logits.element_size() == 2 else torch.int32).long()
-    index = torch.arange(logits.shape[1], device=logits.device)
-    mixed = (bits + 1) * (index * 0x9E3779B97F4A7C15 % (1 << 63) | 1)
-    return torch.stack([mixed.sum(-1), ((mixed ^ (mixed >> 29)) * (2 * index + 1)).sum(-1)], dim=-1)
-
-
 def decode(
     runner: ModelRunner, prompt: list[int], proposer: Proposer, params: SamplingParams, *, gamma: int, count: int
 ) -> dict[str, Any]:
-    """Generate `count` tokens; their ids, digests of the logits behind them, and passes."""
+    """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
     target = RecordingTarget(runner)
     decoder = SpeculativeDecoder(target, proposer, params)
     started = time.perf_counter()
-    logits = runner.prefill(0, prompt)
-    tokens = [*prompt, decoder.first_token(logits)]
-    digests, passes = [digest(logits)], 0
+    tokens, passes = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
     while len(tokens) - len(prompt) < count:
-        result = decoder.round(tokens, gamma)
-        digests.append(target.rows.pop()[: len(result.tokens)])
-        tokens += result.tokens
+        tokens += decoder.round(tokens, gamma).tokens
         passes += 1
-    bits = torch.cat(digests)[:count].cpu()
-    return {"tokens": tokens[len(prompt) :][:count], "bits": bits, "passes": passes, "s": time.perf_counter() - started}
+    elapsed_s = time.perf_counter() - started
+    return {"tokens": tokens[len(prompt) :][:count], "rows": target.rows()[:count], "passes": passes, "s": elapsed_s}
 
 
 def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Counts of differing tokens and digests."""
-    differing = (plain["bits"] != other["bits"]).any(-1)
+    """Counts of differing tokens and rows of logits."""
+    differing = differing_rows(plain["rows"], other["rows"])
     return {
         "tokens": len(plain["tokens"]),
         "differing_tokens": sum(a != b for a, b in zip(plain["tokens"], other["tokens"], strict=True)),
-        "differing_logit_rows": int(differing.sum()),
-        "first_difference": int(differing.nonzero()[0]) if differing.any() else None,
+        "differing_logit_rows": len(differing),
+        "first_difference": differing[0] if differing else None,
         "passes": other["passes"],
         "plain_passes": plain["passes"],
     }

@@ -125,6 +125,39 @@ def chat(
 
 
 @app.command()
+def verify(
+    *,
+    target: opt.TargetOption,
+    draft: opt.DraftOption = "ngram",
+    context: opt.ContextOption = "auto",
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of every generation compared.")] = 64,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="Seeds of every test of fit: 256, or 64 with --quick.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, settings and seeds.")] = False,
+    device: opt.DeviceOption = opt.Device.auto,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    vram: opt.VramOption = None,
+    resident_layers: opt.ResidentLayersOption = "auto",
+    as_json: opt.JsonOption = False,
+    no_progress: opt.NoProgressOption = False,
+) -> None:
+    """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
+    from offload_runtime.cli.verify import read_prompts, run_verify
+
+    with ending_in_order():
+        load = opt.load_options(
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
+            context=context, gamma=None,
+        )  # fmt: skip
+        extra = {} if prompts is None else read_prompts(prompts)
+        run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)
+
+
+@app.command()
 def demo(
     *,
     prompt: Annotated[

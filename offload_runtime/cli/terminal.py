@@ -114,11 +114,15 @@ class ProgressBars:
 
     def on_bytes(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         """Advance the bar of a stage that counts bytes."""
-        self._update(stage, done_bytes, total_bytes, in_bytes=True)
+        self._update(stage, done_bytes, total_bytes, unit="bytes")
 
     def on_prefill(self, done_layers: int, layers: int) -> None:
         """Advance the bar of the prompt's way through the layers."""
-        self._update("prefill", done_layers, layers, in_bytes=False)
+        self._update("prefill", done_layers, layers, unit="layers")
+
+    def on_runs(self, stage: str, done_runs: int, runs: int) -> None:
+        """Advance the bar of a stage that counts runs."""
+        self._update(stage, done_runs, runs, unit="runs")
 
     def close(self) -> None:
         """Remove the bars from the screen; calling it again does nothing."""
@@ -128,19 +132,19 @@ class ProgressBars:
         self._tasks.clear()
         self._enabled = False
 
-    def _update(self, stage: str, done: int, total: int, *, in_bytes: bool) -> None:
+    def _update(self, stage: str, done: int, total: int, *, unit: str) -> None:
         if not self._enabled or (self._progress is None and time.monotonic() - self._started_s < _BAR_DELAY_S):
             return
         if self._progress is None:
-            self._progress = _new_progress(in_bytes=in_bytes)
+            self._progress = _new_progress(unit)
             self._progress.start()
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
 
-def _new_progress(*, in_bytes: bool) -> Progress:
-    """Build the bar: bytes with their speed, or layers as a count."""
+def _new_progress(unit: str) -> Progress:
+    """Build the bar: `bytes` with their speed, any other unit as a count."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -152,8 +156,8 @@ def _new_progress(*, in_bytes: bool) -> Progress:
     )
 
     name = TextColumn("{task.description}", markup=False)
-    if in_bytes:
+    if unit == "bytes":
         columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
         return Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
-    counted = (name, BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeRemainingColumn(compact=True))
+    counted = (name, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(compact=True))
     return Progress(*counted, console=stderr_console(), transient=True, redirect_stdout=False)

@@ -1,0 +1,174 @@
+"""`offload-runtime verify`: the proof, on this machine, that speculation changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from offload_runtime.cli.answer import load_runtime
+from offload_runtime.cli.options import LoadOptions, decode_utf8
+from offload_runtime.cli.terminal import ProgressBars, status_line, write_json, write_text
+from offload_runtime.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload_runtime.engine.goodness_of_fit import Fit
+    from offload_runtime.engine.identity import IdentityRun
+    from offload_runtime.engine.verification import VerificationReport
+
+DEFECT_EXIT_CODE = 1
+_MOST_FINDINGS = 10
+
+
+def read_prompts(path: str) -> dict[str, str]:
+    """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
+    source = "stdin" if path == "-" else f"--prompts {path}"
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
+    lines = enumerate(decode_utf8(raw, source).splitlines(), start=1)
+    prompts = {f"line {number}": line for number, line in lines if line.strip()}
+    if not prompts:
+        raise OptionError(f"{source} has no prompts: write one a line, or leave the option out")
+    return prompts
+
+
+def run_verify(
+    options: LoadOptions,
+    extra_prompts: Mapping[str, str],
+    *,
+    tokens: int,
+    seeds: int | None,
+    quick: bool,
+    as_json: bool,
+    show_progress: bool,
+) -> None:
+    """Verify, print what was found on stdout, and raise `typer.Exit(1)` when it is a defect."""
+    if options.draft == "none":
+        raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
+    from offload_runtime.engine.verification import VerificationPlan, verify
+
+    plan = VerificationPlan.built_in(quick=quick, tokens=tokens, seeds=seeds, extra=extra_prompts)
+    with ExitStack() as stack:
+        if as_json:
+            # Libraries print to stdout now and then; a reader of JSON must not meet it.
+            stack.enter_context(redirect_stdout(sys.stderr))
+        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress))
+        status_line(runtime.placement)
+        with ProgressBars(enabled=show_progress) as bars:
+            report = verify(runtime, plan, on_progress=bars.on_runs)
+        machine = {"device": str(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch.")}
+    if as_json:
+        record = {"target": options.target, "draft": options.draft, **machine, "quick": quick, **report.to_dict()}
+        write_json(record, sys.stdout)
+    else:
+        _print_report(report)
+    if report.verdict == "defect":
+        raise typer.Exit(DEFECT_EXIT_CODE)
+
+
+def _print_report(report: VerificationReport) -> None:
+    """Print both tables, the findings in words and the verdict."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(identity_table(report.runs))
+    console.print(fit_table(report.fits, report.level))
+    findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
+    for line in findings[:_MOST_FINDINGS]:
+        write_text(line + "\n")
+    if len(findings) > _MOST_FINDINGS:
+        write_text(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all\n")
+    write_text(verdict_line(report) + "\n")
+
+
+def identity_table(runs: Sequence[IdentityRun]) -> Table:
+    """Return one row per draft and setting."""
+    from rich.table import Table
+
+    table = Table(title="speculation beside plain decoding", title_justify="left")
+    for name in ("draft", "setting"):
+        table.add_column(name)
+    for name in ("runs", "tokens", "tokens per pass", "verdict"):
+        table.add_column(name, justify="right")
+    order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
+    ordered = sorted(runs, key=lambda run: (run.proposer, order[run.setting]))
+    for (proposer, setting), group in groupby(ordered, key=lambda run: (run.proposer, run.setting)):
+        members = list(group)
+        tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
+        per_pass = (tokens - len(members)) / passes if passes else 0.0
+        table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", _verdicts(members))
+    return table
+
+
+def _verdicts(runs: Iterable[IdentityRun]) -> str:
+    """Return `identical`, or how many runs are not."""
+    verdicts = [run.finding.verdict for run in runs]
+    counts = [(verdicts.count(name), name) for name in ("defect", "near-tie")]
+    found = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
+    return ", ".join(found) or "identical"
+
+
+def fit_table(fits: Sequence[Fit], level: float) -> Table:
+    """Return one row per test of fit."""
+    from rich.table import Table
+
+    table = Table(title=f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)")
+    table.title_justify = "left"
+    table.add_column("test")
+    for name in ("draws", "chi-square", "freedom", "p", "verdict"):
+        table.add_column(name, justify="right")
+    for fit in fits:
+        verdict = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
+        if fit.impossible:
+            verdict = f"defect: {fit.impossible} impossible"
+        table.add_row(fit.name, str(fit.draws), f"{fit.statistic:.1f}", str(fit.freedom), f"{fit.p_value:.2g}", verdict)
+    return table
+
+
+def describe_finding(run: IdentityRun) -> str:
+    """Return one line about a run that is not identical."""
+    finding = run.finding
+    line = f"{finding.verdict}: {run.prompt}, {run.setting}, seed {run.seed}, {run.proposer}, gamma {run.gamma}: "
+    parts = []
+    if finding.first_difference is not None:
+        parts.append(f"token {finding.first_difference} of {run.tokens} is the first that differs")
+    if finding.mismatch is not None:
+        found = finding.mismatch
+        parts.append(
+            f"{found.token} instead of {found.plain_token} by a margin of {found.margin:.2g}, the logits are "
+            f"{found.moved:.2g} apart and rounding explains {found.rounding:.2g}"
+        )
+    if finding.differing_logit_rows:
+        parts.append(f"{finding.differing_logit_rows} rows of logits differ")
+    if finding.foreign_tokens:
+        parts.append(f"{finding.foreign_tokens} tokens do not follow from their logits, seed and position")
+    return line + "; ".join(parts)
+
+
+def verdict_line(report: VerificationReport) -> str:
+    """Return the verdict in one line."""
+    runs, fits = len(report.runs), len(report.fits)
+    if report.verdict == "defect":
+        return (
+            f"defect: {len(report.bad_runs)} of {runs} speculative generations differ from plain decoding, "
+            f"{len(report.bad_fits)} of {fits} tests of the sampled tokens fail"
+        )
+    tokens = sum(run.tokens for run in report.runs)
+    same = "the same tokens as plain decoding" + (" from bitwise the same logits" if report.bitwise else "")
+    if report.verdict == "near-ties":
+        count = sum(run.finding.verdict == "near-tie" for run in report.runs)
+        same = f"plain decoding's tokens but for {count} near-ties that rounding explains"
+    least = min(fit.p_value for fit in report.fits)
+    return (
+        f"{report.verdict}: {runs} speculative generations, {tokens} tokens: {same}; sampled tokens follow the "
+        f"target's probabilities ({fits} tests, least p {least:.2g})"
+    )
