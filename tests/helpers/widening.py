@@ -1,0 +1,79 @@
+"""Tiny Llamas to widen, tiny large shapes, and what comes out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, convert_to_safetensors, open_checkpoint
+from tests.helpers.models import VOCAB_SIZE
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+from widening.checkpoint import WidenedCheckpoint
+from widening.shapes import WideShape
+
+MHA = WideShape(96, 160, 4, 12, 12, 32)
+GQA = WideShape(80, 130, 5, 16, 4, 24)
+SAME_HEADS = WideShape(64, 100, 3, 8, 8, 8)
+
+
+def rope(rope_type: str, **others: Any) -> dict[str, Any]:
+    """transformers' rope parameters."""
+    return {"rope_type": rope_type, "rope_theta": 10000.0, **others}
+
+
+def randomise(model: Any) -> Any:
+    """Every parameter matters: attention that is not uniform, norms that differ, a residual stream that eps bends."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            else:
+                parameter.copy_((0.1 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5) * noise)
+    return model.eval()
+
+
+def small_model(**others: Any) -> Any:
+    """Six query heads over two KV heads of eight channels, three layers, and an eps that is not negligible."""
+    settings = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 42, "intermediate_size": 72, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-3, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return randomise(LlamaForCausalLM(LlamaConfig(**(settings | others))))
+
+
+def opened(model: Any, directory: Path) -> CheckpointSource:
+    """The model as a checkpoint on disk."""
+    model.save_pretrained(directory)
+    return open_checkpoint(directory)
+
+
+class _NothingToSave:
+    def save_pretrained(self, directory: Path) -> None:
+        """These models have no tokenizer."""
+
+
+def write(widened: WidenedCheckpoint, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write several fp32 shards, without a tokenizer."""
+    monkeypatch.setattr(WidenedCheckpoint, "tokenizer", lambda self: _NothingToSave())
+    return convert_to_safetensors(widened, directory, dtype=torch.float32, max_shard_bytes=200_000)
+
+
+def tensors_of(source: CheckpointSource) -> dict[str, torch.Tensor]:
+    """All tensors in fp32, by transformers' name; what no fill has written is NaN."""
+    shapes = {name: to.shape for name, to in checkpoint_tensors(source.config()).items()}
+    result = {}
+    for shard in source.shards():
+        for name, fill in shard.tensors:
+            result[name] = torch.full(shapes[name], float("nan"))
+            fill(result[name])
+    return result

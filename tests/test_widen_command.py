@@ -1,0 +1,106 @@
+"""Widened checkpoints on disk: complete or not there at all, whatever stops the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from tests.helpers.engine import byte_level_tokenizer
+from tests.helpers.widening import GQA, WidenedCheckpoint, small_model, tensors_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def source_dir(tmp_path: Path) -> Path:
+    """An untied model with a tokenizer."""
+    directory = tmp_path / "source"
+    tokenizer = byte_level_tokenizer()
+    small_model(vocab_size=len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_written_files_are_complete_and_carry_the_tokenizer(source_dir, tmp_path):
+    seen: list[tuple[int, int]] = []
+    widened = WidenedCheckpoint(open_checkpoint(source_dir), GQA)
+    out = convert_to_safetensors(widened, tmp_path / "out", on_progress=lambda *pair: seen.append(pair))
+    written = open_checkpoint(out)
+    assert written.config() == widened.config() and written.native_dtype == torch.bfloat16
+    assert written.tokenizer().get_vocab() == open_checkpoint(source_dir).tokenizer().get_vocab()
+    assert written.generation_eos() == open_checkpoint(source_dir).generation_eos()
+    assert seen[-1][0] == seen[-1][1] == sum(2 * tensor.numel() for tensor in tensors_of(widened).values())
+    with pytest.raises(OptionError, match="exists already"):
+        convert_to_safetensors(widened, out)
+
+
+def test_too_little_disk_is_told_before_anything_is_computed(source_dir, tmp_path, monkeypatch):
+    widened = WidenedCheckpoint(open_checkpoint(source_dir), GQA)
+    monkeypatch.setattr(WidenedCheckpoint, "_fill", lambda *_: pytest.fail("computed a tensor"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("usage", "total used free")(10**9, 10**9, 10**6))
+    with pytest.raises(StorageError, match=r"needs 6\d\.\d MB and 1\.0 MB is free"):
+        convert_to_safetensors(widened, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# The command with a shape that this machine can hold, slowed down so that a signal meets it in the middle.
+TINY_COMMAND = """
+import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+delay_s = float(sys.argv.pop(1))
+import widen_model
+from widening.checkpoint import WidenedCheckpoint
+from widening.shapes import SHAPES, WideShape
+SHAPES["tiny"] = WideShape(80, 130, 5, 16, 4, 24)
+fill = WidenedCheckpoint._fill
+def slowly(self, name, out):
+    print(name, flush=True)
+    time.sleep(delay_s)
+    fill(self, name, out)
+WidenedCheckpoint._fill = slowly
+sys.exit(widen_model.main())
+"""
+
+
+def command(source: Path, out: Path, *, delay_s: float = 0.0, shape: str = "tiny") -> list[str]:
+    """`widen_model.py` as a process."""
+    return [
+        sys.executable, "-c", TINY_COMMAND, str(ROOT / "tools"), str(delay_s), "--source", str(source), "--shape",
+        shape, "--noise", "0.05", "--device", "cpu", "--out", str(out),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signals of that kind there")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_leaves_nothing(number, source_dir, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(source_dir, out, delay_s=0.5), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline()
+    assert any(path.name.startswith(".out.partial") for path in tmp_path.iterdir())
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    process.stdout.close()
+    if number == signal.SIGKILL:  # nobody could clean up: the next run does
+        assert not out.exists()
+        subprocess.run(command(source_dir, out), check=True, capture_output=True)
+        assert open_checkpoint(out).config().num_layers == GQA.num_layers
+    assert {path.name for path in tmp_path.iterdir()} == {"source"} | ({"out"} if number == signal.SIGKILL else set())
+
+
+def test_errors_of_the_command_are_one_line(source_dir, tmp_path):
+    result = subprocess.run(command(source_dir, tmp_path / "out", shape="llama9"), capture_output=True, text=True)
+    assert result.returncode == 2 and not (tmp_path / "out").exists()
+    assert result.stderr.strip().splitlines()[-1].startswith("error: shape 'llama9' is not known: use one of llama2-7b")

@@ -1,0 +1,282 @@
+"""A small model inside a large shape: the same logits, random surplus that says nothing, noise, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+from offload_runtime.model import Window
+from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.loader import load_weights
+from tests.helpers.assembly import make_runner
+from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, random_tokens
+from tests.helpers.widening import (
+    GQA,
+    MHA,
+    SAME_HEADS,
+    WidenedCheckpoint,
+    opened,
+    randomise,
+    rope,
+    small_model,
+    tensors_of,
+    write,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from widening.rope import frequencies, widened_rope, with_context_rope
+from widening.shapes import SHAPES, check_fits, place_heads, rotary_channels, shape_named
+
+TOKENS = random_tokens(40)
+# SmolLM2-135M's attention, which the named shapes have to hold.
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM", hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+    num_kv_heads=3, head_dim=64, vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+)  # fmt: skip
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference relative to the largest logit."""
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def our_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits of a window over all tokens from our loader and decoder, layers streamed: [T, V]."""
+    made = make_runner(None, directory, slots=2)
+    logits = made.runner.verify([Window(tuple(tokens))], [0])[0].clone()
+    made.close()
+    return logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", [MHA, GQA, SAME_HEADS])
+def test_the_logits_are_the_small_models(shape, tied, tmp_path, monkeypatch):
+    model = small_model(tie_word_embeddings=tied)
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), shape), tmp_path / "wide", monkeypatch)
+    expected = all_logits(model, TOKENS)
+    wide = AutoModelForCausalLM.from_pretrained(out)
+    assert {name: getattr(wide.config, name) for name in ("hidden_size", "intermediate_size", "head_dim")} == {
+        name: getattr(shape, name) for name in ("hidden_size", "intermediate_size", "head_dim")
+    }
+    assert (wide.config.num_hidden_layers, wide.config.num_attention_heads, wide.config.num_key_value_heads) == (
+        shape.num_layers, shape.num_heads, shape.num_kv_heads,
+    )  # fmt: skip
+    assert error(all_logits(wide, TOKENS), expected) < 1e-5
+    assert error(our_logits(out, TOKENS), expected) < 1e-5
+
+
+def test_multi_head_source_into_grouped_heads(tmp_path, monkeypatch):
+    """One query head per KV head goes into groups of four of which three say nothing."""
+    model = small_model(num_attention_heads=3, num_key_value_heads=3)
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), GQA), tmp_path / "wide", monkeypatch)
+    assert error(all_logits(AutoModelForCausalLM.from_pretrained(out), TOKENS), all_logits(model, TOKENS)) < 1e-5
+
+
+SCALINGS = {
+    "linear": rope("linear", factor=4.0),
+    "llama3": rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=128),
+    "yarn with its own attention factor": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=128, attention_factor=1.4, beta_fast=16.0
+    ),
+    "longrope": rope(
+        "longrope", factor=4.0, original_max_position_embeddings=24,
+        short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[1.5, 2.0, 4.0, 8.0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_rotary_embeddings(name, tmp_path, monkeypatch):
+    model = small_model(rope_parameters=SCALINGS[name])
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), MHA), tmp_path / "wide", monkeypatch)
+    wide = AutoModelForCausalLM.from_pretrained(out)
+    # longrope's frequencies change behind token 24: in one pass over all tokens, and while they come one by one.
+    assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
+    pieces = [TOKENS[:20], *([token] for token in TOKENS[20:])]
+    assert error(cached_logits(wide, pieces), cached_logits(model, pieces)) < 1e-5
+    assert error(our_logits(out, TOKENS[:24]), all_logits(model, TOKENS[:24])) < 1e-5
+
+
+def test_context_rope_is_the_small_model_under_yarn(tmp_path, monkeypatch):
+    model = small_model()
+    source = opened(model, tmp_path / "small")
+    widened = WidenedCheckpoint(source, MHA, context_rope="yarn:4")
+    out = write(widened, tmp_path / "wide", monkeypatch)
+    yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
+    stretched = small_model(rope_parameters=yarn, max_position_embeddings=2048)
+    wide = AutoModelForCausalLM.from_pretrained(out)
+    assert widened.config().max_position_embeddings == wide.config.max_position_embeddings == 2048
+    assert error(all_logits(wide, TOKENS), all_logits(stretched, TOKENS)) < 1e-5
+    assert error(all_logits(stretched, TOKENS), all_logits(model, TOKENS)) > 1e-3
+
+
+@pytest.mark.parametrize("factor", [4.0, 16.0])
+def test_yarn_frequencies_of_smollm2_in_a_head_of_128(factor):
+    """At 128K tokens an error of one rounding in a frequency of 1 would turn the pair by 0.008."""
+    small = with_context_rope(SMOLLM2, f"yarn:{factor}")
+    wanted, scaling = frequencies(small)
+    wide = dataclasses.replace(small, head_dim=128, rope_parameters=widened_rope(small, 128))
+    found, wide_scaling = frequencies(wide)
+    turned = (found[::2].double() - wanted.double()).abs() * small.max_position_embeddings
+    assert wide_scaling == scaling > 1
+    assert float(turned.max()) < 1e-4
+    assert torch.equal(found[0:20:2], wanted[:10])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes_hold_smollm2(name):
+    """Each query head meets the keys and values of its own KV head, and no two share a place."""
+    shape = shape_named(name)
+    check_fits(SMOLLM2, shape)
+    places = place_heads(SMOLLM2, shape)
+    sources = torch.full((shape.num_kv_heads,), -1)
+    sources[places.key_rows // 128] = places.key_sources // 64
+    query_heads = places.query_rows.view(9, 64)[:, 0] // 128
+    assert query_heads.unique().numel() == 9
+    kv_heads = query_heads // (shape.num_heads // shape.num_kv_heads)
+    assert sources[kv_heads].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert torch.equal(rotary_channels(64, 128)[:4], torch.tensor([0, 2, 4, 6]))
+    silent = places.silent_query_rows.tolist()
+    assert len(silent) == 9 * 64 and not set(silent) & set(places.query_rows.tolist())
+
+
+def test_the_surplus_costs_time_and_says_nothing(tmp_path):
+    tensors = tensors_of(WidenedCheckpoint(opened(small_model(), tmp_path / "small"), MHA))
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), name
+    for layer in range(MHA.num_layers):
+
+        def part(name: str, layer: int = layer) -> torch.Tensor:
+            return tensors[f"model.layers.{layer}.{name}.weight"]
+
+        for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            assert (part(name) != 0).float().mean() > 0.999
+        assert (part("self_attn.q_proj") != 0).float().mean() > 0.7
+        assert (part("self_attn.q_proj")[-32:] != 0).float().mean() > 0.999
+        assert (part("input_layernorm") != 0).all() and (part("post_attention_layernorm") != 0).all()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            assert not part(name)[42:].any()
+            assert part(name).any() == (layer < 3)
+        surplus = part("mlp.gate_proj")[72:]
+        assert 0.018 < float(surplus.std()) < 0.022
+    assert not tensors["model.embed_tokens.weight"][:, 42:].any()
+
+
+def test_every_tensor_is_seeded_by_its_name(tmp_path):
+    source = opened(small_model(), tmp_path / "small")
+    first = tensors_of(WidenedCheckpoint(source, GQA, 0.05, 7))
+    again = WidenedCheckpoint(source, GQA, 0.05, 7)
+    for shard in reversed(list(again.shards())):  # in another order
+        for name, fill in reversed(shard.tensors):
+            out = torch.empty_like(first[name])
+            fill(out)
+            assert torch.equal(out, first[name]), name
+    other = tensors_of(WidenedCheckpoint(source, GQA, 0.05, 8))
+    assert {name for name in first if torch.equal(first[name], other[name])} == {
+        f"model.layers.{layer}.{name}.weight" for layer in (3, 4) for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    up = [first[f"model.layers.{layer}.mlp.up_proj.weight"][72:] for layer in range(5)]
+    assert not any(torch.equal(up[0], later) for later in up[1:])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_noise_is_the_small_models_and_moderate(tied, tmp_path, monkeypatch):
+    """The shape does not matter to the noise, more noise moves the logits further, and a tied head stays tied."""
+    model = small_model(tie_word_embeddings=tied)
+    source = opened(model, tmp_path / "small")
+    expected, found = all_logits(model, TOKENS), {}
+    for noise in (0.001, 0.02):
+        for name, shape in (("mha", MHA), ("gqa", GQA)):
+            out = write(WidenedCheckpoint(source, shape, noise), tmp_path / f"{name}-{noise}", monkeypatch)
+            found[name, noise] = all_logits(AutoModelForCausalLM.from_pretrained(out), TOKENS)
+        assert error(found["mha", noise], found["gqa", noise]) < 1e-5
+    assert 1e-4 < error(found["mha", 0.001], expected) < 0.05
+    assert error(found["mha", 0.02], expected) > 3 * error(found["mha", 0.001], expected)
+    wide = tensors_of(WidenedCheckpoint(source, MHA, 0.1))
+    same = torch.equal(wide["lm_head.weight"][:, :42], wide["model.embed_tokens.weight"][:, :42])
+    assert same == tied
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
+    """What `load_weights` reads from the object has the logits of what is written, wherever the surplus is drawn."""
+    source = opened(small_model(), tmp_path / "small")
+    widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
+    out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide", monkeypatch)
+    direct, read = (load_weights(each, torch.float32, pin=False) for each in (widened, open_checkpoint(out)))
+    assert direct.config == read.config and direct.total_bytes == read.total_bytes
+    for layer in (None, *range(GQA.num_layers)):
+        before, after = direct.views(layer), read.views(layer)
+        for name in after:
+            if device == "cpu" or name in ("embedding", "o", "down"):
+                assert torch.equal(before[name], after[name]), (layer, name)
+    if device == "cuda":
+        redrawn = write(widened, tmp_path / "redrawn", monkeypatch)
+        logits = [all_logits(AutoModelForCausalLM.from_pretrained(path), TOKENS) for path in (out, redrawn)]
+        assert error(*logits) < 1e-5
+    direct.close()
+    read.close()
+
+
+def qwen2() -> Any:
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=40, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return randomise(Qwen2ForCausalLM(config))
+
+
+def test_models_that_cannot_be_widened_are_refused(tmp_path):
+    with pytest.raises(UnsupportedArchitectureError, match="Qwen2ForCausalLM with biases"):
+        WidenedCheckpoint(opened(qwen2(), tmp_path / "qwen2"), MHA)
+    dynamic = opened(small_model(rope_parameters=rope("dynamic", factor=2.0)), tmp_path / "dynamic")
+    with pytest.raises(UnsupportedArchitectureError, match=r"'dynamic'.*from 8 to 32.*set yarn"):
+        WidenedCheckpoint(dynamic, MHA)
+    WidenedCheckpoint(dynamic, SAME_HEADS)  # with the same head dimension the scaling is the same
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size 32, less than the source's 42"),
+        ({"intermediate_size": 71}, "intermediate_size 71, less than the source's 72"),
+        ({"num_layers": 2}, "num_layers 2, less than the source's 3"),
+        ({"num_heads": 4, "num_kv_heads": 4}, "num_heads 4, less than the source's 6"),
+        ({"num_kv_heads": 1}, "num_kv_heads 1, less than the source's 2"),
+        ({"head_dim": 4}, "head_dim 4, less than the source's 8"),
+        ({"head_dim": 20}, "heads of 8 channels do not divide heads of 20"),
+        ({"num_heads": 6, "num_kv_heads": 3}, "need 4 KV heads of 2 query heads each, and the shape has 3"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(changes, message, tmp_path):
+    source = opened(small_model(), tmp_path / "small")
+    with pytest.raises(OptionError, match=message):
+        WidenedCheckpoint(source, dataclasses.replace(MHA, **changes))
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path):
+    source = opened(small_model(rope_parameters=SCALINGS["linear"]), tmp_path / "small")
+    with pytest.raises(OptionError, match=r"llama9.*use one of llama2-7b"):
+        shape_named("llama9")
+    for noise in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="noise must be 0 or a positive"):
+            WidenedCheckpoint(source, MHA, noise)
+    for text in ("yarn", "yarn:1", "linear:4", "yarn:x", "yarn:inf"):
+        with pytest.raises(OptionError, match="write it like yarn:16"):
+            WidenedCheckpoint(source, MHA, context_rope=text)
+    with pytest.raises(OptionError, match="scaling of type linear already"):
+        WidenedCheckpoint(source, MHA, context_rope="yarn:4")

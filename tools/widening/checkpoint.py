@@ -1,0 +1,235 @@
+"""A small model embedded exactly into a larger Llama, as a checkpoint whose tensors are computed while they are read.
+
+The residual stream is the small one padded with zeros. A norm over H instead of h channels then divides by a root that
+is sqrt(h/H) times as large, which eps and the norm's weights make good:
+
+    x / sqrt(sum(x^2)/H + eps*h/H) * (w * sqrt(h/H)) = x / sqrt(sum(x^2)/h + eps) * w
+
+Attention divides scores by sqrt(D) instead of sqrt(d): the queries are multiplied by sqrt(D/d). All other rows and
+columns hold random numbers, so that they cost what the large model costs, up to where they would reach the residual
+stream: o_proj and down_proj are zero there, and so is all of them in the surplus layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+from widening.rope import widened_rope, with_context_rope
+from widening.shapes import WideShape, check_architecture, check_fits, place_heads
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import OptionError
+from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
+from offload_runtime.weights.architecture import model_config_from_transformers
+
+_SURPLUS_STD = 0.02
+_CHUNK_ELEMENTS = 1 << 22  # random numbers drawn at a time: 16 MiB of fp32
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """How one kind of tensor holds the small one.
+
+    `out[rows][:, columns] = small[sources] * scale`; None means the leading rows or columns, and all of the small
+    tensor. `fill` is what the rest holds: the mean of random numbers of std 0.02, or None for zeros.
+    """
+
+    fill: float | None = 0.0
+    scale: float = 1.0
+    rows: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    silent_rows: torch.Tensor | None = None
+
+
+def _generator(device: torch.device, *words: object) -> torch.Generator:
+    """A generator seeded by words, so that each tensor's numbers depend on its name alone."""
+    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _fill_random(out: torch.Tensor, generator: torch.Generator, *, mean: float) -> None:
+    """Gaussian numbers of std 0.02 around `mean`, made on the generator's device, into a host tensor."""
+    flat = out.view(-1)
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        part = flat[start : start + _CHUNK_ELEMENTS]
+        numbers = torch.randn(part.numel(), generator=generator, device=generator.device)
+        part.copy_(numbers.mul_(_SURPLUS_STD).add_(mean).to(out.dtype))
+
+
+class WidenedCheckpoint:
+    """A `CheckpointSource` of the large shape that speaks the small model's language.
+
+    Args:
+        source: The small model, a plain Llama.
+        shape: The large one's.
+        noise: Relative standard deviation of Gaussian noise on the small model's matrices, w * (1 + noise * n), so
+            that the small model drafts for the widened one without always being right. Norms are kept. SmolLM2-135M
+            on prose, T=1, sum of min(p, q): 0.02 gives 0.93, 0.05 0.83, 0.1 0.66, 0.2 0.31; T=0.6 0.01 to 0.04 less.
+        seed: Of the noise and of the surplus; each tensor is seeded by its name, in whatever order it is read.
+        context_rope: `yarn:FACTOR` scales the small model to a longer context first.
+        device: Where surplus random numbers are drawn. A GPU draws others, but the logits are the same: the noise
+            always comes from the CPU.
+
+    Raises:
+        OptionError: The source does not fit the shape, or an option makes no sense.
+        UnsupportedArchitectureError: The source is not a plain Llama, or its RoPE scaling cannot be widened.
+    """
+
+    def __init__(
+        self, source: CheckpointSource, shape: WideShape, noise: float = 0.0, seed: int = 0, *,
+        context_rope: str | None = None, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        if not (math.isfinite(noise) and noise >= 0):
+            raise OptionError(f"noise must be 0 or a positive number, not {noise}")
+        small = source.config()
+        check_architecture(small)
+        check_fits(small, shape)
+        if context_rope is not None:
+            small = with_context_rope(small, context_rope)
+        self._source, self._small, self._shape = source, small, shape
+        self._noise, self._seed = noise, seed
+        self._device = device or torch.device("cpu")
+        self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
+        self._small_fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
+        self._hf_config = self._widened_config()
+        self._config = model_config_from_transformers(self._hf_config)
+        self._parts = self._make_parts()
+
+    def _widened_config(self) -> LlamaConfig:
+        small, shape, described = self._small, self._shape, self._source.hf_config()
+        return LlamaConfig(
+            vocab_size=small.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=small.max_position_embeddings,
+            rms_norm_eps=small.rms_norm_eps * small.hidden_size / shape.hidden_size,
+            rope_parameters=widened_rope(small, shape.head_dim),
+            tie_word_embeddings=False,
+            bos_token_id=described.bos_token_id,
+            eos_token_id=described.eos_token_id,
+            pad_token_id=getattr(described, "pad_token_id", None),
+        )
+
+    def _make_parts(self) -> dict[str, _Part]:
+        """By the last words of a tensor's name, without `.weight`."""
+        small, shape = self._small, self._shape
+        places = place_heads(small, shape)
+        norm = _Part(fill=1.0, scale=math.sqrt(small.hidden_size / shape.hidden_size))
+        return {
+            "model.embed_tokens": _Part(fill=None),
+            "lm_head": _Part(),
+            "model.norm": norm,
+            "input_layernorm": norm,
+            "post_attention_layernorm": norm,
+            "self_attn.q_proj": _Part(
+                scale=math.sqrt(shape.head_dim / small.head_dim),
+                rows=places.query_rows,
+                silent_rows=places.silent_query_rows,
+            ),
+            "self_attn.k_proj": _Part(rows=places.key_rows, sources=places.key_sources),
+            "self_attn.v_proj": _Part(rows=places.value_rows, sources=places.value_sources),
+            "self_attn.o_proj": _Part(fill=None, columns=places.output_columns),
+            "mlp.gate_proj": _Part(),
+            "mlp.up_proj": _Part(),
+            "mlp.down_proj": _Part(fill=None),
+        }
+
+    def _read_small(self, name: str) -> torch.Tensor | None:
+        """The small model's tensor in fp32 with its noise; None for a layer that it does not have."""
+        if name == _HEAD and self._small.tie_word_embeddings:
+            name = _EMBEDDING  # noise and all: the noisy small model is tied too
+        if name not in self._small_fills:
+            return None
+        small = torch.empty(self._small_shapes[name])
+        self._small_fills[name](small)
+        if self._noise and small.dim() > 1:
+            generator = _generator(small.device, self._seed, "noise", name)
+            small *= torch.randn(small.shape, generator=generator).mul_(self._noise).add_(1.0)
+        return small
+
+    def _fill(self, name: str, out: torch.Tensor) -> None:
+        """Compute one tensor of the large model into `out` (contiguous, CPU)."""
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            stem = stem.split(".", 3)[3]
+        part = self._parts[stem]
+        if part.fill is None:
+            out.zero_()
+        else:
+            _fill_random(out, _generator(self._device, self._seed, "surplus", name), mean=part.fill)
+        small = self._read_small(name)
+        if small is None:
+            return
+        values = (small if part.sources is None else small[part.sources]).mul_(part.scale).to(out.dtype)
+        if out.dim() == 1:
+            out[: values.shape[0]] = values
+            return
+        width = small.shape[1]
+        if part.silent_rows is not None:
+            out[part.silent_rows, :width] = 0
+        if part.columns is not None:
+            out[: values.shape[0], part.columns] = values
+        elif part.rows is not None:
+            out[part.rows, :width] = values
+        else:
+            out[: values.shape[0], :width] = values
+
+    @property
+    def reference(self) -> str:
+        """What was widened, for messages."""
+        return f"{self._source.reference} (widened)"
+
+    @property
+    def native_dtype(self) -> torch.dtype:
+        """The small model's."""
+        return self._source.native_dtype
+
+    def config(self) -> ModelConfig:
+        """Shape and flags of the large model."""
+        return self._config
+
+    def small_config(self) -> ModelConfig:
+        """Shape and flags of the small model, with the context's rope."""
+        return self._small
+
+    def hf_config(self) -> LlamaConfig:
+        """The transformers configuration object of the large model."""
+        return self._hf_config
+
+    def total_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the packed weights in `dtype`."""
+        return packed_bytes(self._config, dtype)
+
+    def shards(self) -> Iterator[Shard]:
+        """One shard for what all layers share and one per layer; nothing is held between fills."""
+        by_layer: dict[int | None, list[str]] = {}
+        for name, destination in checkpoint_tensors(self._config).items():
+            by_layer.setdefault(destination.layer, []).append(name)
+        path = next(iter(self._source.shards())).path
+        for names in by_layer.values():
+            yield Shard(path, tuple((name, partial(self._fill, name)) for name in names))
+
+    def tokenizer(self) -> Any:
+        """The small model's tokenizer."""
+        return self._source.tokenizer()
+
+    def generation_settings(self) -> dict[str, Any]:
+        """The small model's."""
+        return self._source.generation_settings()
+
+    def generation_eos(self) -> tuple[int, ...]:
+        """The small model's."""
+        return self._source.generation_eos()

@@ -1,0 +1,152 @@
+"""The large shapes, and where the small model's heads go inside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload_runtime.config import ModelConfig, require_positive
+from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """What decides the cost of a decoder; the vocabulary stays the small model's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_positive(name, value)
+        if self.num_heads % self.num_kv_heads:
+            raise OptionError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+
+
+SHAPES = {
+    "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128),
+    "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
+    "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128),
+    "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128),
+}
+
+
+def shape_named(name: str) -> WideShape:
+    """The shape of a known model.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    if name not in SHAPES:
+        raise OptionError(f"shape {name!r} is not known: use one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def check_architecture(config: ModelConfig) -> None:
+    """Refuse a small model that is more than a plain Llama.
+
+    Raises:
+        UnsupportedArchitectureError: Biases, head norms, sliding windows or layers without positions.
+    """
+    extras = {
+        "biases": config.qkv_bias or config.o_bias or config.mlp_bias,
+        "norms of queries and keys": config.qk_norm,
+        "sliding windows": any(window is not None for window in config.layer_windows),
+        "layers without rotary positions": not all(config.layer_rope),
+    }
+    found = [name for name, present in extras.items() if present]
+    if found:
+        raise UnsupportedArchitectureError(
+            f"{config.architecture} with {' and '.join(found)} cannot be widened: use a plain Llama, like SmolLM2"
+        )
+
+
+@dataclass(frozen=True)
+class HeadPlaces:
+    """Rows and columns of the small attention inside the large one.
+
+    A small KV head with its g query heads takes ceil(g / G) large KV heads of G query heads each, all with the same
+    keys and values. Within a head of D channels, rotary pair j of the small head's d/2 is pair j * D/d, where the
+    unscaled frequency theta^(-2j/d) is the same; the values take the first d channels.
+
+    Attributes:
+        query_rows: [n * d] int64, rows of the large q_proj for the rows of the small one.
+        silent_query_rows: [n * (D - d)] int64, the other channels of the same heads; zeros there silence the keys'.
+        key_rows, key_sources: [copies * m * d] int64, rows of the large k_proj and the small rows that fill them.
+        value_rows, value_sources: The same of v_proj.
+        output_columns: [n * d] int64, columns of the large o_proj for the columns of the small one.
+    """
+
+    query_rows: torch.Tensor
+    silent_query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    key_sources: torch.Tensor
+    value_rows: torch.Tensor
+    value_sources: torch.Tensor
+    output_columns: torch.Tensor
+
+
+def _rows(heads: list[int], head_dim: int, channels: torch.Tensor) -> torch.Tensor:
+    """Row numbers of the given channels of every head, head by head."""
+    return (torch.tensor(heads)[:, None] * head_dim + channels[None, :]).reshape(-1)
+
+
+def rotary_channels(small_dim: int, large_dim: int) -> torch.Tensor:
+    """Channels of a large head for those of a small one, [d] int64; both rotate channel i with channel i + D/2."""
+    pairs = torch.arange(small_dim // 2) * (large_dim // small_dim)
+    return torch.cat([pairs, pairs + large_dim // 2])
+
+
+def place_heads(config: ModelConfig, shape: WideShape) -> HeadPlaces:
+    """Map the heads of a checked pair of shapes."""
+    small_dim, large_dim = config.head_dim, shape.head_dim
+    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    copies = -(-group // large_group)
+    query_heads = [
+        ((head // group) * copies + (head % group) // large_group) * large_group + (head % group) % large_group
+        for head in range(config.num_heads)
+    ]
+    kv_heads = list(range(config.num_kv_heads * copies))
+    kv_sources = [head // copies for head in kv_heads]
+    rotary, plain = rotary_channels(small_dim, large_dim), torch.arange(small_dim)
+    silent = torch.ones(large_dim, dtype=torch.bool)
+    silent[rotary] = False
+    sources = _rows(kv_sources, small_dim, plain)
+    return HeadPlaces(
+        query_rows=_rows(query_heads, large_dim, rotary),
+        silent_query_rows=_rows(query_heads, large_dim, silent.nonzero().flatten()),
+        key_rows=_rows(kv_heads, large_dim, rotary),
+        key_sources=sources,
+        value_rows=_rows(kv_heads, large_dim, plain),
+        value_sources=sources,
+        output_columns=_rows(query_heads, large_dim, plain),
+    )
+
+
+def check_fits(config: ModelConfig, shape: WideShape) -> None:
+    """Refuse a shape that the small model cannot be embedded in.
+
+    Raises:
+        OptionError: Something of the large shape is smaller, or the head dimensions do not divide.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        small, large = getattr(config, name), getattr(shape, name)
+        if small > large:
+            raise OptionError(f"the shape has {name} {large}, less than the source's {small}: choose a larger shape")
+    if shape.head_dim % config.head_dim or config.head_dim % 2:
+        raise OptionError(
+            f"heads of {config.head_dim} channels do not divide heads of {shape.head_dim}, so the rotary frequencies "
+            "would differ: choose a source or a shape whose head dimensions divide"
+        )
+    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    needed = config.num_kv_heads * -(-group // large_group)
+    if needed > shape.num_kv_heads:
+        raise OptionError(
+            f"{config.num_heads} query heads over {config.num_kv_heads} KV heads need {needed} KV heads of "
+            f"{large_group} query heads each, and the shape has {shape.num_kv_heads}: choose a larger shape"
+        )
