@@ -114,8 +114,8 @@ class ModelConfig:
 class SamplingParams:
     """How a token is chosen from logits: a pure function of (logits, seed, sequence, position).
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filters off; they apply in this order
-    after the temperature, as in transformers.
+    `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. `top_k` 0, `top_p` 1 and
+    `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers.
     """
 
     temperature: float = 0.0
@@ -137,8 +137,6 @@ class SamplingParams:
             raise OptionError(f"min_p must be in [0, 1], not {self.min_p}")
         if not 0 <= self.seed < 1 << 64:
             raise OptionError(f"seed must be in [0, 2**64), not {self.seed}")
-        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
-            raise OptionError("top_k, top_p and min_p do nothing at temperature 0: drop them or give a temperature")
 
     @property
     def greedy(self) -> bool:
@@ -148,7 +146,7 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

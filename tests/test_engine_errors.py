@@ -185,7 +185,7 @@ def runtime(target: Path) -> Iterator[Runtime]:
         (PROMPT, {"max_new_tokens": 4, "gamma": 21}, OptionError, ["gamma 21", "20", "max_gamma"]),
         (PROMPT, {"max_new_tokens": 4, "stop": ["x", ""]}, OptionError, ["empty stop string"]),
         (PROMPT, {"max_new_tokens": 4, "temperature": -1.0}, OptionError, ["temperature"]),
-        (PROMPT, {"max_new_tokens": 4, "top_p": 0.5}, OptionError, ["temperature 0"]),
+        (PROMPT, {"max_new_tokens": 4, "top_p": 1.5}, OptionError, ["top_p", "1.5"]),
         (PROMPT, {"max_new_tokens": 4, "seed": -1}, OptionError, ["seed"]),
         ("", {"max_new_tokens": 4}, OptionError, ["empty"]),
         ([], {"max_new_tokens": 4}, OptionError, ["empty"]),

@@ -12,7 +12,7 @@ the places that their positions have in a plain sequence, so a path through a tr
 Prefill runs the same loop without splits: as independent of how the prompt is cut into pieces.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -313,4 +313,22 @@ def attention(
     """
     if q.is_cuda:
         return attention_triton(q, k_cache, v_cache, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-    return attention_reference(q, k_cache, v_cache, rows, scale=scale, sliding_window=sliding_window)
+    if prefill or rows.ancestors is not None:
+        return attention_reference(q, k_cache, v_cache, rows, scale=scale, sliding_window=sliding_window)
+    # torch sums in another order for other numbers of queries and keys, which in bf16 shows in every other text: one
+    # query at a time over just the keys up to its position, so that a window cannot change its bits.
+    return torch.cat(
+        [
+            attention_reference(
+                q[:, t : t + 1], k_cache, v_cache, _only_query(rows, t), scale=scale, sliding_window=sliding_window
+            )
+            for t in range(q.shape[1])
+        ],
+        dim=1,
+    )
+
+
+def _only_query(rows: QueryRows, index: int) -> QueryRows:
+    """The rows of query `index` alone; reads its position, so for tensors on the CPU."""
+    positions = rows.positions[:, index : index + 1]
+    return replace(rows, positions=positions, max_length=max(1, int(positions.max()) + 1))
