@@ -20,16 +20,17 @@ _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer. Decimal units unless written with an `i`."""
-    if isinstance(text, int):
-        value = float(text)
-        number, unit = value, ""
+    if isinstance(text, (int, float)):
+        number, unit = float(text), ""
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2].lower() not in _SIZE_UNITS:
             raise OptionError(f"{text!r} is not a size: write it like 24GB, 512MiB or a number of bytes")
         number, unit = float(match[1]), match[2].lower()
+    if not math.isfinite(number):
+        raise OptionError(f"a size must be a finite number, not {text!r}")
     size_bytes = round(number * _SIZE_UNITS[unit])  # 4.1 * 10**6 is a little less than what was meant
     if size_bytes <= 0:
         raise OptionError(f"a size must be positive, not {text!r}")

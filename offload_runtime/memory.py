@@ -9,10 +9,13 @@ arithmetic ends in an error instead of in more memory than the user allowed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from offload_runtime.config import format_bytes
@@ -45,7 +48,8 @@ class HostArena:
                 "close other programs or choose a smaller model"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to lock: faster pinning
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel built without huge pages
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(self._pages, dtype=torch.uint8)  # [nbytes] uint8, host
         self._unpin: weakref.finalize[[int], HostArena] | None = None
 
@@ -173,6 +177,12 @@ class DeviceBudget:
         allowed_bytes = self.limit_bytes - self.context_bytes + torch.cuda.memory_reserved(self.device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, allowed_bytes) / total_bytes), self.device)
 
+    def release(self) -> None:
+        """Lift the cap of torch's allocator again; the memory itself is given back by whoever holds it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
     def peak_bytes(self) -> int:
         """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
         if self.device.type == "cuda":
@@ -209,6 +219,31 @@ def device_memory_used_by_others(index: int) -> int | None:
     finally:
         pynvml.nvmlShutdown()
     return used_by_uuid.get(str(torch.cuda.get_device_properties(index).uuid))
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one for a while: kernels, events and page-locking go where the current device is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def check_host_memory(needed_bytes: int, *, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+    """Refuse weights that the machine's free memory, or the container's, cannot hold: the system would kill us later.
+
+    Raises:
+        BudgetError: Less is available than `needed_bytes`.
+    """
+    available_bytes = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            available_bytes = min(available_bytes, int(limit) - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # not Linux, or another kind of control group
+    if needed_bytes > available_bytes:
+        raise BudgetError(
+            f"the weights need {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "
+            "available: close other programs, choose a 16-bit --dtype or a smaller model"
+        )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
 from offload_runtime import engine
-from offload_runtime.cli import app
+from offload_runtime.cli import app, line_editor
 from offload_runtime.cli.chat_commands import COMMANDS, read_json_object, write_json_atomically
 from offload_runtime.errors import OptionError, StorageError
 from tests.test_cli_fakes import FakeRuntime, press_ctrl_c
@@ -160,3 +161,20 @@ def test_full_context_and_cut_answers_say_how_to_go_on(runtime: FakeRuntime) -> 
     assert "cut after 3 tokens (--max-new-tokens)" in chat(turns="one\n").stderr
     runtime.context_tokens = 2
     assert "the context is full: /reset starts over" in chat(turns="one\n").stderr
+
+
+def test_unknown_home_is_an_error_line_and_the_chat_goes_on(runtime: FakeRuntime) -> None:
+    result = chat(turns="/save ~no-such-user/x\none\n")
+    assert result.exit_code == 0, result.stderr
+    assert "error: ~no-such-user/x cannot be found" in result.stderr and "Hello" in result.stdout
+
+
+def test_no_home_means_no_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def homeless(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_STATE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert isinstance(line_editor._open_history(), InMemoryHistory)
+    assert "no history is kept" in capsys.readouterr().err

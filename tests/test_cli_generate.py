@@ -97,7 +97,7 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
         ("--prompt-file {tmp}/absent", "No such file"),
         ("--prompt-file {tmp}", "directory"),
         ("--prompt-file {tmp}/latin1", "not UTF-8 text: byte 0xe9 at offset 1"),
-        ("--prompt a --top-k 5", "temperature 0"),
+        ("--prompt a --top-p 2", "top_p must be"),
         ("--prompt a --temperature inf", "temperature must be"),
         ("--prompt a --gamma 3 --draft none", "--draft none"),
         ("--prompt a --context many", "--context must be a count or auto"),
@@ -178,7 +178,7 @@ def test_version() -> None:
 def test_demo_compares_both_ways(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, identical: bool
 ) -> None:
-    monkeypatch.setattr(engine, "fetch_demo_model", lambda *, on_progress: tmp_path)
+    monkeypatch.setattr(engine, "fetch_demo_model", lambda **options: tmp_path)
     if not identical:
         runtime.speculative_tokens = [1, 2, 4]
     result = CliRunner().invoke(app, ["demo", "--prompt", "Hi", "--max-new-tokens", "9"], env={"COLUMNS": "100"})
@@ -198,7 +198,7 @@ def test_demo_compares_both_ways(
 def test_demo_stopped_by_ctrl_c_compares_nothing(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine, "fetch_demo_model", lambda *, on_progress: tmp_path)
+    monkeypatch.setattr(engine, "fetch_demo_model", lambda **options: tmp_path)
     runtime.before_piece = lambda number: press_ctrl_c() if number == 1 and len(runtime.requests) == 3 else None
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 130

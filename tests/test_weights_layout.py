@@ -185,3 +185,28 @@ def test_contradictions_are_refused():
 def test_result_is_the_plain_dataclass():
     config = model_config_from_transformers(tiny("Llama"))
     assert isinstance(config, ModelConfig) and type(config.rope_parameters) is dict
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "factor": 2.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear", "factor": "2"}, "factor '2'"),
+        ({"rope_type": "linear", "factor": 0}, "factor 0,"),
+        ({"rope_type": "dynamic", "factor": 0.5}, "factor 0.5"),
+        ({"rope_type": "linear", "factor": float("inf")}, "factor inf"),
+        (LONGROPE | {"long_factor": [2.0] * 5}, "long_factor is 5 numbers, expected 6"),
+        (LONGROPE | {"short_factor": 1.0}, "short_factor is 1.0"),
+        (LONGROPE | {"short_factor": [1.0] * 5 + [0.0]}, "short_factor holds"),
+        (LONGROPE | {"short_factor": [1.0] * 5 + ["1"]}, "short_factor holds"),
+        ({"rope_type": "default", "rope_theta": 0.0}, "rope_theta is 0.0"),
+    ],
+)
+def test_impossible_rope_parameters_are_refused(rope, message):
+    hf_config = tiny("Llama")
+    hf_config.rope_parameters = {"rope_theta": 1e4} | rope
+    with pytest.raises(CheckpointError, match=message):
+        model_config_from_transformers(hf_config)

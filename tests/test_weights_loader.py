@@ -73,7 +73,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_packed_tensors_are_the_modules_weights_side_by_side(directory, arenas, dtype):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    weights = load_weights(open_checkpoint(directory), dtype, pin=False)
+    weights = load_weights(open_checkpoint(directory), dtype)
     for index, layer in enumerate(model.model.layers):
         attention, mlp, views = layer.self_attn, layer.mlp, weights.views(index)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -103,15 +103,16 @@ def test_large_tensors_are_converted_in_pieces(tmp_path):
     config = transformers.LlamaConfig(**(SIZES | {"vocab_size": 70_001, "hidden_size": 64, "num_hidden_layers": 1}))
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
-    weights = load_weights(open_checkpoint(tmp_path), torch.bfloat16, pin=False)
+    weights = load_weights(open_checkpoint(tmp_path), torch.bfloat16)
     assert torch.equal(weights.views(None)["embedding"], model.model.embed_tokens.weight.bfloat16())
 
 
 def test_blocks_are_locked_once_and_only_when_complete(directory, arenas):
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=True)
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=[0, 2])
     assert len(arenas.made) == SIZES["num_hidden_layers"] + 1
-    for arena in arenas.made:
-        assert arena.pinned_content is not None
+    locked = [arena for arena in arenas.made if arena.pinned_content is not None]
+    assert [arena.name for arena in locked] == ["layer 0", "layer 2"]
+    for arena in locked:
         assert torch.equal(arena.pinned_content, arena.buffer)
     weights.close()
     assert all(arena.closed for arena in arenas.made)
@@ -120,7 +121,7 @@ def test_blocks_are_locked_once_and_only_when_complete(directory, arenas):
 def test_refused_locking_gives_everything_back(directory, arenas):
     arenas.refuse_pin_of = "layer 1"
     with pytest.raises(BudgetError, match="refused"):
-        load_weights(open_checkpoint(directory), torch.bfloat16, pin=True)
+        load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3))
     assert all(arena.closed for arena in arenas.made)
 
 
@@ -152,7 +153,7 @@ def norm_twice(tensors):
 )
 def test_incomplete_sources_are_refused(directory, arenas, change, message):
     with pytest.raises(CheckpointError, match=message):
-        load_weights(Altered(open_checkpoint(directory), change), torch.bfloat16, pin=False)
+        load_weights(Altered(open_checkpoint(directory), change), torch.bfloat16)
     assert arenas.made and all(arena.closed for arena in arenas.made)
 
 
@@ -161,14 +162,14 @@ def test_file_cut_after_it_was_opened(directory, arenas):
     largest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"{largest.name}.*100 bytes are missing"):
-        load_weights(source, torch.bfloat16, pin=False)
+        load_weights(source, torch.bfloat16)
     assert all(arena.closed for arena in arenas.made)
 
 
 def test_progress_ends_at_the_total(directory):
     seen: list[tuple[int, int]] = []
     source = open_checkpoint(directory)
-    weights = load_weights(source, torch.bfloat16, pin=False, on_progress=lambda *pair: seen.append(pair))
+    weights = load_weights(source, torch.bfloat16, on_progress=lambda *pair: seen.append(pair))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (weights.total_bytes, weights.total_bytes)
     assert weights.total_bytes == source.total_bytes(torch.bfloat16)
@@ -199,7 +200,7 @@ def status(key):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 source = open_checkpoint(sys.argv[1])
 before = status("VmRSS")
-weights = load_weights(source, torch.bfloat16, pin=False)
+weights = load_weights(source, torch.bfloat16)
 print(before, status("VmHWM"), weights.total_bytes)
 """
 

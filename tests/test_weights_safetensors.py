@@ -61,7 +61,7 @@ def test_shards_and_single_file_load_the_same(tmp_path):
     for name in ("one", "many"):
         source = open_checkpoint(str(tmp_path / name))
         assert source.native_dtype == torch.bfloat16
-        weights = load_weights(source, torch.bfloat16, pin=False)
+        weights = load_weights(source, torch.bfloat16)
         state = model.state_dict()
         for key, destination in checkpoint_tensors(source.config()).items():
             assert torch.equal(destination.of(weights.views(destination.layer)), state[key]), (name, key)
@@ -160,7 +160,7 @@ def test_tied_embeddings_with_and_without_a_stored_head(tmp_path):
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")
     assert open_checkpoint(directory).config().tie_word_embeddings
     rewrite(directory / "model.safetensors", lm_head__weight=torch.zeros(64, 32, dtype=torch.bfloat16))
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=False)
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16)
     assert "lm_head" not in weights.views(None)
 
 
@@ -199,7 +199,7 @@ def test_fuzzed_headers_never_raise_anything_else(single):
             del damaged[rng.randrange(len(damaged)) :]
         file.write_bytes(damaged)
         try:
-            load_weights(open_checkpoint(single), torch.float32, pin=False).close()
+            load_weights(open_checkpoint(single), torch.float32).close()
         except CheckpointError:
             refused += 1
     assert refused > 200
@@ -265,3 +265,20 @@ def test_directory_with_two_gguf_files_asks_which(tmp_path):
         shutil.copy(__file__, tmp_path / name)
     with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
         open_checkpoint(tmp_path)
+
+
+def test_unusable_paths_are_typed_errors(single, monkeypatch):
+    with pytest.raises(CheckpointError, match="too long"):
+        open_checkpoint("a" * 300)
+    with pytest.raises(CheckpointError, match="without ~"):
+        open_checkpoint("~no-such-user/model")
+    exists = Path.exists
+
+    def refuse(path: Path, **options: object) -> bool:
+        if path.name.endswith(".index.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(CheckpointError, match=r"Permission denied.*permissions"):
+        open_checkpoint(single)

@@ -217,13 +217,15 @@ def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
     source = opened(small_model(), tmp_path / "small")
     widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
     out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide", monkeypatch)
-    direct, read = (load_weights(each, torch.float32, pin=False) for each in (widened, open_checkpoint(out)))
+    direct, read = (load_weights(each, torch.float32) for each in (widened, open_checkpoint(out)))
     assert direct.config == read.config and direct.total_bytes == read.total_bytes
     for layer in (None, *range(GQA.num_layers)):
         before, after = direct.views(layer), read.views(layer)
         for name in after:
             if device == "cpu" or name in ("embedding", "o", "down"):
                 assert torch.equal(before[name], after[name]), (layer, name)
+            elif name.endswith("norm"):  # a product with a scale, rounded by each device in its own way
+                torch.testing.assert_close(before[name], after[name], rtol=1e-6, atol=0.0)
     if device == "cuda":
         redrawn = write(widened, tmp_path / "redrawn", monkeypatch)
         logits = [all_logits(AutoModelForCausalLM.from_pretrained(path), TOKENS) for path in (out, redrawn)]

@@ -115,7 +115,10 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
     budget = DeviceBudget(device, None)
     placement = plan_placement(plan, None, budget, resident_layers)
-    weights = load_weights(source, dtype, pin=device.type == "cuda")
+    # As the runtime does: what stays on the device needs no page-locked memory.
+    streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
+    pin = streamed if device.type == "cuda" else ()
+    weights = load_weights(source, dtype, pin=pin)
     model = connect_model(weights, plan, placement, budget, make_copy_engine(device), name="target")
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 

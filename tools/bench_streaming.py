@@ -3,7 +3,8 @@
     python tools/bench_streaming.py --shape llama2-7b --vram 24GB --out tools/results/streaming-h200.json
 
 Every system runs in its own process with the same weights, prompt, dtype and VRAM; a system that is not installed is
-reported as missing. Prints a table, then one JSON line.
+reported as missing. Prints a table, each claim with its verdict, then one JSON line; exit code 1 when a claim is
+missed or a system failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
     "accelerate": ("accelerate_offload.py", ["--no-pin"]),
     "accelerate-pinned": ("accelerate_offload.py", ["--pin"]),
 }
+
+# How many times the tokens per second of these systems is claimed.
+BARS = {"deepspeed": 1.15, "accelerate": 5.0}
 
 
 def run_system(name: str, common: list[str], own: list[str], timeout_s: float) -> dict[str, Any]:
@@ -59,8 +64,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for row in results.get("ours", {}).get("windows", []):
         share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
         lines.append(
-            f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s "
-            f"= {share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
+            f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s"
+            f" = {share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
         )
     return "\n".join(lines)
 
@@ -72,6 +77,49 @@ def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
         return {}
     others = {name: result["tok_per_s"] for name, result in results.items() if name != "ours" and "error" not in result}
     return {name: ours / speed for name, speed in others.items()}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim of the README: what was measured, the bar, and on which side of it the figure must be."""
+
+    claim: str
+    measured: float
+    bar: float
+    at_least: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim holds in this run."""
+        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{'ok' if self.holds else 'MISSED':6} {self.claim}: {self.measured:.4g} (bar {self.bar:g})"
+
+
+def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
+    """The claims that this run can judge: those about systems and figures that it measured."""
+    ours = results.get("ours", {"error": "not run"})
+    if "error" in ours:
+        return []
+    found = []
+    for row in ours["windows"]:
+        width = row["window_tokens"]
+        if row["link_share"]:
+            found.append(Check(f"link share of the peak, window {width}", row["link_share"], 0.97, at_least=True))
+        found.append(
+            Check(f"host launch share of a pass, window {width}", row["host_launch_share"], 0.10, at_least=False)
+        )
+    driver = (ours["peak_vram_bytes"] or {}).get("driver")
+    if driver:
+        limit = ours["vram_limit_bytes"] / 1e9
+        found.append(Check("peak VRAM as the driver sees it, GB", driver / 1e9, limit, at_least=False))
+    found.append(Check("generations that differ", ours["differing_generations"], 0, at_least=False))
+    for name, times in ratios(results).items():
+        if name in BARS:
+            found.append(Check(f"times the tokens per second of {name}", times, BARS[name], at_least=True))
+    return found
 
 
 def main() -> int:
@@ -103,13 +151,21 @@ def main() -> int:
     for name in names:
         own = ["--windows", arguments.windows] if name == "ours" else []
         results[name] = run_system(name, common, own, arguments.timeout)
-    report = {"benchmark": "streaming", "results": results, "times_ours_over": ratios(results)}
+    verdicts = checks(results)
+    report = {
+        "benchmark": "streaming",
+        "results": results,
+        "times_ours_over": ratios(results),
+        "checks": [{**asdict(check), "holds": check.holds} for check in verdicts],
+    }
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))
+    print(*verdicts, sep="\n")
     print(json.dumps(report))
-    return 1 if any("error" in result for result in results.values()) else 0
+    failed = any("error" in result for result in results.values())
+    return 1 if failed or not all(check.holds for check in verdicts) else 0
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def attention_reference(
     return out.transpose(1, 2).masked_fill(padding[..., None, None], 0)
 
 
-@jit
+# Specialising on these would compile another binary for a window of one token than for one of seventeen.
+@jit(do_not_specialize=("num_queries", "num_rows", "first_split", "num_ancestors"))
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
     num_queries, num_rows, first_split, num_ancestors, sliding_window, scale_log2e,
@@ -175,7 +176,7 @@ def _attention_kernel(
         tl.store(out_ptr + row_offset[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@jit
+@jit(do_not_specialize=("num_splits", "num_rows"))
 def _merge_kernel(
     partial_ptr, lse_ptr, out_ptr, num_splits, num_rows,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
@@ -229,6 +230,9 @@ class _Launch:
             rows_per_program = max(_WINDOW_ROWS, triton.next_power_of_2(group))
         blocks = num_queries if tree else triton.cdiv(num_queries * group, rows_per_program)
         unused = self.rows.sequences
+        # By head and dtype alone, so that the bits do not depend on the pass: what fits 100 KB of shared memory.
+        channels = max(16, triton.next_power_of_2(head_dim))
+        wide = channels * q.element_size() >= 512
         _attention_kernel[(blocks, batch * num_kv_heads, len(splits) if splits is not None else 1)](
             q, self.k_cache, self.v_cache, out, lse, positions, self.rows.sequences,
             self.rows.committed if tree else unused, ancestors if tree else unused,
@@ -237,10 +241,10 @@ class _Launch:
             self.sliding_window or 0, self.scale * 1.4426950408889634,
             self.k_cache.stride(0), self.k_cache.stride(1),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-            D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=rows_per_program, TILE=TILE_TOKENS,
+            D_BLOCK=channels, ROWS=rows_per_program, TILE=TILE_TOKENS if channels * q.element_size() <= 512 else 32,
             SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
             FP32_DOT=q.dtype == torch.float32, num_warps=4,
-            num_stages=1 if q.dtype == torch.float32 else 2,  # fp32 tiles fill the shared memory of consumer cards
+            num_stages=1 if wide else 2,
         )  # fmt: skip
 
 

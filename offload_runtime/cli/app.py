@@ -171,7 +171,7 @@ def demo(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
-    """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 93 MB once."""
+    """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
     from offload_runtime.cli.demo import DEFAULT_PROMPT, run_demo
 
     with ending_in_order():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.cli.answer import link_figure
-from offload_runtime.cli.options import decode_utf8
+from offload_runtime.cli.options import decode_utf8, user_path
 from offload_runtime.cli.terminal import status_line, stderr_console
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
@@ -157,7 +157,7 @@ def _path_argument(command: str, argument: str) -> Path:
     """Return the file that a command names; raises `OptionError` when it names none."""
     if not argument:
         raise OptionError(f"{command} needs the name of a file: {command} FILE")
-    return Path(argument).expanduser()
+    return user_path(argument)
 
 
 def _count(messages: int) -> str:

@@ -51,7 +51,7 @@ def run_demo(
     from offload_runtime.engine import fetch_demo_model
 
     options = LoadOptions(
-        target=str(fetch_demo_model(on_progress=status_line)),
+        target=str(fetch_demo_model(on_progress=status_line, show_download=show_progress)),
         draft="ngram",
         device=device,
         dtype=dtype,

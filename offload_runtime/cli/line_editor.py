@@ -61,7 +61,10 @@ def _silent_keyboard() -> Iterator[None]:
 
 
 def history_path() -> Path:
-    """Return the file that keeps the lines typed, in the user's directory for state."""
+    """Return the file that keeps the lines typed, in the user's directory for state.
+
+    Raises RuntimeError, as pathlib does, for a user without a home directory.
+    """
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
     else:
@@ -73,7 +76,11 @@ def _open_history() -> History:
     """Open the persistent history; without a place to write it, say so and keep the lines for this session only."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    path = history_path()
+    try:
+        path = history_path()
+    except RuntimeError as error:
+        status_line(f"no history is kept: {error}")
+        return InMemoryHistory()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.

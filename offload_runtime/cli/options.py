@@ -196,10 +196,18 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         return prompt
     assert prompt_file is not None
     try:
-        raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).expanduser().read_bytes()
+        raw = sys.stdin.buffer.read() if prompt_file == "-" else user_path(prompt_file).read_bytes()
     except OSError as error:
         raise OptionError(f"--prompt-file {prompt_file} cannot be read: {error.strerror or error}") from error
     return decode_utf8(raw, "stdin" if prompt_file == "-" else f"--prompt-file {prompt_file}")
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user wrote, with `~` replaced; raises `OptionError` when that stands for nothing."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise OptionError(f"{text} cannot be found ({error}): write the path without ~") from error
 
 
 def decode_utf8(raw: bytes, source: str) -> str:

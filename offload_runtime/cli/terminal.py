@@ -6,17 +6,18 @@ Rich is used without wrapping here: a line stays one line in a log file, however
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import unicodedata
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from offload_runtime.errors import OffloadError
+from offload_runtime.errors import OffloadError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +31,13 @@ BROKEN_PIPE_EXIT_CODE = 141
 _BAR_DELAY_S = 0.4
 
 
+class OutputError(Exception):
+    """Standard output takes no more. Not an `OffloadError`: a chat goes on after those, and must not after this."""
+
+
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Turn what may end a command into an exit code: typed errors 2, Ctrl-C 130, a closed pipe 141.
+    """Turn what may end a command into an exit code: typed errors and a full disk 2, Ctrl-C 130, a closed pipe 141.
 
     Every other exception is a defect and passes through with its traceback.
     """
@@ -47,8 +52,31 @@ def ending_in_order() -> Iterator[None]:
         raise typer.Exit(ERROR_EXIT_CODE) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
+    except OutputError as error:
+        _forget_unwritten()
+        error_line(StorageError(f"stdout cannot be written: {error}; free some space or send it elsewhere"))
+        raise typer.Exit(ERROR_EXIT_CODE) from error
     except BrokenPipeError as error:
         raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Tell what the system refuses to write (a full disk) from every other OSError; a closed pipe stays itself."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.strerror or str(error)) from error
+
+
+def _forget_unwritten() -> None:
+    """Send what is left in stdout's buffer nowhere, or the interpreter fails on it once more while it ends."""
+    with suppress(OSError):  # a stand-in for stdout has no descriptor
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
 
 
 def stderr_console() -> Console:
@@ -82,14 +110,16 @@ def drop_controls(text: str) -> str:
 
 def write_text(piece: str) -> None:
     """Write a piece of the model's text to stdout at once; unchanged unless stdout is a terminal."""
-    sys.stdout.write(drop_controls(piece) if sys.stdout.isatty() else piece)
-    sys.stdout.flush()
+    with _writing():
+        sys.stdout.write(drop_controls(piece) if sys.stdout.isatty() else piece)
+        sys.stdout.flush()
 
 
 def write_json(record: Mapping[str, Any], output: TextIO) -> None:
     """Write one JSON object as one line of ASCII to `output`."""
-    output.write(json.dumps(record) + "\n")
-    output.flush()
+    with _writing():
+        output.write(json.dumps(record) + "\n")
+        output.flush()
 
 
 class ProgressBars:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from offload_runtime.cli.answer import load_runtime
-from offload_runtime.cli.options import LoadOptions, decode_utf8
+from offload_runtime.cli.options import LoadOptions, decode_utf8, user_path
 from offload_runtime.cli.terminal import ProgressBars, status_line, write_json, write_text
 from offload_runtime.errors import OptionError
 
@@ -31,7 +30,7 @@ def read_prompts(path: str) -> dict[str, str]:
     """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
     source = "stdin" if path == "-" else f"--prompts {path}"
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
     except OSError as error:
         raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
     lines = enumerate(decode_utf8(raw, source).splitlines(), start=1)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime.config import GB, ModelConfig, format_bytes
+from offload_runtime.config import GB, ModelConfig, SamplingParams, format_bytes
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.model.linear import padded_rows
-from offload_runtime.planner import MemoryNeeds, Placement, place_layers, workspace_bytes
+from offload_runtime.planner import MemoryNeeds, Placement, all_resident, place_layers, workspace_bytes
 from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.sampling import sample
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights import (
     CheckpointSource,
     HostWeights,
     layer_layout,
     load_weights,
+    open_checkpoint,
     packed_bytes,
     shared_layout,
 )
@@ -49,13 +52,15 @@ _AUTO_CONTEXT_TOKENS = 8192
 class LoadedModel:
     """A model ready to run, and what of it stays on the host.
 
-    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed.
+    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `rope` is
+    the table that rotates its queries and keys.
     """
 
     runner: ModelRunner
     weights: HostWeights
     placement: Placement
     link_peak_gbps: float | None
+    rope: RopeTable
 
 
 def require_kernels(device: torch.device) -> None:
@@ -90,12 +95,22 @@ def resolve_context(context: int | str, config: ModelConfig) -> int:
         raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
     if tokens < 2:
         raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
-    if tokens > config.max_position_embeddings:
+    longest = longest_context(config)
+    if tokens > longest:
         raise ContextLengthError(
-            f"a context of {tokens} tokens is more than the {config.max_position_embeddings} that the model was made "
-            "for: lower --context, or set a RoPE scaling in the model's config.json"
+            f"a context of {tokens} tokens is more than the {longest} that the model was made for: lower --context, or "
+            "set a RoPE scaling in the model's config.json"
         )
     return tokens
+
+
+def longest_context(config: ModelConfig) -> int:
+    """Tokens that the model's positions reach, its RoPE scaling included."""
+    rope, longest = config.rope_parameters, config.max_position_embeddings
+    if rope["rope_type"] == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        return max(longest, int(original * rope["factor"]))
+    return int(longest * rope["factor"]) if rope["rope_type"] == "dynamic" else longest
 
 
 def check_vocabulary(target: Any, draft: Any, target_config: ModelConfig, draft_config: ModelConfig) -> None:
@@ -159,6 +174,78 @@ class ModelPlan:
         return self.config.num_layers * self.layer_bytes + self.shared_bytes + self.kv_bytes
 
 
+@dataclass(frozen=True)
+class Plans:
+    """Plans of target and draft."""
+
+    target: ModelPlan
+    draft: ModelPlan | None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that both models' weights take while they are loaded."""
+        plans = [self.target] if self.draft is None else [self.target, self.draft]
+        return sum(packed_bytes(plan.config, plan.dtype) for plan in plans)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Opened checkpoints, and what of them is needed besides weights."""
+
+    target: CheckpointSource
+    draft: CheckpointSource | None
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Target and draft, ready to run."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+
+
+def open_sources(target: str | Path, draft: str | Path | None) -> Sources:
+    """Open the checkpoints and read everything that can be wrong about them, short of the weights."""
+    target_source = open_checkpoint(target)
+    draft_source = None if draft is None else open_checkpoint(draft)
+    tokenizer = target_source.tokenizer()
+    if draft_source is not None:
+        check_vocabulary(tokenizer, draft_source.tokenizer(), target_source.config(), draft_source.config())
+    return Sources(target_source, draft_source, tokenizer, frozenset(target_source.generation_eos()))
+
+
+def make_plans(sources: Sources, dtype: str, device: torch.device, *, context: int | str, window: int) -> Plans:
+    """What both models will take. Raises `OptionError`, `ContextLengthError`, `DeviceError`."""
+    torch_dtype = resolve_dtype(dtype, sources.target, device)
+    config = sources.target.config()
+    tokens = resolve_context(context, config)
+    target = target_plan(config, torch_dtype, device, context=tokens, window=window)
+    if sources.draft is None:
+        return Plans(target, None)
+    return Plans(target, draft_plan(sources.draft.config(), torch_dtype, device, context=tokens, window=window))
+
+
+def load_models(
+    sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *,
+    on_progress: LoadProgress | None,
+) -> LoadedModels:  # fmt: skip
+    """Load the draft, then the target; on a GPU also warm both up."""
+    draft = None
+    if sources.draft is not None and plans.draft is not None:
+        everything = all_resident(plans.draft.config.num_layers)
+        draft = load_model(
+            sources.draft, plans.draft, everything, budget, engine, name="draft", on_progress=on_progress
+        )
+    target = load_model(sources.target, plans.target, placement, budget, engine, name="target", on_progress=on_progress)
+    if budget.device.type == "cuda":
+        for model in (target, draft):
+            if model is not None:
+                warm_up(model)
+    return LoadedModels(target, draft)
+
+
 def target_plan(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
 ) -> ModelPlan:
@@ -174,7 +261,7 @@ def draft_plan(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
 ) -> ModelPlan:
     """Plan of a draft model; its own maximum may shorten its context."""
-    context = min(context, config.max_position_embeddings)
+    context = min(context, longest_context(config))
     return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window)
 
 
@@ -204,7 +291,9 @@ def load_model(
     """Read the weights and connect the parts of one model."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
-    pin = budget.device.type == "cuda" and placement.num_streamed > 0
+    # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
+    streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
+    pin = streamed if budget.device.type == "cuda" else set()
     weights = load_weights(source, plan.dtype, pin=pin, on_progress=report)
     try:
         return connect_model(weights, plan, placement, budget, engine, name=name)
@@ -219,12 +308,10 @@ def connect_model(
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA."""
     device, layout = budget.device, weights.layer_layout
     layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
-    slots = [budget.allocate(f"{name}: ring slot", layout.total_bytes) for _ in range(placement.num_slots)]
+    slots = _split(budget.allocate(f"{name}: ring", placement.num_slots * layout.total_bytes), placement.num_slots)
     shared_host = weights.shared.buffer[: weights.shared_layout.total_bytes]
     shared = _on_device(shared_host, budget, f"{name}: embedding and head")
-    resident = {
-        index: _on_device(layers_host[index], budget, f"{name}: layer {index}") for index in placement.resident_layers
-    }
+    resident = _resident_layers(layers_host, placement, budget, f"{name}: resident layers")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         weights.shared.close()
@@ -240,9 +327,9 @@ def connect_model(
         link_peak_gbps = measure_link_gbps(engine, slots[0], layers_host[streamed])
     streamer = LayerStreamer(layers_host, resident, slots, make_views=layout.views, engine=engine)
     decoder = Decoder(plan.config, weights.shared_layout.views(shared))
-    rows = RowBuilder(RopeTable(plan.config, device), device)
-    runner = ModelRunner(decoder, streamer, cache, rows, plan.shape)
-    return LoadedModel(runner, weights, placement, link_peak_gbps)
+    rope = RopeTable(plan.config, device)
+    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
+    return LoadedModel(runner, weights, placement, link_peak_gbps, rope)
 
 
 def _on_device(host: torch.Tensor, budget: DeviceBudget, name: str) -> torch.Tensor:
@@ -255,6 +342,25 @@ def _on_device(host: torch.Tensor, budget: DeviceBudget, name: str) -> torch.Ten
     return gpu
 
 
+def _resident_layers(
+    layers_host: list[torch.Tensor], placement: Placement, budget: DeviceBudget, name: str
+) -> dict[int, torch.Tensor]:
+    """Device buffers of the layers that stay, cut from one block: the allocator rounds each block up."""
+    chosen = placement.resident_layers
+    if budget.device.type == "cpu":
+        return {index: _on_device(layers_host[index], budget, name) for index in chosen}
+    block = budget.allocate(name, sum(layers_host[index].nbytes for index in chosen))
+    buffers = dict(zip(chosen, _split(block, len(chosen)), strict=True))
+    for index, buffer in buffers.items():
+        buffer.copy_(layers_host[index])
+    return buffers
+
+
+def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """`count` equal pieces of a block."""
+    return list(block.view(count, -1)) if count else []
+
+
 def warm_up(model: LoadedModel) -> None:
     """Compile kernels, load library modules and let the allocator take its blocks, with the largest shapes.
 
@@ -263,12 +369,15 @@ def warm_up(model: LoadedModel) -> None:
     runner, cache = model.runner, model.runner.cache
     tokens = min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - 1)
     runner.prefill(0, [0] * tokens)
-    runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])
+    logits = runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])[0]
+    positions = torch.arange(len(logits), device=logits.device)
+    for temperature in (0.0, 1.0):
+        sample(logits, SamplingParams(temperature=temperature), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(logits.device)
 
 
-def describe_placement(model: LoadedModel, plan: ModelPlan, budget: DeviceBudget) -> str:
+def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -> str:
     """One line: what is resident, what is streamed, through how many slots."""
     placement, streamed = model.placement, model.placement.num_streamed
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
@@ -276,7 +385,10 @@ def describe_placement(model: LoadedModel, plan: ModelPlan, budget: DeviceBudget
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
+    shorter = ""
+    if plans.draft is not None and plans.draft.context_tokens < plans.target.context_tokens:
+        shorter = f"; the draft has nothing to say behind {plans.draft.context_tokens} tokens"
     return (
-        f"{where}; KV cache {format_bytes(plan.kv_bytes)} for {plan.context_tokens} tokens; "
-        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved"
+        f"{where}; KV cache {format_bytes(plans.target.kv_bytes)} for {plans.target.context_tokens} tokens; "
+        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{shorter}"
     )

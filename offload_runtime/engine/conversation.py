@@ -33,6 +33,7 @@ class Conversation:
         self._tokens: list[int] = []
         # What the cache holds, if it is still ours, is a beginning of this.
         self._cached: list[int] = []
+        self._frequencies = 0
         self.set_system(system)
 
     def say(
@@ -62,7 +63,7 @@ class Conversation:
         stream = self._runtime.start(
             tokens, params, owner=self, num_kept=self._num_kept(tokens), speculate=speculate, on_prefill=on_prefill
         )
-        self._cached = tokens
+        self._cached, self._frequencies = tokens, self._runtime.frequency_set(len(tokens))
         return Turn(self, stream, messages, prompt_text)
 
     def reset(self) -> None:
@@ -122,6 +123,8 @@ class Conversation:
         """Leading tokens whose keys and values are still in the cache; the last token always goes through again."""
         if not self._runtime.owns_cache(self):
             return 0
+        if self._frequencies != self._runtime.frequency_set(len(tokens)):
+            return 0  # what is cached was rotated otherwise than this length wants it
         known = min(self._runtime.cached_tokens(), len(self._cached), len(tokens) - 1)
         return next((i for i in range(known) if tokens[i] != self._cached[i]), known)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +25,15 @@ from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream
 from offload_runtime.engine.text import stop_strings
-from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.memory import DeviceBudget, device_memory_used_by_others, resolve_device
-from offload_runtime.planner import all_resident
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.memory import (
+    DeviceBudget,
+    check_host_memory,
+    current_device,
+    device_memory_used_by_others,
+    resolve_device,
+)
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer
-from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -41,12 +46,12 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(
-        self, source: CheckpointSource, target: assembly.LoadedModel, draft: assembly.LoadedModel | None,
-        proposer: Proposer, budget: DeviceBudget, engine: CopyEngine, *, default_gamma: int, max_gamma: int,
-        placement: str,
+        self, sources: assembly.Sources, models: assembly.LoadedModels, proposer: Proposer, budget: DeviceBudget,
+        engine: CopyEngine, *, default_gamma: int, max_gamma: int, placement: str,
     ) -> None:  # fmt: skip
-        self.config: ModelConfig = source.config()
-        self.tokenizer: Any = source.tokenizer()
+        target = models.target
+        self.config: ModelConfig = target.runner.decoder.config
+        self.tokenizer: Any = sources.tokenizer
         self.device = budget.device
         self.dtype = target.weights.layer_layout.dtype
         self.placement = placement
@@ -54,9 +59,11 @@ class Runtime:
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
         )
-        self._target = target
-        self._draft = draft
-        self._engine = engine
+        # Tokens that prompt and answer may have together.
+        self.context_tokens = target.runner.cache.capacity_tokens
+        self._models = models
+        # A runtime that is dropped without `close` must not leave copies running into memory that others get.
+        self._stop_copies = weakref.finalize(self, engine.close)
         self._default_gamma = default_gamma
         self._max_gamma = max_gamma
         self._cache_owner: object | None = None
@@ -67,7 +74,7 @@ class Runtime:
             target=target.runner,
             proposer=proposer,
             tokenizer=self.tokenizer,
-            eos_token_ids=frozenset(source.generation_eos()),
+            eos_token_ids=sources.eos_token_ids,
             engine=engine,
             budget=budget,
             link_peak_gbps=target.link_peak_gbps,
@@ -101,48 +108,33 @@ class Runtime:
         limit_bytes = None if vram is None else parse_bytes(vram)
         resident = _resident_layers(resident_layers)
         chosen = resolve_device(device)
-        assembly.require_kernels(chosen)
-        target_source = open_checkpoint(target)
-        draft_source = None if str(draft) in ("ngram", "none") else open_checkpoint(draft)
-        if draft_source is not None:
-            assembly.check_vocabulary(
-                target_source.tokenizer(), draft_source.tokenizer(), target_source.config(), draft_source.config()
-            )
-        torch_dtype = assembly.resolve_dtype(dtype, target_source, chosen)
-        tokens = assembly.resolve_context(context, target_source.config())
-        sizes = {"context": tokens, "window": max_gamma + 1}
-        target_plan = assembly.target_plan(target_source.config(), torch_dtype, chosen, **sizes)
-        draft_plan = None
-        if draft_source is not None:
-            draft_plan = assembly.draft_plan(draft_source.config(), torch_dtype, chosen, **sizes)
+        # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
         others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
-        budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-        placement = assembly.plan_placement(target_plan, draft_plan, budget, resident)
-        engine = make_copy_engine(chosen)
-        try:
-            loaded_draft = None
-            if draft_source is not None and draft_plan is not None:
-                loaded_draft = assembly.load_model(
-                    draft_source, draft_plan, all_resident(draft_plan.config.num_layers), budget, engine,
-                    name="draft", on_progress=on_progress,
+        assembly.require_kernels(chosen)
+        with current_device(chosen):
+            sources = assembly.open_sources(target, None if str(draft) in ("ngram", "none") else draft)
+            plans = assembly.make_plans(sources, dtype, chosen, context=context, window=max_gamma + 1)
+            budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
+            placement = assembly.plan_placement(plans.target, plans.draft, budget, resident)
+            check_host_memory(plans.host_bytes)
+            engine = make_copy_engine(chosen)
+            try:
+                models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
+                proposer = _make_proposer(str(draft), models)
+                gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if models.draft is None else "model"]
+                return cls(
+                    sources, models, proposer, budget, engine,
+                    default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma),
+                    max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget),
                 )  # fmt: skip
-            loaded = assembly.load_model(
-                target_source, target_plan, placement, budget, engine, name="target", on_progress=on_progress
-            )
-            if chosen.type == "cuda":
-                assembly.warm_up(loaded)
-                if loaded_draft is not None:
-                    assembly.warm_up(loaded_draft)
-        except BaseException:
-            engine.close()
-            raise
-        proposer = _make_proposer(str(draft), loaded_draft, target_source.config())
-        gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if loaded_draft is None else "model"]
-        return cls(
-            target_source, loaded, loaded_draft, proposer, budget, engine,
-            default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma), max_gamma=max_gamma,
-            placement=assembly.describe_placement(loaded, target_plan, budget),
-        )  # fmt: skip
+            except BaseException as error:
+                engine.close()
+                budget.release()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise BudgetError(
+                        f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
+                    ) from error
+                raise
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -206,11 +198,6 @@ class Runtime:
         """A chat that keeps its keys and values between turns."""
         return Conversation(self, system)
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens that prompt and answer may have together."""
-        return self._target.runner.cache.capacity_tokens
-
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
@@ -247,14 +234,14 @@ class Runtime:
         speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
+        if self._closed:
+            raise OptionError("this runtime is closed: load it again")
         gamma = self._default_gamma if params.gamma is None else params.gamma
         if gamma > self._max_gamma:
             raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
         if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
             raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
-        if self._closed:
-            raise OptionError("this runtime is closed: load it again")
-        self._target.runner.cache.truncate(0, num_kept)
+        self._models.target.runner.cache.truncate(0, num_kept)
         self._cache_owner = owner
         self._current = TokenStream(
             self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
@@ -268,20 +255,25 @@ class Runtime:
 
     def cached_tokens(self) -> int:
         """Committed tokens in the target's cache."""
-        return self._target.runner.cache.length(0)
+        return self._models.target.runner.cache.length(0)
+
+    def frequency_set(self, length: int) -> int:
+        """Which rotary frequencies a prompt of `length` tokens gets (see `RopeTable.frequency_set`)."""
+        return self._models.target.rope.frequency_set(length)
 
     def close(self) -> None:
         """Stop the copies and give all memory back. The runtime cannot be used afterwards."""
         if self._closed:
             return
         self._closed, self._current = True, None
-        self._engine.close()
-        for model in (self._target, self._draft):
+        self._stop_copies()
+        budget = self._parts.budget
+        for model in (self._models.target, self._models.draft):
             if model is not None:
                 model.weights.close()
+        del self._models, self._parts
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        budget.release()
 
     def __enter__(self) -> Runtime:
         return self
@@ -297,12 +289,13 @@ def _resident_layers(asked: int | str) -> int | None:
         return None
     try:
         return int(asked)
-    except ValueError:
+    except (TypeError, ValueError):
         raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None
 
 
-def _make_proposer(draft: str, model: assembly.LoadedModel | None, target: ModelConfig) -> Proposer:
-    if model is not None:
-        draft_vocab_size = model.runner.decoder.config.vocab_size
-        return DraftProposer(model.runner, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size)
+def _make_proposer(draft: str, models: assembly.LoadedModels) -> Proposer:
+    if models.draft is not None:
+        runner = models.draft.runner
+        target_vocab = models.target.runner.decoder.config.vocab_size
+        return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=runner.decoder.config.vocab_size)
     return NoProposer() if draft == "none" else NgramProposer()

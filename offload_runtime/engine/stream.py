@@ -13,8 +13,8 @@ from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.text import IncrementalDecoder, StopStrings, Tokenizer
-from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.errors import BudgetError, DeviceError, OptionError
+from offload_runtime.memory import DeviceBudget, current_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
 
@@ -134,14 +134,19 @@ class TokenStream:
     def _own_cache(self) -> Iterator[None]:
         """Around work on the target: typed errors instead of another generation's keys or a bare out-of-memory."""
         if not self.is_current:
-            raise OptionError("another generation has begun on this runtime since: this one cannot go on")
+            raise OptionError(
+                "another generation has begun on this runtime since, or it was closed: this one cannot go on"
+            )
         try:
-            yield
+            with current_device(self._parts.budget.device):
+                yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
                 "keep fewer layers resident"
             ) from error
+        except torch.AcceleratorError as error:
+            raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error
 
     def _take(self, token: int) -> tuple[str, str | None]:
         """Append a token: the text it completes, and the reason to stop after it."""

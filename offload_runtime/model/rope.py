@@ -63,6 +63,12 @@ class RopeTable:
         angle = positions.clamp_min(0).float()[:, None] * inv_freq
         return angle.cos() * self._scaling, angle.sin() * self._scaling
 
+    def frequency_set(self, length: int) -> int:
+        """Which frequencies a prompt of `length` tokens is rotated with: equal numbers mean equal frequencies."""
+        if self._short_length is None or length <= self._short_length:
+            return 0
+        return 1 if self._type == "longrope" else length
+
     def _row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
         """[D/2], or [N, D/2] where rows differ."""
         if self._short_length is None:

@@ -5,6 +5,7 @@ The refusals matter more than the translation: an option that the decoder would 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from offload_runtime.config import ModelConfig
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
@@ -41,7 +43,40 @@ def check_model_type(model_type: object, architectures: object) -> str:
     return name
 
 
-def _checked_rope(hf_config: Any) -> dict[str, Any]:
+def _is_number(value: object, *, at_least: float) -> bool:
+    """Whether it is a finite number (a boolean is none)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) and value >= at_least
+
+
+def _head_dim(hf_config: Any) -> int:
+    head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return head_dim
+
+
+def _check_rope_numbers(rope: dict[str, Any], head_dim: int) -> None:
+    """Refuse scalings that would rotate by infinities, or fail deep in the decoder."""
+    rope_type, factor = rope["rope_type"], rope.get("factor")
+    # yarn and longrope take it from the two context lengths when it is left out.
+    required = rope_type in ("linear", "dynamic", "llama3")
+    if rope_type != "default" and (required or factor is not None) and not _is_number(factor, at_least=1.0):
+        raise CheckpointError(f"the {rope_type} RoPE has factor {factor!r}, not a number from 1 on: fix config.json")
+    for name in ("rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"):
+        if rope.get(name) is not None and not _is_number(rope[name], at_least=_SMALLEST):
+            raise CheckpointError(f"RoPE parameter {name} is {rope[name]!r}, not a positive number: fix config.json")
+    for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+        factors = rope.get(name)
+        if not isinstance(factors, (list, tuple)) or len(factors) != head_dim // 2:
+            found = f"{len(factors)} numbers" if isinstance(factors, (list, tuple)) else repr(factors)
+            raise CheckpointError(
+                f"longrope's {name} is {found}, expected {head_dim // 2}, half the head's {head_dim}: fix config.json"
+            )
+        if not all(_is_number(value, at_least=_SMALLEST) for value in factors):
+            raise CheckpointError(f"longrope's {name} holds something else than positive numbers: fix config.json")
+
+
+def _checked_rope(hf_config: Any, head_dim: int) -> dict[str, Any]:
     """transformers' `rope_parameters` as a plain dictionary, once it is something the decoder rotates by."""
     rope = dict(getattr(hf_config, "rope_parameters", None) or {})
     rope_type = rope.get("rope_type")
@@ -55,6 +90,7 @@ def _checked_rope(hf_config: Any) -> dict[str, Any]:
             f"partial_rotary_factor is {partial}, and only 1 (the whole head is rotated) is supported: "
             "choose another model"
         )
+    _check_rope_numbers(rope, head_dim)
     return rope
 
 
@@ -130,11 +166,11 @@ def model_config_from_transformers(hf_config: Any) -> ModelConfig:
             num_layers=hf_config.num_hidden_layers,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads or hf_config.num_attention_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            head_dim=_head_dim(hf_config),
             vocab_size=hf_config.vocab_size,
             max_position_embeddings=hf_config.max_position_embeddings,
             rms_norm_eps=hf_config.rms_norm_eps,
-            rope_parameters=_checked_rope(hf_config),
+            rope_parameters=_checked_rope(hf_config, _head_dim(hf_config)),
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
             # Qwen2 has biases on q, k and v whatever its config says, and none on o.
             qkv_bias=model_type == "qwen2" or attention_bias,

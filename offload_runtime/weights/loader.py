@@ -1,7 +1,7 @@
 """From a checkpoint to packed host arenas, without ever holding the model twice.
 
-Each tensor is read straight into the rows of the arena where it will stay; a layer is page-locked as soon as its last
-tensor has arrived, while other threads go on reading.
+Each tensor is read straight into the rows of the arena where it will stay; a layer to be streamed is page-locked as
+soon as its last tensor has arrived, while other threads go on reading.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -101,10 +101,10 @@ class HostWeights:
 class _Filling:
     """Which tensors are still to come, and the page-locking of blocks that are complete."""
 
-    def __init__(self, weights: HostWeights, source: CheckpointSource, *, pin: bool) -> None:
+    def __init__(self, weights: HostWeights, source: CheckpointSource, *, pin: Collection[int]) -> None:
         self._weights = weights
         self._source = source
-        self._pin = pin
+        self._pin = frozenset(pin)
         self._todo = checkpoint_tensors(weights.config)
         self._left = Counter(destination.layer for destination in self._todo.values())
 
@@ -119,9 +119,9 @@ class _Filling:
         return jobs
 
     def arrived(self, layer: int | None) -> None:
-        """Count a tensor as written; with the last one of a block the block is page-locked."""
+        """Count a tensor as written; with its last one a layer that is to be page-locked is."""
         self._left[layer] -= 1
-        if self._left[layer] == 0 and self._pin:
+        if self._left[layer] == 0 and layer in self._pin:
             self._weights.arena(layer).pin()
 
     def check_complete(self) -> None:
@@ -149,14 +149,18 @@ def _wait_all(jobs: Iterable[tuple[Future[None], Destination, int]], done: Calla
 
 
 def load_weights(
-    source: CheckpointSource, dtype: torch.dtype, *, pin: bool, on_progress: Progress | None = None
+    source: CheckpointSource,
+    dtype: torch.dtype,
+    *,
+    pin: Collection[int] = (),
+    on_progress: Progress | None = None,
 ) -> HostWeights:
     """Read a checkpoint into packed host arenas.
 
     Args:
         source: An opened checkpoint.
         dtype: Of the packed weights; stored values are converted.
-        pin: Page-lock the arenas (needs CUDA).
+        pin: Indices of the layers to page-lock (needs CUDA): those that are streamed. The shared block never is.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:

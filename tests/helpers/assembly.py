@@ -64,7 +64,9 @@ def make_runner(
     """
     if not (directory / "config.json").exists():
         hf_model.save_pretrained(directory)
-    weights = load_weights(open_checkpoint(directory), dtype, pin=device.type == "cuda")
+    source = open_checkpoint(directory)
+    pin = range(source.config().num_layers) if device.type == "cuda" else ()
+    weights = load_weights(source, dtype, pin=pin)
     config = weights.config
     engine = engine or make_copy_engine(device)
     # The arena is longer than the block by what fills up its last page.

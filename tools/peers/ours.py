@@ -16,7 +16,7 @@ from typing import Any
 
 from common import PeerOptions, llama_config, options_from, peer_parser, prompt_ids, random_weight
 
-from bench_report import emit, percentiles, provenance  # isort: skip (`common` sets the path)
+from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
@@ -67,7 +67,7 @@ def build(
     return model, budget, engine
 
 
-def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int) -> dict[str, Any]:
+def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int, peak: float | None) -> dict[str, Any]:
     """Passes over windows of `width` tokens, each followed by reading one token back, as decoding does."""
     runner = model.runner
     runner.cache.truncate(0, 0)
@@ -88,7 +88,6 @@ def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int)
             launch_s.append(launch)
     nbytes = runner.streamer.bytes_per_pass
     median = percentiles(pass_s).median
-    peak = model.link_peak_gbps
     return {
         "window_tokens": width,
         "pass_s": percentiles(pass_s).as_dict(),
@@ -116,13 +115,18 @@ def decode(model: LoadedModel, prompt: list[int], new_tokens: int) -> tuple[list
 
 def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, Any]:
     """Everything, as one dictionary."""
+    # The peak is a plain pinned memcpy, as for the peers, or our ring's own back-to-back copies if those are faster.
+    memcpy_gbps = measure_link_gbps(options.device)
     started = time.perf_counter()
     widest = max([*windows, 1])
     context = options.prompt_tokens + max(options.new_tokens, widest + _WARMUP_PASSES + passes) + 1
     model, budget, engine = build(options, context=context, window=widest, resident_layers=options.resident_layers)
     setup_s = time.perf_counter() - started
     prompt = prompt_ids(options)[0].tolist()
-    rows = [time_windows(model, prompt, width, passes) for width in windows]
+    peak = None
+    if memcpy_gbps is not None and model.link_peak_gbps is not None:
+        peak = max(memcpy_gbps, model.link_peak_gbps)
+    rows = [time_windows(model, prompt, width, passes, peak) for width in windows]
     generations, steps, first = [], [], []
     for number in range(options.warmup + options.repeats):
         tokens, step_s, first_s = decode(model, prompt, options.new_tokens)
@@ -131,7 +135,7 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
             steps += step_s
             first.append(first_s)
     step = percentiles(steps)
-    nbytes, peak = model.runner.streamer.bytes_per_pass, model.link_peak_gbps
+    nbytes = model.runner.streamer.bytes_per_pass
     result = {
         "system": "offload_runtime",
         "s_per_token": step.as_dict(),
@@ -142,6 +146,8 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
         "pinned_bytes": sum(arena.nbytes for arena in model.weights.layers if arena.pinned),
         "bound": {"link_gbps": peak, "share": nbytes / step.median / GB / peak} if peak else None,
         "peak_vram_bytes": {"driver": budget.peak_bytes(), "reserved": budget.reserved_bytes},
+        "memcpy_gbps": memcpy_gbps,
+        "ring_gbps": model.link_peak_gbps,
         "vram_limit_bytes": budget.limit_bytes,
         "context_bytes": budget.context_bytes,
         "windows": rows,
