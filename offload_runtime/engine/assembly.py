@@ -308,7 +308,10 @@ def connect_model(
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA."""
     device, layout = budget.device, weights.layer_layout
     layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
-    slots = _split(budget.allocate(f"{name}: ring", placement.num_slots * layout.total_bytes), placement.num_slots)
+    slots: list[torch.Tensor] = []
+    if placement.num_slots:
+        ring = budget.allocate(f"{name}: ring", placement.num_slots * layout.total_bytes)
+        slots = _split(ring, placement.num_slots)
     shared_host = weights.shared.buffer[: weights.shared_layout.total_bytes]
     shared = _on_device(shared_host, budget, f"{name}: embedding and head")
     resident = _resident_layers(layers_host, placement, budget, f"{name}: resident layers")
@@ -347,9 +350,13 @@ def _resident_layers(
 ) -> dict[int, torch.Tensor]:
     """Device buffers of the layers that stay, cut from one block: the allocator rounds each block up."""
     chosen = placement.resident_layers
-    if budget.device.type == "cpu":
-        return {index: _on_device(layers_host[index], budget, name) for index in chosen}
-    block = budget.allocate(name, sum(layers_host[index].nbytes for index in chosen))
+    if not chosen:
+        return {}
+    nbytes = sum(layers_host[index].nbytes for index in chosen)
+    if budget.device.type == "cpu":  # already there, and only entered in the ledger
+        budget.reserve(name, nbytes)
+        return {index: layers_host[index] for index in chosen}
+    block = budget.allocate(name, nbytes)
     buffers = dict(zip(chosen, _split(block, len(chosen)), strict=True))
     for index, buffer in buffers.items():
         buffer.copy_(layers_host[index])
@@ -358,7 +365,7 @@ def _resident_layers(
 
 def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
     """`count` equal pieces of a block."""
-    return list(block.view(count, -1)) if count else []
+    return list(block.view(count, -1))
 
 
 def warm_up(model: LoadedModel) -> None:
