@@ -234,3 +234,25 @@ def test_a_full_context_is_an_error_and_no_end(target: Path, monkeypatch: pytest
             assert conversation.to_json() == before
         conversation.reset()
         assert_as_from_scratch(runtime, list(spy.prompts[0]), say(conversation, "fox"))
+
+
+def test_a_conversation_that_outgrows_the_short_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """longrope rotates all keys otherwise once the text is long: what was cached before then is of no use."""
+    path = write_checkpoint(tmp_path / "target")
+    config = json.loads((path / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 84,
+        "short_factor": [1.0] * half, "long_factor": [3.0 + index for index in range(half)],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    with load(path, draft="ngram") as runtime:
+        spy, conversation = Spy(runtime, monkeypatch), runtime.conversation()
+        texts = ("the fox", "jumps over the lazy dog", "and the quick", "fox", "dog")
+        said = [say(conversation, text) for text in texts]
+        prompts, prefilled = list(spy.prompts), list(spy.prefilled)
+        assert len(prompts[1]) < 84 - COUNT and len(prompts[-2]) > 84
+        whole = [new == prompt for new, prompt in zip(prefilled, prompts, strict=True)]
+        assert whole.count(True) == 2 and whole[0] and not whole[-1]
+        for prompt, tokens in zip(prompts, said, strict=True):
+            assert_as_from_scratch(runtime, prompt, tokens)

@@ -199,6 +199,14 @@ def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, specu
     assert (stats.passes, stats.bytes_per_pass, stats.link_gbps, stats.link_peak_gbps) == (3, 0, None, None)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_tokens_on_the_cpu_do_not_depend_on_speculation(target: Path, draft: Path, dtype: str) -> None:
+    with load(target, draft="none", dtype=dtype) as runtime:
+        expected = [runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
+    with load(target, draft=draft, dtype=dtype, resident_layers=1) as runtime:
+        assert max(assert_same(runtime, expected)) > 1.2
+
+
 def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
     with load(target, draft=draft, resident_layers=2) as runtime:
         reserved = {item.name: item.nbytes for item in runtime._parts.budget.reservations}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError
 from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
-from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, resolve_device
+from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -142,3 +144,19 @@ def test_the_allocator_is_held_to_the_limit() -> None:
 def test_a_limit_beyond_the_card_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"is more than the .* has free"):
         DeviceBudget(torch.device("cuda", 0), 1 << 50)
+
+
+def test_weights_larger_than_the_host_memory(tmp_path: Path) -> None:
+    check_host_memory(MIB, cgroup=tmp_path)
+    with pytest.raises(BudgetError, match="close other programs"):
+        check_host_memory(2 * psutil.virtual_memory().total, cgroup=tmp_path)
+
+
+def test_weights_larger_than_what_the_container_may_use(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{60 * MIB}\n")
+    check_host_memory(40 * MIB, cgroup=tmp_path)
+    with pytest.raises(BudgetError, match=r"41\.9 MB is available"):
+        check_host_memory(41 * MIB, cgroup=tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    check_host_memory(41 * MIB, cgroup=tmp_path)
