@@ -224,8 +224,6 @@ def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
         for name in after:
             if device == "cpu" or name in ("embedding", "o", "down"):
                 assert torch.equal(before[name], after[name]), (layer, name)
-            elif name.endswith("norm"):  # a product with a scale, rounded by each device in its own way
-                torch.testing.assert_close(before[name], after[name], rtol=1e-6, atol=0.0)
     if device == "cuda":
         redrawn = write(widened, tmp_path / "redrawn", monkeypatch)
         logits = [all_logits(AutoModelForCausalLM.from_pretrained(path), TOKENS) for path in (out, redrawn)]
