@@ -84,8 +84,9 @@ def command(source: Path, out: Path, *, delay_s: float = 0.0, shape: str = "tiny
 def test_a_stopped_command_leaves_nothing(number, source_dir, tmp_path):
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(source_dir, out, delay_s=0.5), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        command(source_dir, out, delay_s=0.5), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell starts us with it ignored
+    )  # fmt: skip
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline()
