@@ -46,6 +46,9 @@ class CopyEngine(Protocol):
     def compute_record(self, free: Any) -> None:
         """Fire `free` once all compute issued so far has finished."""
 
+    def is_done(self, ready: Any) -> bool:
+        """Whether the latest `enqueue` with this event has finished; never waits."""
+
     def copy_seconds(self) -> float:
         """Total time that finished copies have kept the link busy, in seconds."""
 
@@ -110,6 +113,9 @@ class ThreadCopyEngine:
             free.fired = free.armed
             self._changed.notify_all()
 
+    def is_done(self, ready: _HostEvent) -> bool:
+        return ready.fired >= ready.armed
+
     def copy_seconds(self) -> float:
         return self._copy_s
 
@@ -141,7 +147,8 @@ class ThreadCopyEngine:
                 if self._before_copy is not None:
                     self._before_copy()
                 started = time.perf_counter()
-                dst.copy_(src)
+                with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
+                    dst.copy_(src)
                 self._copy_s += time.perf_counter() - started
             except BaseException as error:
                 with self._changed:
@@ -227,6 +234,9 @@ class CudaCopyEngine:
 
     def compute_record(self, free: torch.cuda.Event) -> None:
         free.record(torch.cuda.current_stream(self._device))
+
+    def is_done(self, ready: torch.cuda.Event) -> bool:
+        return ready.query()
 
     def copy_seconds(self) -> float:
         return self._copies.harvest()

@@ -226,8 +226,8 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def check_host_memory(needed_bytes: int, *, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
-    """Refuse weights that the machine's free memory, or the container's, cannot hold: the system would kill us later.
+def check_host_memory(needed_bytes: int, *, what: str = "the weights", cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+    """Refuse what the machine's free memory, or the container's, cannot hold: the system would kill us later.
 
     Raises:
         BudgetError: Less is available than `needed_bytes`.
@@ -241,7 +241,7 @@ def check_host_memory(needed_bytes: int, *, cgroup: Path = Path("/sys/fs/cgroup"
         pass  # not Linux, or another kind of control group
     if needed_bytes > available_bytes:
         raise BudgetError(
-            f"the weights need {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "
+            f"{what} would take {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "
             "available: close other programs, choose a 16-bit --dtype or a smaller model"
         )
 

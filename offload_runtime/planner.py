@@ -94,6 +94,36 @@ def place_layers(needs: MemoryNeeds, available_bytes: int | None, resident_layer
     return _placement(most - slots, layers, slots)
 
 
+@dataclass(frozen=True)
+class HostKVNeeds:
+    """Device bytes of a KV cache whose blocks live in host memory.
+
+    `layer_bytes`: a layer that stays on the device after all; `open_bytes`: the newest blocks of one that does not;
+    `shared_bytes`: the ring on the link and the workspace of a prefill, unless every layer stays.
+    """
+
+    num_layers: int
+    layer_bytes: int
+    open_bytes: int
+    shared_bytes: int
+
+
+def place_kv_layers(needs: HostKVNeeds, spare_bytes: int | None) -> tuple[int, ...]:
+    """Layers whose KV cache stays on the device, evenly spread: as many as fit into what is left of the budget.
+
+    Args:
+        needs: Bytes of the parts.
+        spare_bytes: What is left with no layer resident; None for no limit, where all stay on the host, as asked.
+    """
+    if spare_bytes is None:
+        return ()
+    if needs.num_layers * (needs.layer_bytes - needs.open_bytes) - needs.shared_bytes <= spare_bytes:
+        return tuple(range(needs.num_layers))
+    each = needs.layer_bytes - needs.open_bytes
+    count = needs.num_layers if each <= 0 else max(0, min(needs.num_layers - 1, spare_bytes // each))
+    return spread(count, needs.num_layers)
+
+
 def _placement(resident: int, layers: int, slots: int) -> Placement:
     return Placement(spread(resident, layers), min(slots, layers - resident), layers)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from offload_runtime_kernels.attention import attention_reference, attention_triton
+from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.model import RopeTable, RowBuilder, Window
@@ -144,9 +145,9 @@ def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> N
     for committed in ((300, 20), (20, 300)):
         rows = builder.build([Window(tokens, PARENTS), Window(tokens[:3])], committed, [1, 0]).query
         q = random_tensor(2, len(PARENTS), 4, 16, seed=1)
-        k, v = (random_tensor(2, 320, 2, 16, seed=seed) for seed in (2, 3))
-        expected = attention_reference(q, k, v, rows, scale=0.5)
-        torch.testing.assert_close(attention_triton(q, k, v, rows, scale=0.5), expected, atol=1e-5, rtol=0)
+        kv = KVBlocks(random_tensor(2, 2, 2, 2, 256, 16, seed=2))
+        expected = attention_reference(q, kv, rows, scale=0.5)
+        torch.testing.assert_close(attention_triton(q, kv, rows, scale=0.5), expected, atol=1e-5, rtol=0)
 
 
 def test_prepared_rows_of_single_tokens_match_a_window(tmp_path: Path) -> None:

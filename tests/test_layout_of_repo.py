@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": {"copy_engine", "memory", KERNELS},
     "streaming": {"copy_engine", "weights"},
     "planner": {"machine_profile"},
-    "runners": {"model", "kv_cache", "streaming", KERNELS},
+    "runners": {"model", "kv_cache", "sampling", "streaming", KERNELS},
     "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows
     "engine": {
         "copy_engine", "kv_cache", "machine_profile", "memory", "model", "planner", "runners", "sampling",

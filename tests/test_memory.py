@@ -86,22 +86,24 @@ def test_devices_that_do_not_exist_are_refused() -> None:
 def test_the_kv_cache_is_reserved_in_full_and_says_when_it_is_full() -> None:
     config = _config()
     needed_bytes = kv_cache_bytes(config, torch.float32, capacity_tokens=10, batch=2)
-    assert needed_bytes == 2 * 2 * 8 * 3 * 10 * 2 * 4  # K and V, heads, channels, layers, tokens, sequences, fp32
+    assert needed_bytes == 2 * 2 * 8 * 3 * 256 * 2 * 4  # K and V, heads, channels, layers, a block, sequences, fp32
     with pytest.raises(BudgetError, match="KV cache needs"):
         DeviceKVCache(config, torch.float32, capacity_tokens=10, batch=2, budget=DeviceBudget(CPU, needed_bytes - 1))
     budget = DeviceBudget(CPU, needed_bytes)
     cache = DeviceKVCache(config, torch.float32, capacity_tokens=10, batch=2, budget=budget)
     assert budget.free_bytes == 0
-    k, v = cache.layer(2)
-    assert k.shape == v.shape == (2, 10, 2, 8)
-    assert not bool(k.any()) and not bool(v.any())
+    data = cache.store(2).data
+    assert data.shape == (2, 1, 2, 2, 256, 8)
+    assert not bool(data.any())
     cache.commit(1, 7)
-    cache.check_room(1, 3)
+    cache.begin_window([1], [3])
     with pytest.raises(ContextLengthError, match="11 tokens do not fit the 10"):
-        cache.check_room(1, 4)
+        cache.begin_window([1], [4])
+    with pytest.raises(ContextLengthError, match="11 tokens do not fit the 10"):
+        cache.begin_prefill(1, 4)
     cache.truncate(1, 2)
     assert (cache.length(0), cache.length(1)) == (0, 2)
-    cache.check_room(1, 8)
+    cache.begin_window([0, 1], [10, 8])
 
 
 @pytest.mark.gpu

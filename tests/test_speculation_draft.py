@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.model import Window
+from offload_runtime.model import PassRows, Window
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.sampling import sample
 from offload_runtime.speculation import DraftProposer, SpeculativeDecoder
@@ -45,7 +45,7 @@ def make_proposer(
     draft: ModelRunner, params: SamplingParams, *, sequence: int = 0, vocab_size: int = VOCAB_SIZE
 ) -> DraftProposer:
     """A proposer that starts with an empty cache."""
-    draft.cache.truncate(0, 0)
+    draft.cache.truncate(sequence, 0)
     proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
     proposer.start(params)
     return proposer
@@ -132,18 +132,20 @@ def test_tokens_beyond_either_vocabulary(draft: ModelRunner) -> None:
 
 
 class NanDraft:
-    """A draft whose chain turns to NaN in its second step."""
+    """A draft whose logits of the token at position 12 are NaN the first time."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.cache, self.prefill, self.verify = runner.cache, runner.prefill, runner.verify
-        self.chain_rows = runner.chain_rows
-        self._steps = 0
+        self.cache, self.decoder, self.streamer = runner.cache, runner.decoder, runner.streamer
+        self.prefill = runner.prefill
+        self._broken = False
 
-    def run_rows(self, rows: object) -> torch.Tensor:
-        self._steps += 1
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
         logits = self._runner.run_rows(rows)
-        return logits * float("nan") if self._steps == 2 else logits
+        if self._broken or int(rows.query.positions.max()) != 11:
+            return logits
+        self._broken = True
+        return logits * float("nan")
 
 
 def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
@@ -152,6 +154,32 @@ def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
     proposer = DraftProposer(NanDraft(draft), vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
     assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 2, PARAMS[0])
     assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
+
+
+class InterruptedDraft(NanDraft):
+    """A draft whose passes are interrupted whenever `countdown` reaches zero."""
+
+    countdown = -1
+
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        self.countdown -= 1
+        if self.countdown == 0:
+            raise KeyboardInterrupt
+        return self._runner.run_rows(rows)
+
+
+def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> None:
+    draft.cache.truncate(0, 0)
+    interrupted = InterruptedDraft(draft)
+    proposer = DraftProposer(interrupted, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
+    tokens = random_tokens(20, seed=15)
+    for countdown in (1, 2, 3, 5, 1, 4):
+        tokens = [*tokens[:-6], *random_tokens(9, seed=len(tokens))]
+        interrupted.countdown = countdown
+        with pytest.raises(KeyboardInterrupt):
+            proposer.propose(tokens, 6)
+        shorter = tokens[:-2]
+        assert proposer.propose(shorter, 6) == plain_decoding(draft, shorter, 6, PARAMS[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -163,7 +191,7 @@ def test_a_draft_that_is_the_target_gets_everything_accepted(
     params = SamplingParams(temperature=temperature, seed=11)
     proposer = make_proposer(draft, params, sequence=sequence)
     prompt = random_tokens(37, seed=12)
-    row = 1
+    row = 2  # the draft has rows 0 and 1
     target = OneSequence(draft, row)
     decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
     draft.cache.truncate(row, 0)
@@ -172,6 +200,7 @@ def test_a_draft_that_is_the_target_gets_everything_accepted(
         result = decoder.round(tokens, gamma)
         assert (result.num_proposed, result.num_accepted) == (gamma, gamma)
         tokens += result.tokens
+    # In the same row, which the target needs no more.
     assert tokens == prompt + plain_decoding(draft, prompt, len(tokens) - 37, params, noise_sequence=sequence)
 
 

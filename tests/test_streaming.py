@@ -12,7 +12,7 @@ import torch
 
 from offload_runtime.copy_engine import CopyEngine, CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
-from offload_runtime.streaming import LayerStreamer, LayerViews
+from offload_runtime.streaming import LayerStreamer, LayerViews, _Lane
 
 LAYER_BYTES = 4096
 
@@ -81,20 +81,19 @@ def test_all_resident_copies_nothing(engine: ThreadCopyEngine) -> None:
     assert (streamer.num_streamed, streamer.bytes_per_pass, engine.bytes_copied) == (0, 0, 0)
 
 
-class _EagerStreamer(LayerStreamer):
-    """Deliberately wrong: believes that a slot is free as soon as its layer has been handed out."""
+@pytest.fixture
+def refills_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deliberately wrong: a slot counts as free as soon as its item has been handed out."""
+    monkeypatch.setattr(
+        _Lane, "has_room", property(lambda lane: len(lane.held) + len(lane.arriving) <= len(lane.slots))
+    )
 
-    def _fill(self) -> None:
-        self._num_used += 1
-        super()._fill()
-        self._num_used -= 1
 
-
+@pytest.mark.usefixtures("refills_too_early")
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_the_intactness_check_catches_a_streamer_that_refills_too_early(slots: int) -> None:
     engine = ThreadCopyEngine()
-    buffers = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(slots)]
-    streamer = _EagerStreamer([_layer(i) for i in range(7)], {}, buffers, make_views=_views, engine=engine)
+    streamer = _streamer(engine, slots=slots)
     with pytest.raises(AssertionError, match=r"overwritten while it was in use|was not there when"):
         for _ in range(3):
             _run_pass(streamer, compute_s=0.02)
@@ -247,12 +246,12 @@ class _GpuRing:
     num_elements: int
 
     @classmethod
-    def make(cls, *, num_layers: int, slots: int, copy_cycles: int, streamer: type[LayerStreamer]) -> _GpuRing:
+    def make(cls, *, num_layers: int, slots: int, copy_cycles: int) -> _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
         engine = CudaCopyEngine(device, before_copy=lambda: torch.cuda._sleep(copy_cycles))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
         buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(slots)]
-        return cls(engine, streamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
+        return cls(engine, LayerStreamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
 
     def wrong_bytes(self, *, passes: int, compute_cycles: int) -> int:
         """Bytes that were not their layer's at the beginning or at the end of its use, counted on the device."""
@@ -269,13 +268,14 @@ class _GpuRing:
 @pytest.mark.parametrize(("copy_cycles", "compute_cycles"), [(2_000_000, 0), (0, 2_000_000), (500_000, 500_000)])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_layers_are_intact_on_the_gpu(slots: int, copy_cycles: int, compute_cycles: int) -> None:
-    ring = _GpuRing.make(num_layers=5, slots=slots, copy_cycles=copy_cycles, streamer=LayerStreamer)
+    ring = _GpuRing.make(num_layers=5, slots=slots, copy_cycles=copy_cycles)
     assert ring.wrong_bytes(passes=6, compute_cycles=compute_cycles) == 0
     ring.engine.drain()
     assert ring.engine.bytes_copied == (6 * 5 + slots) * ring.num_elements
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("refills_too_early")
 def test_the_gpu_check_catches_a_streamer_that_refills_too_early() -> None:
-    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0, streamer=_EagerStreamer)
+    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0)
     assert ring.wrong_bytes(passes=3, compute_cycles=5_000_000) > 0

@@ -71,11 +71,13 @@ sys.exit(widen_model.main())
 """
 
 
-def command(source: Path, out: Path, *, delay_s: float = 0.0, shape: str = "tiny") -> list[str]:
+def command(
+    source: Path, out: Path, *, delay_s: float = 0.0, shape: str = "tiny", others: tuple[str, ...] = ("--noise", "0.05")
+) -> list[str]:
     """`widen_model.py` as a process."""
     return [
         sys.executable, "-c", TINY_COMMAND, str(ROOT / "tools"), str(delay_s), "--source", str(source), "--shape",
-        shape, "--noise", "0.05", "--device", "cpu", "--out", str(out),
+        shape, "--device", "cpu", "--out", str(out), *others,
     ]  # fmt: skip
 
 
@@ -105,3 +107,27 @@ def test_errors_of_the_command_are_one_line(source_dir, tmp_path):
     result = subprocess.run(command(source_dir, tmp_path / "out", shape="llama9"), capture_output=True, text=True)
     assert result.returncode == 2 and not (tmp_path / "out").exists()
     assert result.stderr.strip().splitlines()[-1].startswith("error: shape 'llama9' is not known: use one of llama2-7b")
+
+
+def test_a_random_draft_has_the_shape_and_the_vocabulary(source_dir, tmp_path):
+    """What costs time is there and finite, and it drafts for whatever has the source's tokenizer."""
+    run = command(source_dir, tmp_path / "out", shape="llama-68m", others=("--random",))
+    subprocess.run(run, check=True, capture_output=True)
+    written, source = open_checkpoint(tmp_path / "out"), open_checkpoint(source_dir)
+    found, asked = written.config(), source.config()
+    assert (found.hidden_size, found.intermediate_size, found.num_layers) == (768, 3072, 2)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (12, 12, 64)
+    assert (found.vocab_size, found.max_position_embeddings) == (asked.vocab_size, asked.max_position_embeddings)
+    assert written.tokenizer().get_vocab() == source.tokenizer().get_vocab()
+    assert written.generation_eos() == source.generation_eos()
+    for name, tensor in tensors_of(written).items():
+        mean, std = float(tensor.mean()), float(tensor.std())
+        assert 0.018 < std < 0.022 and abs(mean - (tensor.dim() == 1)) < 0.005, name
+
+
+def test_a_random_draft_ignores_no_option(source_dir, tmp_path):
+    for others in (("--noise", "0.1"), ("--context-rope", "yarn:4")):
+        run = command(source_dir, tmp_path / "out", shape="llama-68m", others=("--random", *others))
+        result = subprocess.run(run, capture_output=True, text=True)
+        assert result.returncode == 2 and not (tmp_path / "out").exists()
+        assert "--random has no use for --noise and --context-rope" in result.stderr.strip().splitlines()[-1]

@@ -34,7 +34,7 @@ from tests.helpers.widening import (
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from widening.rope import frequencies, widened_rope, with_context_rope
+from widening.rope import frequencies, widened_rope
 from widening.shapes import SHAPES, check_fits, place_heads, rotary_channels, shape_named
 
 TOKENS = random_tokens(40)
@@ -124,20 +124,34 @@ def test_context_rope_is_the_small_model_under_yarn(tmp_path, monkeypatch):
     assert error(all_logits(stretched, TOKENS), all_logits(model, TOKENS)) > 1e-3
 
 
-@pytest.mark.parametrize("factor", [4.0, 16.0])
-def test_yarn_frequencies_of_smollm2_in_a_head_of_128(factor):
-    """At 128K tokens an error of one rounding in a frequency of 1 would turn the pair by 0.008."""
-    small = with_context_rope(SMOLLM2, f"yarn:{factor}")
+YARNS = {
+    "plain": {},
+    "longer": {"factor": 64.0, "original_max_position_embeddings": 2048},
+    "its own ramp": {"beta_fast": 16.0, "beta_slow": 2.0},
+    "unrounded ramp": {"truncate": False, "beta_fast": 20.0},
+    "ramp from the first pair on": {"original_max_position_embeddings": 128},
+    "ramp past the last pair": {"beta_slow": 1e-9, "truncate": False},
+    "own attention factor": {"attention_factor": 1.25},
+    "mscale": {"mscale": 0.7, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize("large_dim", [128, 256])
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_frequencies_of_smollm2_in_a_larger_head(name, large_dim):
+    """To the last bit: at 128K tokens one rounding of a frequency of 1 would turn its pair by 0.008."""
+    parameters = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
+    small = dataclasses.replace(SMOLLM2, rope_parameters=parameters | YARNS[name], max_position_embeddings=131072)
     wanted, scaling = frequencies(small)
-    wide = dataclasses.replace(small, head_dim=128, rope_parameters=widened_rope(small, 128))
+    wide = dataclasses.replace(small, head_dim=large_dim, rope_parameters=widened_rope(small, large_dim))
     found, wide_scaling = frequencies(wide)
-    turned = (found[::2].double() - wanted.double()).abs() * small.max_position_embeddings
-    assert wide_scaling == scaling > 1
-    assert float(turned.max()) < 1e-4
-    assert torch.equal(found[0:20:2], wanted[:10])
+    assert torch.equal(found[:: large_dim // 64], wanted) and wide_scaling == scaling
+    if name == "longer":  # what is tested: the small head's own parameters would scale other pairs
+        kept, _ = frequencies(dataclasses.replace(small, head_dim=large_dim))
+        assert not torch.allclose(kept[:: large_dim // 64], wanted, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-68m"])
 def test_named_shapes_hold_smollm2(name):
     """Each query head meets the keys and values of its own KV head, and no two share a place."""
     shape = shape_named(name)
@@ -266,6 +280,11 @@ def test_shapes_that_do_not_fit_are_refused(changes, message, tmp_path):
     source = opened(small_model(), tmp_path / "small")
     with pytest.raises(OptionError, match=message):
         WidenedCheckpoint(source, dataclasses.replace(MHA, **changes))
+
+
+def test_a_drafts_shape_holds_no_target():
+    with pytest.raises(OptionError, match="num_layers 2, less than the source's 30"):
+        check_fits(SMOLLM2, shape_named("llama-68m"))
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):

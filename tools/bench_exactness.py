@@ -28,7 +28,8 @@ from bench_report import emit, provenance  # noqa: E402
 
 from offload_runtime.config import SamplingParams  # noqa: E402
 from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
-from offload_runtime.engine.assembly import LoadedModel, connect_model, plan_placement, target_plan  # noqa: E402
+from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: E402
+from offload_runtime.engine.plans import Plans, place, reserve_workspace, target_plan  # noqa: E402
 from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
 from offload_runtime.runners import ModelRunner  # noqa: E402
@@ -114,7 +115,8 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
     budget = DeviceBudget(device, None)
-    placement = plan_placement(plan, None, budget, resident_layers)
+    plans, placement = place(Plans(plan, None), budget, resident_layers, "gpu")
+    reserve_workspace(plans, budget)
     # As the runtime does: what stays on the device needs no page-locked memory.
     streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
     pin = streamed if device.type == "cuda" else ()

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from offload_runtime_kernels._jit import jit, tl, triton
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+_BLOCK = tl.constexpr(BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class RopeRows:
     """Where each of N rows stands: all tensors on the compute device.
 
     `cos`, `sin`: [N, D/2] fp32, or None for layers without rotation; `positions` [N] int32, negative for padding;
-    `slots` [N] int32, the cache slot its key and value go to; `sequences` [N] int32, the cache's batch row.
+    `slots` [N] int32, where its key and value go, counted like positions; `sequences` [N] int32, the cache's batch row.
     """
 
     cos: torch.Tensor | None
@@ -49,11 +52,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rope_store_reference(
-    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None
-) -> torch.Tensor:
+def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm: HeadNorm | None) -> torch.Tensor:
     """Plain torch version of `rope_store`."""
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
     heads = qkv[:num_rows].view(num_rows, -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -64,16 +65,17 @@ def rope_store_reference(
     if rows.cos is not None and rows.sin is not None:
         q, k = _rotate(q, rows.cos, rows.sin), _rotate(k, rows.cos, rows.sin)
     real = rows.positions >= 0
-    where = (rows.sequences[real].long(), rows.slots[real].long())
-    k_cache[where] = k[real]
-    v_cache[where] = v[real]
+    sequences, slots = rows.sequences[real].long(), rows.slots[real].long()
+    block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
+    kv.data[sequences, block, 0, :, slots % BLOCK_TOKENS] = k[real]
+    kv.data[sequences, block, 1, :, slots % BLOCK_TOKENS] = v[real]
     return torch.where(real[:, None, None], q, 0)
 
 
-@jit
+@jit(do_not_specialize=("first_block", "num_blocks"))
 def _rope_store_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-    positions_ptr, slots_ptr, sequences_ptr, cache_stride_sequence, cache_stride_slot, eps,
+    qkv_ptr, q_ptr, kv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+    positions_ptr, slots_ptr, sequences_ptr, stride_sequence, stride_block, stride_values, first_block, num_blocks, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -112,30 +114,29 @@ def _rope_store_kernel(
         tl.store(target + half + lanes, tl.where(real, second, zero), mask=inside)
     else:
         sequence = tl.load(sequences_ptr + row).to(tl.int64)
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        cache_ptr = v_ptr if is_value else k_ptr
+        slot = tl.load(slots_ptr + row)
+        block = ((slot // _BLOCK - first_block) % num_blocks).to(tl.int64)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-        target = cache_ptr + sequence * cache_stride_sequence + slot * cache_stride_slot + kv_head * HEAD_DIM
+        target = kv_ptr + sequence * stride_sequence + block * stride_block
+        target += (head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int64) * stride_values
+        target += (kv_head * _BLOCK + slot % _BLOCK) * HEAD_DIM
         tl.store(target + lanes, first, mask=real)
         tl.store(target + half + lanes, second, mask=real)
 
 
-def rope_store_triton(
-    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None
-) -> torch.Tensor:
+def rope_store_triton(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm: HeadNorm | None) -> torch.Tensor:
     """Triton version of `rope_store`."""
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (head_dim, 1)
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     # Triton wants a pointer for every argument; an unused one may point anywhere.
     cos, sin = (rows.cos, rows.sin) if rows.cos is not None else (qkv, qkv)
     q_weight, k_weight = (head_norm.q_weight, head_norm.k_weight) if head_norm is not None else (qkv, qkv)
     _rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
-        qkv, q, k_cache, v_cache, cos, sin, q_weight, k_weight,
-        rows.positions, rows.slots, rows.sequences, k_cache.stride(0), k_cache.stride(1),
+        qkv, q, kv.data, cos, sin, q_weight, k_weight,
+        rows.positions, rows.slots, rows.sequences, *kv.data.stride()[:3], kv.first_block, kv.num_blocks,
         head_norm.eps if head_norm is not None else 0.0,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
@@ -144,20 +145,17 @@ def rope_store_triton(
     return q
 
 
-def rope_store(
-    qkv: torch.Tensor, rows: RopeRows, k_cache: torch.Tensor, v_cache: torch.Tensor, head_norm: HeadNorm | None = None
-) -> torch.Tensor:
+def rope_store(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm: HeadNorm | None = None) -> torch.Tensor:
     """Rotate q and k of a fused projection and write k and v where the rows belong.
 
     Args:
         qkv: [at least N, (H + 2 H_kv) D], contiguous: all query heads, then key heads, then value heads.
         rows: Where each of the N rows stands; no two rows may name the same slot of the same sequence.
-        k_cache: [B, S, H_kv, D], written in place; heads contiguous.
-        v_cache: The same for values.
+        kv: Blocks, written in place.
         head_norm: RMSNorm of each head before the rotation, or None.
 
     Returns:
         The rotated queries [N, H, D]; zero for padding rows.
     """
     run = rope_store_triton if qkv.is_cuda else rope_store_reference
-    return run(qkv, rows, k_cache, v_cache, head_norm)
+    return run(qkv, rows, kv, head_norm)

@@ -74,6 +74,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             vram=options.vram_bytes,
             resident_layers=options.resident_layers,
             context=options.context,
+            kv=options.kv,
             max_gamma=options.max_gamma,
             on_progress=bars.on_bytes,
         )

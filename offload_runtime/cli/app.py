@@ -52,6 +52,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
+    kv: opt.KVOption = opt.KVPlace.auto,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     temperature: opt.TemperatureOption = 0.0,
     top_k: opt.TopKOption = 0,
@@ -78,7 +79,7 @@ def generate(
         )  # fmt: skip
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, gamma=gamma,
+            context=context, kv=kv, gamma=gamma,
         )  # fmt: skip
         text = opt.read_prompt(prompt, prompt_file)
         run_generate(text, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
@@ -93,6 +94,7 @@ def chat(
     ] = None,
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
+    kv: opt.KVOption = opt.KVPlace.auto,
     max_new_tokens: opt.MaxNewTokensOption = 1024,
     temperature: opt.TemperatureOption = 0.7,
     top_k: opt.TopKOption = 0,
@@ -119,7 +121,7 @@ def chat(
         )  # fmt: skip
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, gamma=gamma,
+            context=context, kv=kv, gamma=gamma,
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 
@@ -130,6 +132,7 @@ def verify(
     target: opt.TargetOption,
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
+    kv: opt.KVOption = opt.KVPlace.auto,
     prompts: Annotated[
         str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     ] = None,
@@ -151,7 +154,7 @@ def verify(
     with ending_in_order():
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, gamma=None,
+            context=context, kv=kv, gamma=None,
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
         run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)

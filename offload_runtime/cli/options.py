@@ -49,6 +49,22 @@ DraftOption = Annotated[
         help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
     ),
 ]
+
+
+class KVPlace(str, Enum):
+    """Where the target's KV cache lives."""
+
+    auto = "auto"
+    gpu = "gpu"
+    host = "host"
+
+
+KVOption = Annotated[
+    KVPlace,
+    typer.Option(
+        "--kv", rich_help_panel=_MODEL, help="Where the KV cache lives: on the GPU, or paged from pinned host memory."
+    ),
+]
 ContextOption = Annotated[
     str,
     typer.Option("--context", metavar="TOKENS|auto", rich_help_panel=_MODEL, help="Tokens of context to reserve."),
@@ -129,6 +145,7 @@ class LoadOptions:
     vram_bytes: int | None = None
     resident_layers: int | str = "auto"
     context: int | str = "auto"
+    kv: str = "auto"
     max_gamma: int = 63
 
     def __post_init__(self) -> None:
@@ -147,6 +164,7 @@ def load_options(
     vram: str | None,
     resident_layers: str,
     context: str,
+    kv: KVPlace,
     gamma: int | None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
@@ -161,6 +179,7 @@ def load_options(
         vram_bytes=None if vram is None else parse_bytes(vram),
         resident_layers=_count_or_auto("--resident-layers", resident_layers),
         context=reserved_tokens,
+        kv=kv.value,
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
     )
 

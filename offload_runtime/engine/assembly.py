@@ -10,42 +10,25 @@ from typing import Any
 import torch
 from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime.config import GB, ModelConfig, SamplingParams, format_bytes
-from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
-from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, VocabularyMismatchError
-from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.config import ModelConfig, SamplingParams, format_bytes
+from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.engine.plans import ModelPlan, Plans
+from offload_runtime.errors import DeviceError, VocabularyMismatchError
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
-from offload_runtime.model.linear import padded_rows
-from offload_runtime.planner import MemoryNeeds, Placement, all_resident, place_layers, workspace_bytes
-from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.planner import Placement, all_resident
+from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights import (
     CheckpointSource,
     HostWeights,
-    layer_layout,
     load_weights,
     open_checkpoint,
-    packed_bytes,
-    shared_layout,
 )
 
 LoadProgress = Callable[[str, int, int], None]
-
-# Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
-# on the placement. On a GPU 64 rows cost what one costs (the products of a 7B model: 3.76 ms at 64 rows, 3.57 ms at 1,
-# 5.6 ms at 256; H200). A model of 8 GB and more is streamed on the cards this is for, its passes take hundreds of
-# milliseconds, and 256 rows keep a window of 1024 tokens at 26 launches a layer, which the launch queue of 1024 holds.
-# On a CPU every row costs.
-_SMALL_TARGET_SHAPE = PassShape(64, 512, 1024)
-_LARGE_TARGET_SHAPE = PassShape(256, 512, 1024)
-_LARGE_TARGET_BYTES = 8 * GB
-_CPU_TARGET_SHAPE = PassShape(8, 64, 256)
-# A draft promises no bits, so its heights only have to be quick.
-_DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_AUTO_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -69,50 +52,6 @@ def require_kernels(device: torch.device) -> None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
 
 
-def resolve_dtype(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
-    """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype that the device computes in.
-
-    `auto` is the checkpoint's own on a GPU and fp32 on a CPU.
-    """
-    if name == "auto":
-        dtype = source.native_dtype if device.type == "cuda" else torch.float32
-    elif name in _DTYPES:
-        dtype = _DTYPES[name]
-    else:
-        raise OptionError(f"dtype must be auto, bf16, fp16 or fp32, not {name!r}")
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
-    return dtype
-
-
-def resolve_context(context: int | str, config: ModelConfig) -> int:
-    """Tokens to reserve for: asked for, or the model's maximum up to 8192."""
-    if context == "auto":
-        return min(config.max_position_embeddings, _AUTO_CONTEXT_TOKENS)
-    try:
-        tokens = int(context)
-    except ValueError:
-        raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
-    if tokens < 2:
-        raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
-    longest = longest_context(config)
-    if tokens > longest:
-        raise ContextLengthError(
-            f"a context of {tokens} tokens is more than the {longest} that the model was made for: lower --context, or "
-            "set a RoPE scaling in the model's config.json"
-        )
-    return tokens
-
-
-def longest_context(config: ModelConfig) -> int:
-    """Tokens that the model's positions reach, its RoPE scaling included."""
-    rope, longest = config.rope_parameters, config.max_position_embeddings
-    if rope["rope_type"] == "yarn":
-        original = rope.get("original_max_position_embeddings") or longest
-        return max(longest, int(original * rope["factor"]))
-    return int(longest * rope["factor"]) if rope["rope_type"] == "dynamic" else longest
-
-
 def check_vocabulary(target: Any, draft: Any, target_config: ModelConfig, draft_config: ModelConfig) -> None:
     """Refuse a draft whose token ids mean other text than the target's.
 
@@ -132,60 +71,6 @@ def check_vocabulary(target: Any, draft: Any, target_config: ModelConfig, draft_
         f"({len(target_vocab)} tokens, {target_config.vocab_size} logits): {different} entries differ. "
         "Take a draft of the same family, or --draft ngram"
     )
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """One model's bytes before it is loaded."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    shape: PassShape
-    context_tokens: int
-    window_tokens: int
-
-    @property
-    def layer_bytes(self) -> int:
-        """One packed layer."""
-        return layer_layout(self.config, self.dtype).total_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Embedding, final norm and head."""
-        return shared_layout(self.config, self.dtype).total_bytes
-
-    @property
-    def kv_bytes(self) -> int:
-        """The KV cache."""
-        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.context_tokens, batch=1)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Activations of the largest pass."""
-        return workspace_bytes(
-            self.config, self.dtype.itemsize, context_tokens=self.context_tokens,
-            chunk_rows=min(self.shape.prefill_chunk_tokens, padded_rows(self.context_tokens, self.shape.prefill_rows)),
-            window_rows=padded_rows(self.window_tokens, self.shape.window_rows),
-        )  # fmt: skip
-
-    @property
-    def all_bytes(self) -> int:
-        """Everything on the device, all layers resident, without a workspace."""
-        return self.config.num_layers * self.layer_bytes + self.shared_bytes + self.kv_bytes
-
-
-@dataclass(frozen=True)
-class Plans:
-    """Plans of target and draft."""
-
-    target: ModelPlan
-    draft: ModelPlan | None
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that both models' weights take while they are loaded."""
-        plans = [self.target] if self.draft is None else [self.target, self.draft]
-        return sum(packed_bytes(plan.config, plan.dtype) for plan in plans)
 
 
 @dataclass(frozen=True)
@@ -216,17 +101,6 @@ def open_sources(target: str | Path, draft: str | Path | None) -> Sources:
     return Sources(target_source, draft_source, tokenizer, frozenset(target_source.generation_eos()))
 
 
-def make_plans(sources: Sources, dtype: str, device: torch.device, *, context: int | str, window: int) -> Plans:
-    """What both models will take. Raises `OptionError`, `ContextLengthError`, `DeviceError`."""
-    torch_dtype = resolve_dtype(dtype, sources.target, device)
-    config = sources.target.config()
-    tokens = resolve_context(context, config)
-    target = target_plan(config, torch_dtype, device, context=tokens, window=window)
-    if sources.draft is None:
-        return Plans(target, None)
-    return Plans(target, draft_plan(sources.draft.config(), torch_dtype, device, context=tokens, window=window))
-
-
 def load_models(
     sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *,
     on_progress: LoadProgress | None,
@@ -244,44 +118,6 @@ def load_models(
             if model is not None:
                 warm_up(model)
     return LoadedModels(target, draft)
-
-
-def target_plan(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
-) -> ModelPlan:
-    """Plan of a target."""
-    if device.type == "cpu":
-        shape = _CPU_TARGET_SHAPE
-    else:
-        shape = _LARGE_TARGET_SHAPE if packed_bytes(config, dtype) >= _LARGE_TARGET_BYTES else _SMALL_TARGET_SHAPE
-    return ModelPlan(config, dtype, shape, context, window)
-
-
-def draft_plan(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int
-) -> ModelPlan:
-    """Plan of a draft model; its own maximum may shorten its context."""
-    context = min(context, longest_context(config))
-    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window)
-
-
-def plan_placement(
-    target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget, resident_layers: int | None
-) -> Placement:
-    """Place the target's layers beside everything else, or say what is short."""
-    needs = MemoryNeeds(
-        layer_bytes=target.layer_bytes,
-        num_layers=target.config.num_layers,
-        shared_bytes=target.shared_bytes,
-        kv_bytes=target.kv_bytes,
-        draft_bytes=draft.all_bytes if draft is not None else 0,
-        # Draft and target take turns on one stream, so they share the allocator's blocks.
-        workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
-        context_bytes=budget.reserved_bytes,
-    )
-    placement = place_layers(needs, budget.limit_bytes, resident_layers)
-    budget.reserve("workspace", needs.workspace_bytes)
-    return placement
 
 
 def load_model(
@@ -321,18 +157,53 @@ def connect_model(
         for index in placement.resident_layers:
             weights.layers[index].close()
             layers_host[index] = layers_host[index][:0]
-    cache = DeviceKVCache(
-        plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=1, budget=budget, name=f"{name}: KV cache"
-    )
+    cache, kv_slots = _make_cache(plan, budget, name)
     link_peak_gbps = None
     if slots:
         streamed = next(index for index in range(len(layers_host)) if index not in resident)
         link_peak_gbps = measure_link_gbps(engine, slots[0], layers_host[streamed])
-    streamer = LayerStreamer(layers_host, resident, slots, make_views=layout.views, engine=engine)
+    elif kv_slots:
+        link_peak_gbps = _measure_kv_link(kv_slots[0], engine)
+    streamer = LayerStreamer(
+        layers_host, resident, slots, make_views=layout.views, engine=engine,
+        kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+    )  # fmt: skip
     decoder = Decoder(plan.config, weights.shared_layout.views(shared))
     rope = RopeTable(plan.config, device)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
     return LoadedModel(runner, weights, placement, link_peak_gbps, rope)
+
+
+def _make_cache(
+    plan: ModelPlan, budget: DeviceBudget, name: str
+) -> tuple[DeviceKVCache | HostKVCache, list[torch.Tensor]]:
+    """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed)."""
+    if not plan.kv.on_host:
+        cache = DeviceKVCache(
+            plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
+            name=f"{name}: KV cache",
+        )  # fmt: skip
+        return cache, []
+    slots: list[torch.Tensor] = []
+    if len(plan.kv.resident_layers) < plan.config.num_layers:
+        block = budget.allocate(f"{name}: KV ring", plan.kv.num_slots * plan.kv.piece_bytes)
+        slots = _split(block, plan.kv.num_slots)
+    return HostKVCache(
+        plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
+        window_tokens=plan.window_tokens, piece_bytes=plan.kv.piece_bytes, budget=budget,
+        writeback=make_copy_engine(budget.device), resident_layers=plan.kv.resident_layers, name=f"{name}: KV cache",
+    ), slots  # fmt: skip
+
+
+def _measure_kv_link(slot: torch.Tensor, engine: CopyEngine) -> float:
+    """Peak of the link into a slot, from memory locked as the cache's blocks are."""
+    arena = HostArena(slot.nbytes, name="a measurement of the link")
+    try:
+        if slot.is_cuda:
+            arena.pin()
+        return measure_link_gbps(engine, slot, arena.buffer[: slot.nbytes])
+    finally:
+        arena.close()
 
 
 def _on_device(host: torch.Tensor, budget: DeviceBudget, name: str) -> torch.Tensor:
@@ -396,6 +267,14 @@ def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -
     if plans.draft is not None and plans.draft.context_tokens < plans.target.context_tokens:
         shorter = f"; the draft has nothing to say behind {plans.draft.context_tokens} tokens"
     return (
-        f"{where}; KV cache {format_bytes(plans.target.kv_bytes)} for {plans.target.context_tokens} tokens; "
+        f"{where}; {_describe_kv(plans.target)}; "
         f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{shorter}"
     )
+
+
+def _describe_kv(plan: ModelPlan) -> str:
+    where = f"KV cache {format_bytes(plan.whole_kv_bytes)} for {plan.context_tokens} tokens"
+    if not plan.kv.on_host:
+        return where
+    resident = f" but for {len(plan.kv.resident_layers)} layers" if plan.kv.resident_layers else ""
+    return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_bytes)} of it on the device"

@@ -21,9 +21,11 @@ from offload_runtime.config import (
 )
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
+from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
+from offload_runtime.engine.plans import make_plans, place, reserve_workspace
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream
+from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.memory import (
@@ -46,8 +48,8 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(
-        self, sources: assembly.Sources, models: assembly.LoadedModels, proposer: Proposer, budget: DeviceBudget,
-        engine: CopyEngine, *, default_gamma: int, max_gamma: int, placement: str,
+        self, sources: assembly.Sources, models: assembly.LoadedModels, proposers: Sequence[Proposer],
+        budget: DeviceBudget, engine: CopyEngine, *, default_gamma: int, max_gamma: int, placement: str,
     ) -> None:  # fmt: skip
         target = models.target
         self.config: ModelConfig = target.runner.decoder.config
@@ -62,6 +64,7 @@ class Runtime:
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         self._models = models
+        self._proposers = proposers
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, engine.close)
         self._default_gamma = default_gamma
@@ -72,7 +75,7 @@ class Runtime:
         pinned = [arena for arena in (target.weights.shared, *target.weights.layers) if arena.pinned]
         self._parts = StreamParts(
             target=target.runner,
-            proposer=proposer,
+            proposer=proposers[0],
             tokenizer=self.tokenizer,
             eos_token_ids=sources.eos_token_ids,
             engine=engine,
@@ -85,7 +88,7 @@ class Runtime:
     def load(
         cls, target: str | Path, *, draft: str | Path = "ngram", device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
-        max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
+        kv: str = "auto", max_batch: int = 1, max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -96,7 +99,11 @@ class Runtime:
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
             vram: Hard limit of device memory, like `24GB`; None allows all that is free.
             resident_layers: Layers kept on the device, or `auto` for as many as fit.
-            context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192.
+            context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
+                `host`.
+            kv: Where the KV cache lives: `gpu`, `host` (paged from pinned memory, growing with the text), or `auto`,
+                which takes whatever brings fewer bytes over the link.
+            max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
 
@@ -105,6 +112,7 @@ class Runtime:
                 large is read, each saying what would help.
         """
         require_positive("max_gamma", max_gamma)
+        require_positive("max_batch", max_batch)
         limit_bytes = None if vram is None else parse_bytes(vram)
         resident = _resident_layers(resident_layers)
         chosen = resolve_device(device)
@@ -113,18 +121,22 @@ class Runtime:
         assembly.require_kernels(chosen)
         with current_device(chosen):
             sources = assembly.open_sources(target, None if str(draft) in ("ngram", "none") else draft)
-            plans = assembly.make_plans(sources, dtype, chosen, context=context, window=max_gamma + 1)
+            plans = make_plans(
+                sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
+                batch=max_batch,
+            )  # fmt: skip
             budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-            placement = assembly.plan_placement(plans.target, plans.draft, budget, resident)
+            plans, placement = place(plans, budget, resident, kv)
+            reserve_workspace(plans, budget)
             check_host_memory(plans.host_bytes)
             engine = make_copy_engine(chosen)
             try:
                 models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
-                proposer = _make_proposer(str(draft), models)
+                proposers = [_make_proposer(str(draft), models, sequence) for sequence in range(max_batch)]
                 gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if models.draft is None else "model"]
                 return cls(
-                    sources, models, proposer, budget, engine,
-                    default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma),
+                    sources, models, proposers, budget, engine,
+                    default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
                     max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget),
                 )  # fmt: skip
             except BaseException as error:
@@ -170,14 +182,7 @@ class Runtime:
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
-        tokens = self.encode(prompt)
-        room = self.context_tokens - len(tokens)
-        if room < max_new_tokens:
-            raise ContextLengthError(
-                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
-                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
-                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
-            )
+        tokens = self._fitting_prompt(prompt, max_new_tokens)
         return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
@@ -197,6 +202,41 @@ class Runtime:
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
         return Conversation(self, system)
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_progress: OnBatchProgress | None = None,
+    ) -> list[GenerationResult]:  # fmt: skip
+        """Generate for several prompts at once: one pass of the target verifies a window of each.
+
+        Options as in `stream`, the same for all prompts. The first prompt's tokens are those of `generate`; each
+        further one draws its own noise.
+
+        Args:
+            prompts: At most as many as `max_batch` when the runtime was loaded.
+            on_progress: Called with (answers finished, answers) after every pass.
+
+        Raises:
+            OptionError, ContextLengthError: Before anything is computed.
+        """
+        if not 1 <= len(prompts) <= len(self._proposers):
+            raise OptionError(
+                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {len(self._proposers)}: "
+                "raise max_batch when loading it"
+            )
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
+        tokens = [self._fitting_prompt(prompt, max_new_tokens) for prompt in prompts]
+        most = self._check_gamma(params)
+        for sequence in range(len(self._proposers)):
+            self._models.target.runner.cache.truncate(sequence, 0)
+        self._cache_owner, self._current = None, None
+        batch = BatchGeneration(
+            self._parts, self._proposers[: len(prompts)], tokens, params, gamma=most if speculate else 0
+        )
+        with device_errors(self.device):
+            return batch.run(on_progress)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -229,18 +269,24 @@ class Runtime:
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
 
+    def _fitting_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """Token ids of a prompt that leaves room for its answer, or `ContextLengthError`."""
+        tokens = self.encode(prompt)
+        room = self.context_tokens - len(tokens)
+        if room < max_new_tokens:
+            raise ContextLengthError(
+                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
+                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
+            )
+        return tokens
+
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int,
         speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
-        if self._closed:
-            raise OptionError("this runtime is closed: load it again")
-        gamma = self._default_gamma if params.gamma is None else params.gamma
-        if gamma > self._max_gamma:
-            raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
-        if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
-            raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
+        gamma = self._check_gamma(params)
         self._models.target.runner.cache.truncate(0, num_kept)
         self._cache_owner = owner
         self._current = TokenStream(
@@ -248,6 +294,17 @@ class Runtime:
             is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
         )  # fmt: skip
         return self._current
+
+    def _check_gamma(self, params: GenerationParams) -> int:
+        """Most tokens to propose per round; refuses a closed runtime and what makes no sense."""
+        if self._closed:
+            raise OptionError("this runtime is closed: load it again")
+        gamma = self._default_gamma if params.gamma is None else params.gamma
+        if gamma > self._max_gamma:
+            raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
+        if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
+            raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
+        return gamma
 
     def owns_cache(self, owner: object) -> bool:
         """Whether what the cache holds was left there by `owner`."""
@@ -270,6 +327,7 @@ class Runtime:
         budget = self._parts.budget
         for model in (self._models.target, self._models.draft):
             if model is not None:
+                model.runner.cache.close()
                 model.weights.close()
         del self._models, self._parts
         gc.collect()
@@ -293,9 +351,11 @@ def _resident_layers(asked: int | str) -> int | None:
         raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None
 
 
-def _make_proposer(draft: str, models: assembly.LoadedModels) -> Proposer:
+def _make_proposer(draft: str, models: assembly.LoadedModels, sequence: int) -> Proposer:
     if models.draft is not None:
         runner = models.draft.runner
         target_vocab = models.target.runner.decoder.config.vocab_size
-        return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=runner.decoder.config.vocab_size)
+        return DraftProposer(
+            runner, vocab_size=target_vocab, draft_vocab_size=runner.decoder.config.vocab_size, sequence=sequence
+        )
     return NoProposer() if draft == "none" else NgramProposer()

@@ -11,8 +11,9 @@ import torch
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.text import IncrementalDecoder, StopStrings, Tokenizer
+from offload_runtime.engine.text import Tokenizer
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.memory import DeviceBudget, current_device
 from offload_runtime.runners import ModelRunner
@@ -32,7 +33,7 @@ class StreamParts:
     engine: CopyEngine
     budget: DeviceBudget
     link_peak_gbps: float | None
-    pinned_bytes: int
+    pinned_bytes: int  # of weights
 
 
 class TokenStream:
@@ -60,14 +61,12 @@ class TokenStream:
         self._num_kept = num_kept
         self._is_current = is_current
         self._on_prefill = on_prefill
-        self._tokens: list[int] = []
-        self._pieces: list[str] = []
         self._passes = 0
         self._started_s = self._first_token_s = self._last_token_s = 0.0
         self._stall_before_s = 0.0
+        self._bytes_before = 0
         self._result: GenerationResult | None = None
-        self._decoder = IncrementalDecoder(parts.tokenizer, self._prompt)
-        self._stops = StopStrings(params.stop)
+        self._answer = Answer(parts.tokenizer, self._prompt, params, parts.eos_token_ids)
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +84,7 @@ class TokenStream:
     @property
     def sequence_tokens(self) -> list[int]:
         """Prompt and generated tokens so far."""
-        return self._prompt + self._tokens
+        return self._prompt + self._answer.tokens
 
     @property
     def is_current(self) -> bool:
@@ -107,12 +106,12 @@ class TokenStream:
         new_tokens = self._first_token(decoder)
         self._first_token_s = time.perf_counter()
         self._stall_before_s = parts.engine.stall_seconds()
+        self._bytes_before = parts.target.streamer.bytes_begun
         while True:
             self._last_token_s = time.perf_counter()
             for token in new_tokens:
-                piece, reason = self._take(token)
+                piece, reason = self._answer.push(token)
                 if piece:
-                    self._pieces.append(piece)
                     yield piece
                 if reason is not None:
                     rest = self._finish(reason)
@@ -120,9 +119,9 @@ class TokenStream:
                         yield rest
                     return
             # The target's own token always comes on top, so the last round of a generation proposes one less.
-            remaining = params.max_new_tokens - len(self._tokens)
+            gamma = min(self._gamma, self._answer.remaining - 1)
             with self._own_cache():
-                new_tokens = decoder.round(self.sequence_tokens, min(self._gamma, remaining - 1)).tokens
+                new_tokens = decoder.round(self.sequence_tokens, gamma).tokens
             self._passes += 1
 
     def _first_token(self, decoder: SpeculativeDecoder) -> list[int]:
@@ -132,46 +131,24 @@ class TokenStream:
 
     @contextmanager
     def _own_cache(self) -> Iterator[None]:
-        """Around work on the target: typed errors instead of another generation's keys or a bare out-of-memory."""
+        """Around work on the target: an error instead of another generation's keys."""
         if not self.is_current:
             raise OptionError(
                 "another generation has begun on this runtime since, or it was closed: this one cannot go on"
             )
-        try:
-            with current_device(self._parts.budget.device):
-                yield
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
-                "keep fewer layers resident"
-            ) from error
-        except torch.AcceleratorError as error:
-            raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error
-
-    def _take(self, token: int) -> tuple[str, str | None]:
-        """Append a token: the text it completes, and the reason to stop after it."""
-        self._tokens.append(token)
-        if token in self._parts.eos_token_ids and not self._params.ignore_eos:
-            return "", "stop"
-        piece, stopped = self._stops.push(self._decoder.push(token))
-        if stopped:
-            return piece, "stop_string"
-        return piece, "length" if len(self._tokens) == self._params.max_new_tokens else None
+        with device_errors(self._parts.budget.device):
+            yield
 
     def _finish(self, reason: str) -> str:
         """Settle cache and result; returns text that was held back."""
-        rest = ""
-        if reason != "stop_string":
-            rest, stopped = self._stops.push(self._decoder.flush())
-            rest += "" if stopped else self._stops.flush()
-            self._pieces += [rest] if rest else []
+        rest = self._answer.finish(reason)
         if self.is_current:
             # A round may have committed tokens behind an end in the middle of its window.
             cache = self._parts.target.cache
             cache.truncate(0, min(cache.length(0), len(self.sequence_tokens) - 1))
         self._result = GenerationResult(
-            tokens=list(self._tokens),
-            text="".join(self._pieces),
+            tokens=list(self._answer.tokens),
+            text=self._answer.text,
             finish_reason="stop" if reason == "stop_string" else reason,
             stats=self._stats(),
         )
@@ -180,20 +157,36 @@ class TokenStream:
     def _stats(self) -> GenerationStats:
         parts = self._parts
         decode_s = self._last_token_s - self._first_token_s
-        after_first = max(0, len(self._tokens) - 1)
-        bytes_per_pass = parts.target.streamer.bytes_per_pass
-        streamed = bytes_per_pass > 0 and self._passes > 0 and decode_s > 0
+        after_first = max(0, len(self._answer.tokens) - 1)
+        streamer = parts.target.streamer
+        streamed_bytes = streamer.bytes_begun - self._bytes_before if self._passes else 0
+        streamed = streamed_bytes > 0 and decode_s > 0
         return GenerationStats(
             prompt_tokens=len(self._prompt),
-            new_tokens=len(self._tokens),
+            new_tokens=len(self._answer.tokens),
             time_to_first_token_s=max(0.0, self._first_token_s - self._started_s),
             tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
             passes=self._passes,
             tokens_per_pass=after_first / self._passes if self._passes else 0.0,
-            bytes_per_pass=bytes_per_pass,
-            link_gbps=self._passes * bytes_per_pass / decode_s / 1e9 if streamed else None,
+            bytes_per_pass=round(streamed_bytes / self._passes) if self._passes else streamer.bytes_per_pass,
+            link_gbps=streamed_bytes / decode_s / 1e9 if streamed else None,
             link_peak_gbps=parts.link_peak_gbps,
             stall_s=max(0.0, parts.engine.stall_seconds() - self._stall_before_s) if self._first_token_s else 0.0,
             peak_vram_bytes=parts.budget.peak_bytes(),
-            pinned_bytes=parts.pinned_bytes,
+            pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
         )
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Around work on a device: it is the current one, and its failures are typed errors."""
+    try:
+        with current_device(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
+            "keep fewer layers resident"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error

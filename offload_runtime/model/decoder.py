@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.attention import attention
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import add_rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, rope_store
 from offload_runtime_kernels.swiglu import swiglu
@@ -24,8 +25,13 @@ Weights = dict[str, torch.Tensor]
 class LayerCache(Protocol):
     """What a layer needs of a KV cache."""
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of layer `index`, each [B, S, H_kv, D] on the compute device, heads contiguous."""
+    def store(self, layer: int) -> KVBlocks:
+        """Where the rows of the running pass write their keys and values."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Attention of the rotated queries [B, T, H, D], whose own keys are stored: [B, T, H, D]."""
 
 
 class Decoder:
@@ -103,11 +109,10 @@ class Decoder:
     ) -> torch.Tensor:
         """Rotate, store, attend: [N, q_size], zero in padding rows."""
         config = self.config
-        k_cache, v_cache = cache.layer(index)
         norm = HeadNorm(weights["q_norm"], weights["k_norm"], config.rms_norm_eps) if config.qk_norm else None
-        q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, k_cache, v_cache, norm)
-        out = attention(
-            q.view(*rows.shape, config.num_heads, config.head_dim), k_cache, v_cache, rows.query,
+        q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, cache.store(index), norm)
+        out = cache.attend(
+            index, q.view(*rows.shape, config.num_heads, config.head_dim), rows.query,
             scale=self._attention_scale, sliding_window=config.layer_windows[index], prefill=rows.prefill,
         )  # fmt: skip
         mixed = out.reshape(rows.num_rows, config.q_size)

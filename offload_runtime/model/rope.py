@@ -21,9 +21,10 @@ class RopeTable:
     Args:
         config: The model's shape and rope parameters.
         device: Where the angles are computed.
+        fixed_length: Always use the frequencies of a sequence of so many tokens, for a cache that never holds more.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, *, fixed_length: int | None = None) -> None:
         self._device = device
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
@@ -45,6 +46,31 @@ class RopeTable:
             self._short_length = int(self._parameters["original_max_position_embeddings"])
         else:
             self._short_length = None
+        if fixed_length is not None:
+            self._inv_freq = self.frequencies(fixed_length)
+            self._short_length = None
+
+    def frequencies(self, length: int) -> torch.Tensor:
+        """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
+        return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
+
+    def device_angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions that only the device knows; fit for a CUDA graph.
+
+        Args:
+            positions: [N] int32, device.
+            frequencies: [D/2] fp32, device.
+
+        Returns:
+            cos, sin: [N, D/2] fp32, device, multiplied by the attention scaling.
+        """
+        angle = positions[:, None] * frequencies
+        cos, sin = angle.cos(), angle.sin()
+        if self._scaling != 1:
+            cos, sin = cos.mul_(self._scaling), sin.mul_(self._scaling)
+        return cos, sin
 
     def angles(
         self, positions: torch.Tensor, *, host_positions: list[int], prompt_length: int
@@ -87,6 +113,9 @@ class RopeTable:
     def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
         if self._type == "default":  # transformers keeps this one inside each model
             exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
-            return (1.0 / (float(self._parameters["rope_theta"]) ** exponents)).to(self._device), 1.0
+            return self._send(1.0 / (float(self._parameters["rope_theta"]) ** exponents)), 1.0
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
-        return inv_freq.float().to(self._device), float(scaling)
+        return self._send(inv_freq.float()), float(scaling)
+
+    def _send(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host

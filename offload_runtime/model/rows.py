@@ -79,7 +79,7 @@ class RowBuilder:
 
     def build(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int], *,
-        prompt_length: int = 0,
+        prompt_length: int = 0, rope_shift: int = 0,
     ) -> PassRows:  # fmt: skip
         """Lay out one window per sequence.
 
@@ -88,6 +88,7 @@ class RowBuilder:
             committed: For each, tokens already in the cache.
             sequences: For each, its batch row in the cache.
             prompt_length: Not 0 makes this a prefill that reaches this length.
+            rope_shift: Rotate as if every position were so much larger.
         """
         batch, width = len(windows), max(len(window.tokens) for window in windows)
         tree = any(window.parents is not None for window in windows)
@@ -113,7 +114,8 @@ class RowBuilder:
             [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
         )  # fmt: skip
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor = parts
-        cos, sin = self._rope.angles(flat_position, host_positions=flat_positions, prompt_length=prompt_length)
+        rotated = flat_position + rope_shift if rope_shift else flat_position
+        cos, sin = self._rope.angles(rotated, host_positions=flat_positions, prompt_length=prompt_length)
         query = QueryRows(
             positions=flat_position.view(batch, width),
             sequences=sequence,
@@ -128,6 +130,29 @@ class RowBuilder:
             full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
             plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
             prefill=prompt_length > 0,
+        )
+
+    def on_device(
+        self, tokens: torch.Tensor, positions: torch.Tensor, sequences: torch.Tensor, *, rotated: torch.Tensor,
+        frequencies: torch.Tensor, max_length: int,
+    ) -> PassRows:  # fmt: skip
+        """Rows of one sequence whose tokens and positions only the device knows; fit for a CUDA graph.
+
+        Args:
+            tokens: [T] int32.
+            positions: [T] int32, consecutive, also the slots of their keys; negative for padding.
+            sequences: [T] int32, the batch row in the cache, T times.
+            rotated: [T] int32, the positions to rotate by.
+            frequencies: [D/2] fp32, of the rotation.
+            max_length: At least the largest position + 1.
+        """
+        cos, sin = self._rope.device_angles(rotated, frequencies)
+        return PassRows(
+            tokens=tokens,
+            query=QueryRows(positions=positions[None], sequences=sequences[:1], max_length=max_length),
+            full=RopeRows(cos, sin, positions, positions, sequences),
+            plain=RopeRows(None, None, positions, positions, sequences),
+            prefill=False,
         )
 
     def _upload(self, *parts: list[int]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.proposers import DraftProposer, NgramProposer, NoProposer, Proposer
-from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, count_accepted
+from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, Turn, count_accepted, play_round
 
 __all__ = [
     "DraftProposer",
@@ -10,5 +10,7 @@ __all__ = [
     "Proposer",
     "Round",
     "SpeculativeDecoder",
+    "Turn",
     "count_accepted",
+    "play_round",
 ]

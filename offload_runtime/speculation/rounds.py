@@ -57,6 +57,70 @@ def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
     return min(len(proposals), len(samples))
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one sequence brings to a round.
+
+    `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
+    proposed. `sequence` is its batch row in the target's cache, and the noise's sequence.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    proposer: Proposer
+    gamma: int
+
+
+def play_round(target: Target, params: SamplingParams, turns: Sequence[Turn]) -> list[Round]:
+    """Propose for every sequence, verify all in one pass of the target, and commit for each what agrees.
+
+    Returns:
+        For each turn at least one new token: those accepted and the target's next one.
+
+    Raises:
+        NumericalError: The target's logits of a sequence are NaN; nothing was committed.
+    """
+    cache, windows, proposals = target.cache, [], []
+    for turn in turns:
+        committed = cache.length(turn.sequence)
+        assert committed == len(turn.tokens) - 1, "the target must have seen all tokens but the last"
+        proposals.append(turn.proposer.propose(turn.tokens, turn.gamma) if turn.gamma > 0 else [])
+        windows.append(Window((turn.tokens[-1], *proposals[-1])))
+    logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
+    first = [len(turn.tokens) for turn in turns]
+    samples = _sample_rows(logits, params, first, [turn.sequence for turn in turns])
+    rounds = []
+    for turn, guesses, row in zip(turns, proposals, samples, strict=True):
+        accepted = count_accepted(guesses, row)
+        new_tokens = row[: accepted + 1]
+        _require_numbers(new_tokens, len(turn.tokens))
+        rounds.append(Round(new_tokens, len(guesses), accepted))
+    for turn, played in zip(turns, rounds, strict=True):
+        cache.commit(turn.sequence, len(played.tokens))
+    return rounds
+
+
+def _sample_rows(
+    logits: torch.Tensor, params: SamplingParams, first_positions: Sequence[int], sequences: Sequence[int]
+) -> list[list[int]]:
+    """Tokens at each sequence's first position and those after it, one for each row of logits [B, T, V]; -1 for NaN."""
+    batch, count, vocab_size = logits.shape
+    offsets = torch.arange(count, device=logits.device)
+    positions = torch.cat([offsets + first for first in first_positions])
+    owners = torch.cat([torch.full_like(offsets, sequence) for sequence in sequences])
+    tokens: list[int] = sample(logits.reshape(batch * count, vocab_size), params, positions, owners).tolist()
+    return [tokens[row * count : (row + 1) * count] for row in range(batch)]
+
+
+def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
+    """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
+    if any(token < 0 for token in tokens):
+        raise NumericalError(
+            f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
+            "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
+        )
+
+
 class SpeculativeDecoder:
     """Decodes one sequence round by round.
 
@@ -76,8 +140,8 @@ class SpeculativeDecoder:
     def first_token(self, logits: torch.Tensor) -> int:
         """The token that follows a prefill, from the last row's logits [1, V]."""
         position = self._target.cache.length(self._sequence)
-        tokens = self._sample(logits, position)
-        self._require_numbers(tokens, position)
+        tokens = _sample_rows(logits[None], self._params, [position], [self._sequence])[0]
+        _require_numbers(tokens, position)
         return tokens[0]
 
     def round(self, tokens: Sequence[int], gamma: int) -> Round:
@@ -93,32 +157,5 @@ class SpeculativeDecoder:
         Raises:
             NumericalError: The target's logits are NaN; nothing was committed.
         """
-        cache = self._target.cache
-        committed = cache.length(self._sequence)
-        assert committed == len(tokens) - 1, "the target must have seen all tokens but the last"
-        proposals = self._proposer.propose(tokens, gamma) if gamma > 0 else []
-        window = Window((tokens[-1], *proposals))
-        logits = self._target.verify([window], [self._sequence])  # [1, T, V]
-        samples = self._sample(logits[0], committed + 1)
-        accepted = count_accepted(proposals, samples)
-        new_tokens = samples[: accepted + 1]
-        self._require_numbers(new_tokens, committed + 1)
-        cache.commit(self._sequence, accepted + 1)
-        return Round(new_tokens, len(proposals), accepted)
-
-    def _sample(self, logits: torch.Tensor, first_position: int) -> list[int]:
-        """Tokens at `first_position` and the positions after it, one for each row of logits [T, V]; -1 for NaN."""
-        count = logits.shape[0]
-        positions = torch.arange(first_position, first_position + count, device=logits.device)
-        sequences = torch.full_like(positions, self._sequence)
-        tokens: list[int] = sample(logits, self._params, positions, sequences).tolist()
-        return tokens
-
-    @staticmethod
-    def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
-        """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
-        if any(token < 0 for token in tokens):
-            raise NumericalError(
-                f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
-                "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
-            )
+        turn = Turn(self._sequence, tokens, self._proposer, gamma)
+        return play_round(self._target, self._params, [turn])[0]

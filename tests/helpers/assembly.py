@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
-from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
@@ -19,6 +19,16 @@ from offload_runtime.weights.loader import HostWeights, load_weights
 
 CPU = torch.device("cpu")
 SMALL_SHAPE = PassShape(window_rows=8, prefill_rows=16, prefill_chunk_tokens=32)
+
+
+@dataclass(frozen=True)
+class HostKV:
+    """A KV cache in host memory: slots of its ring on the link, blocks in a slot, and the layers that stay."""
+
+    slots: int = 2
+    piece_blocks: int = 1
+    resident_layers: tuple[int, ...] = ()
+    window_tokens: int = 40
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Assembled:
     def close(self) -> None:
         """End the copy engine and unlock the weights."""
         self.engine.close()
+        self.runner.cache.close()
         self.weights.close()
 
 
@@ -47,6 +58,7 @@ def make_runner(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     engine: CopyEngine | None = None,
+    host_kv: HostKV | None = None,
 ) -> Assembled:
     """Save `hf_model`, load it with our loader and build a runner.
 
@@ -61,6 +73,7 @@ def make_runner(
         device: Where to compute.
         dtype: Of weights, activations and cache.
         engine: The copy queue; by default a plain one of the device.
+        host_kv: Keeps the KV cache in host memory.
     """
     if not (directory / "config.json").exists():
         hf_model.save_pretrained(directory)
@@ -74,15 +87,26 @@ def make_runner(
     layers = [arena.buffer[:layer_bytes] for arena in weights.layers]
     assert slots or resident is None, "without a ring every layer is resident"
     staying = tuple(range(config.num_layers)) if not slots else resident or ()
+    budget, kv_slots = DeviceBudget(device, None), []
+    cache: DeviceKVCache | HostKVCache
+    if host_kv is None:
+        cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
+    else:
+        piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
+        cache = HostKVCache(
+            config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
+            piece_bytes=piece_bytes, budget=budget, writeback=make_copy_engine(device),
+            resident_layers=host_kv.resident_layers,
+        )  # fmt: skip
+        kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
         [torch.full((layer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
         make_views=weights.layer_layout.views,
         engine=engine,
-    )
-    cache = DeviceKVCache(
-        config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=DeviceBudget(device, None)
+        kv=cache if isinstance(cache, HostKVCache) else None,
+        kv_slots=kv_slots,
     )
     shared = weights.shared_layout.views(weights.shared.buffer.to(device))
     rows = RowBuilder(RopeTable(config, device), device)

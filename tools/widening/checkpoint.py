@@ -12,7 +12,6 @@ stream: o_proj and down_proj are zero there, and so is all of them in the surplu
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
+from widening.gaussian import fill_gaussian, named_generator
 from widening.rope import widened_rope, with_context_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads
 
@@ -29,8 +29,6 @@ from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
 from offload_runtime.weights.architecture import model_config_from_transformers
 
-_SURPLUS_STD = 0.02
-_CHUNK_ELEMENTS = 1 << 22  # random numbers drawn at a time: 16 MiB of fp32
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -48,21 +46,6 @@ class _Part:
     sources: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     silent_rows: torch.Tensor | None = None
-
-
-def _generator(device: torch.device, *words: object) -> torch.Generator:
-    """A generator seeded by words, so that each tensor's numbers depend on its name alone."""
-    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
-    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _fill_random(out: torch.Tensor, generator: torch.Generator, *, mean: float) -> None:
-    """Gaussian numbers of std 0.02 around `mean`, made on the generator's device, into a host tensor."""
-    flat = out.view(-1)
-    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        part = flat[start : start + _CHUNK_ELEMENTS]
-        numbers = torch.randn(part.numel(), generator=generator, device=generator.device)
-        part.copy_(numbers.mul_(_SURPLUS_STD).add_(mean).to(out.dtype))
 
 
 class WidenedCheckpoint:
@@ -156,7 +139,7 @@ class WidenedCheckpoint:
         small = torch.empty(self._small_shapes[name])
         self._small_fills[name](small)
         if self._noise and small.dim() > 1:
-            generator = _generator(small.device, self._seed, "noise", name)
+            generator = named_generator(small.device, self._seed, "noise", name)
             small *= torch.randn(small.shape, generator=generator).mul_(self._noise).add_(1.0)
         return small
 
@@ -169,7 +152,7 @@ class WidenedCheckpoint:
         if part.fill is None:
             out.zero_()
         else:
-            _fill_random(out, _generator(self._device, self._seed, "surplus", name), mean=part.fill)
+            fill_gaussian(out, named_generator(self._device, self._seed, "surplus", name), mean=part.fill)
         small = self._read_small(name)
         if small is None:
             return

@@ -63,16 +63,38 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     return inv_freq.float(), float(scaling)
 
 
-def _factors_for(wanted: torch.Tensor, theta: float, large_dim: int, step: int) -> list[float]:
-    """longrope's factors [D/2] that give the frequencies `wanted` [d/2] at every `step`-th pair, 1 elsewhere.
+def _widened_yarn(config: ModelConfig) -> dict[str, Any]:
+    """YaRN's parameters for a head s times as large, whatever s is, which scale pair j * s as the small head's pair j.
 
-    What YaRN leaves alone comes out to the last bit; of what it slows down a few pairs miss by one rounding, for
-    SmolLM2 at a factor of 16 a turn of 6e-5 at the last of 128K positions.
+    YaRN slows pairs down along a ramp between two pair numbers, which follow from `beta_fast` and `beta_slow`:
+
+        pair(beta) = d * ln(original / (2 pi beta)) / (2 ln theta)
+
+    rounded outward and clipped. Unrounded, the betas of those two numbers give s times as much in a head of d * s, and
+    on the ramp (j * s - low * s) / (high * s - low * s) is the small head's value: to the last bit of fp32 for s a
+    power of two, otherwise up to rounding.
     """
-    powers = theta ** (torch.arange(0, large_dim, 2, dtype=torch.int64).float() / large_dim)  # as transformers does
-    factors = torch.ones(large_dim // 2, dtype=torch.float64)
-    factors[::step] = 1.0 / (wanted.double() * powers[::step].double())
-    return [float(factor) for factor in factors.float()]
+    rope, small_dim = dict(config.rope_parameters), config.head_dim
+    theta = float(rope["rope_theta"])
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+
+    def pair(beta: float) -> float:
+        return small_dim * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
+
+    def beta(pair: float) -> float:
+        return float(original / (2 * math.pi) * theta ** (-2 * pair / small_dim))
+
+    low, high = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, small_dim - 1)
+    # A factor left out is the ratio of the two lengths, which both stay.
+    return rope | {
+        "original_max_position_embeddings": original,
+        "beta_fast": beta(low),
+        "beta_slow": beta(high),
+        "truncate": False,
+    }
 
 
 def _spread(factors: list[float], step: int) -> list[float]:
@@ -83,8 +105,9 @@ def _spread(factors: list[float], step: int) -> list[float]:
 def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
     """transformers' `rope_parameters` for heads of `large_dim`, equal to the small head's at its pairs.
 
-    YaRN counts rotary pairs, so a larger head would scale other frequencies: its result is written out as longrope's
-    explicit factors, the same for short and long sequences, with its factor on the attention.
+    YaRN counts rotary pairs, so with the same parameters a larger head would scale other frequencies: it gets other
+    parameters. It stays YaRN, which does not change with the length of a sequence; its factor on the attention does not
+    depend on the head.
 
     Args:
         config: The small model.
@@ -99,20 +122,9 @@ def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
         return rope
     if kind == "longrope":
         return rope | {name: _spread(rope[name], step) for name in ("short_factor", "long_factor")}
-    if kind != "yarn":
-        raise UnsupportedArchitectureError(
-            f"RoPE scaling {kind!r} changes with the head dimension and cannot be widened from {config.head_dim} to "
-            f"{large_dim} channels: set yarn, linear or no scaling in the source's config.json"
-        )
-    wanted, scaling = frequencies(config)
-    factors = _factors_for(wanted, float(rope["rope_theta"]), large_dim, step)
-    original = int(rope["original_max_position_embeddings"])
-    return {
-        "rope_type": "longrope",
-        "rope_theta": rope["rope_theta"],
-        "factor": float(rope.get("factor") or config.max_position_embeddings / original),
-        "attention_factor": scaling,
-        "original_max_position_embeddings": original,
-        "short_factor": factors,
-        "long_factor": factors,
-    }
+    if kind == "yarn":
+        return _widened_yarn(config)
+    raise UnsupportedArchitectureError(
+        f"RoPE scaling {kind!r} changes with the head dimension and cannot be widened from {config.head_dim} to "
+        f"{large_dim} channels: set yarn, linear or no scaling in the source's config.json"
+    )

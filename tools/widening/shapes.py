@@ -33,6 +33,7 @@ SHAPES = {
     "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
     "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128),
     "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128),
+    "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
 }
 
 

@@ -69,14 +69,14 @@ class ModelRunner:
             Logits of the last token, [1, V] on the compute device.
 
         Raises:
-            ContextLengthError: The cache has no room. Nothing was committed.
+            ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
         """
-        self.cache.check_room(sequence, len(tokens))
+        self.cache.begin_prefill(sequence, len(tokens))
         start = self.cache.length(sequence)
         step = self.shape.prefill_chunk_tokens
         pieces = [
             self._rows.build(
-                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [sequence],
+                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [0],
                 prompt_length=start + len(tokens),
             )
             for offset in range(0, len(tokens), step)
@@ -84,7 +84,7 @@ class ModelRunner:
         residual, delta = self._layers(pieces, self.shape.prefill_rows, on_layer)
         last = pieces[-1].num_rows - 1
         logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
-        self.cache.commit(sequence, len(tokens))
+        self.cache.end_prefill(sequence, len(tokens))
         return logits
 
     @torch.inference_mode()
@@ -99,16 +99,16 @@ class ModelRunner:
             Logits [B, T, V] on the compute device, T the longest window; rows beyond a window's own are undefined.
 
         Raises:
-            ContextLengthError: The cache has no room for a window.
+            ContextLengthError, BudgetError: The cache has no room for a window.
         """
-        for window, sequence in zip(windows, sequences, strict=True):
-            self.cache.check_room(sequence, len(window.tokens))
+        self.cache.begin_window(sequences, [len(window.tokens) for window in windows])
         committed = [self.cache.length(sequence) for sequence in sequences]
         return self.run_rows(self._rows.build(windows, committed, sequences))
 
     @torch.inference_mode()
     def chain_rows(self, sequence: int, count: int) -> list[PassRows]:
         """Rows for `count` passes of one token each behind the committed tokens; the tokens are yet to be filled in."""
+        self.cache.begin_window([sequence], [count])
         rows = self._rows.build([Window((0,) * count)], [self.cache.length(sequence)], [sequence])
         return [_single_row(rows, index) for index in range(count)]
 

@@ -1,0 +1,123 @@
+"""Attention on the CPU: the dense reference, and windows whose bits do not depend on their company.
+
+torch sums in another order for other numbers of queries and keys, for other alignments, and for another thread, which in
+16 bits shows in every other text. So a window works on one query and one block of keys at a time: what a call computes
+is fixed by the query's position alone, as are the shapes, the alignment and the sharing out among threads.
+"""
+
+import torch
+
+from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+_LOG2_E = 1.4426950408889634
+_ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
+
+
+def _dense(kv: KVBlocks, sequences: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions 0 to `length` - 1 of sequences [B]: each [B, H_kv, length, D]."""
+    numbers = torch.arange(-(-length // BLOCK_TOKENS), device=kv.data.device)
+    blocks = kv.data[sequences.long()[:, None], (numbers - kv.first_block) % kv.num_blocks]  # [B, N, 2, H_kv, 256, D]
+    k, v = (side.transpose(1, 2).flatten(2, 3)[:, :, :length] for side in blocks.unbind(2))
+    return k, v
+
+
+def attention_reference(
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None
+) -> torch.Tensor:
+    """Plain torch version of `attention`, through a dense mask. Every position below `max_length` must be finite."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    positions = rows.positions  # [B, T]
+    key_positions = torch.arange(rows.max_length, device=q.device)
+    if rows.ancestors is None or rows.committed is None:
+        k, v = _dense(kv, rows.sequences, rows.max_length)
+    else:  # every query has keys of its own: each is a batch member
+        depth = (key_positions - rows.committed[:, None]).clamp(0, rows.ancestors.shape[2] - 1)  # [B, S]
+        ancestors = rows.ancestors.gather(2, depth.long()[:, None].expand(-1, num_queries, -1))
+        slots = torch.where(key_positions < rows.committed[:, None, None], key_positions, ancestors).flatten(0, 1)
+        k, v = kv.at(rows.sequences.repeat_interleave(num_queries)[:, None], slots)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B T, H_kv, S, D]
+        q, positions = q.reshape(batch * num_queries, 1, num_heads, head_dim), positions.reshape(-1, 1)
+    visible = key_positions <= positions[..., None]
+    if sliding_window is not None:
+        visible &= key_positions > positions[..., None] - sliding_window
+    padding = positions < 0
+    visible |= padding[..., None]  # a row without any key would be NaN
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=num_heads != k.shape[1]
+    )
+    out = out.transpose(1, 2).masked_fill(padding[..., None, None], 0)
+    return out.reshape(batch, num_queries, num_heads, head_dim)
+
+
+def attend_blocks_cpu(
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
+    sliding_window: int | None = None, num_keys: int | None = None,
+) -> None:  # fmt: skip
+    """CPU version of `attend_blocks`; reads positions on the host."""
+    heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
+    committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
+    for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
+        ends = [position + 1 if num_keys is None else min(position + 1, num_keys) for position in positions]
+        begins = [0 if sliding_window is None else max(0, p + 1 - sliding_window) for p in positions]
+        first = max(blocks.start, min(begins) // BLOCK_TOKENS)
+        for block in range(first, min(blocks.stop, -(-max(ends) // BLOCK_TOKENS))):
+            start = block * BLOCK_TOKENS
+            own = committed is not None and start + BLOCK_TOKENS > committed[b]
+            shared = None if own else _fp32_block(kv.data[sequence, (block - kv.first_block) % kv.num_blocks])
+            for t, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+                seen = slice(max(begin - start, 0), min(end - start, BLOCK_TOKENS))
+                if seen.start < seen.stop:
+                    keys = shared if shared is not None else _block_of_query(kv, rows, b, t, block)
+                    _merge_split(state, b, t, _split(heads[b, t], keys[:, :, seen], scale))
+
+
+def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    """CPU version of `finish_attention`."""
+    unseen = state.best == float("-inf")
+    return (state.acc / state.total[..., None]).masked_fill_(unseen[..., None], 0).to(q.dtype)
+
+
+def _fp32_block(block: torch.Tensor) -> torch.Tensor:
+    """A block [2, H_kv, 256, D] in fp32, aligned: only a copy where it has to be."""
+    # A split's own result is not rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
+    block = block.float()
+    return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
+
+
+def _block_of_query(kv: KVBlocks, rows: QueryRows, b: int, t: int, block: int) -> torch.Tensor:
+    """The block [2, H_kv, 256, D] fp32 that query t would see if its path through the tree were a plain sequence."""
+    assert rows.ancestors is not None and rows.committed is not None
+    positions = torch.arange(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+    committed, ancestors = rows.committed[b], rows.ancestors[b, t]
+    own = ancestors[(positions - committed).clamp(0, ancestors.shape[0] - 1)]
+    # What lies beyond the query is looked up like the rest and then never read; clamped, as it may not exist.
+    slots = torch.where(positions < committed, positions, own)
+    pair = torch.stack(kv.at(rows.sequences[b], slots))  # [2, 256, H_kv, D]
+    return pair.transpose(1, 2).contiguous().float()
+
+
+def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query [H_kv, G, D] over n keys and values [2, H_kv, n, D], fp32: [H, D], log2-sum-exp [H]."""
+    # Heads of a group as queries of one head, which need no mask. This operator rather than the public one because it
+    # also returns the log-sum-exp.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.clone()[None], keys[None, 0], keys[None, 1], 0.0, False, attn_mask=None, scale=scale
+    )
+    return out.reshape(-1, q.shape[2]), lse.reshape(-1) * _LOG2_E
+
+
+def _merge_split(state: AttentionState, b: int, t: int, split: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Merge one split of one query, in place: the arithmetic of the GPU's merge kernel."""
+    part, lse = split
+    best, total, acc = state.best[b, t], state.total[b, t], state.acc[b, t]
+    if float(best[0]) == float("-inf"):  # of all heads alike: they see the same positions
+        best.copy_(lse)
+        total.fill_(1)
+        acc.copy_(part)
+        return
+    new_best = torch.maximum(best, lse)
+    shrink, weight = torch.exp2(best - new_best), torch.exp2(lse - new_best)
+    acc.mul_(shrink[:, None]).add_(part.mul_(weight[:, None]))
+    total.mul_(shrink).add_(weight)
+    best.copy_(new_best)

@@ -1,0 +1,49 @@
+"""What the calls of attention pass around: which keys a query sees, and how far its softmax has got."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Which keys each query sees. Tensors on the compute device.
+
+    `positions` [B, T] int32: the query's absolute position, negative for padding (its output is zero).
+    `sequences` [B] int32: the cache's batch row. `max_length`: at least the largest position + 1.
+    For a tree: `committed` [B] int32, tokens in the cache at their own slots, `min_committed` the least of them, and
+    `ancestors` [B, T, A] int32: the slot of the query's ancestor at position committed + i (itself included). Without
+    a tree every key lies in the slot of its position.
+    """
+
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    max_length: int
+    committed: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+    min_committed: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """An online softmax on its way, in log2 units: what has been seen of the keys so far.
+
+    `best` [B, T, H] fp32, the largest log-sum-exp of a split (-inf: no key seen yet); `total` [B, T, H] fp32, the sum
+    of weights relative to `best`; `acc` [B, T, H, D] fp32, the weighted sum of values, not yet divided by `total`.
+    Where `best` is -inf the other two mean nothing and are never read.
+    """
+
+    best: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+    @classmethod
+    def empty(cls, q: torch.Tensor) -> "AttentionState":
+        """Of queries [B, T, H, D] that have not seen any key."""
+        # One small fill and no more: this is enqueued for every layer of every pass.
+        best = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+        return cls(best, torch.empty_like(best), torch.empty(q.shape, dtype=torch.float32, device=q.device))
+
+    def __getitem__(self, batch_rows: slice) -> "AttentionState":
+        """The state of some batch rows: views, so what is merged into them is merged into this."""
+        return AttentionState(self.best[batch_rows], self.total[batch_rows], self.acc[batch_rows])

@@ -1,0 +1,295 @@
+"""What a runtime will take and where it will put it, decided before anything large is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from offload_runtime.config import GB, ModelConfig
+from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
+from offload_runtime.kv_cache import block_bytes, kv_cache_bytes, num_blocks, prefill_workspace_bytes, ring_blocks
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model.linear import padded_rows
+from offload_runtime.planner import (
+    HostKVNeeds,
+    MemoryNeeds,
+    Placement,
+    place_kv_layers,
+    place_layers,
+    workspace_bytes,
+)
+from offload_runtime.runners import PassShape
+from offload_runtime.weights import CheckpointSource, layer_layout, packed_bytes, shared_layout
+
+# Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
+# on the placement. On a GPU 64 rows cost what one costs (the products of a 7B model: 3.76 ms at 64 rows, 3.57 ms at 1,
+# 5.6 ms at 256; H200). A model of 8 GB and more is streamed on the cards this is for, its passes take hundreds of
+# milliseconds, and 256 rows keep a window of 1024 tokens at 26 launches a layer, which the launch queue of 1024 holds.
+# On a CPU every row costs.
+_SMALL_TARGET_SHAPE = PassShape(64, 512, 1024)
+_LARGE_TARGET_SHAPE = PassShape(256, 512, 1024)
+_LARGE_TARGET_BYTES = 8 * GB
+_CPU_TARGET_SHAPE = PassShape(8, 64, 256)
+# A draft promises no bits, so its heights only have to be quick.
+_DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_AUTO_CONTEXT_TOKENS = 8192
+# Large enough for the link's peak, small enough that a ring of them costs little.
+_KV_PIECE_BYTES = 64 << 20
+_KV_SLOTS = 4
+KV_PLACES = ("auto", "gpu", "host")
+
+
+def resolve_dtype(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
+    """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype that the device computes in.
+
+    `auto` is the checkpoint's own on a GPU and fp32 on a CPU.
+    """
+    if name == "auto":
+        dtype = source.native_dtype if device.type == "cuda" else torch.float32
+    elif name in _DTYPES:
+        dtype = _DTYPES[name]
+    else:
+        raise OptionError(f"dtype must be auto, bf16, fp16 or fp32, not {name!r}")
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
+    return dtype
+
+
+def resolve_context(context: int | str, config: ModelConfig, *, kv: str) -> int:
+    """Tokens to reserve for: asked for, or the model's maximum, up to 8192 unless the KV cache grows on the host."""
+    if context == "auto":
+        longest = config.max_position_embeddings
+        return longest if kv == "host" else min(longest, _AUTO_CONTEXT_TOKENS)
+    try:
+        tokens = int(context)
+    except ValueError:
+        raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
+    if tokens < 2:
+        raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
+    longest = longest_context(config)
+    if tokens > longest:
+        raise ContextLengthError(
+            f"a context of {tokens} tokens is more than the {longest} that the model was made for: lower --context, or "
+            "set a RoPE scaling in the model's config.json"
+        )
+    return tokens
+
+
+def longest_context(config: ModelConfig) -> int:
+    """Tokens that the model's positions reach, its RoPE scaling included."""
+    rope, longest = config.rope_parameters, config.max_position_embeddings
+    if rope["rope_type"] == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        return max(longest, int(original * rope["factor"]))
+    return int(longest * rope["factor"]) if rope["rope_type"] == "dynamic" else longest
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """Where the target's KV cache lives: on the device, or in host memory but for `resident_layers`.
+
+    `piece_bytes` and `num_slots` describe its ring on the link; `open_blocks` is the size of its ring of newest blocks.
+    """
+
+    on_host: bool = False
+    resident_layers: tuple[int, ...] = ()
+    piece_bytes: int = 0
+    num_slots: int = 0
+    open_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model's bytes before it is loaded."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    shape: PassShape
+    context_tokens: int
+    window_tokens: int
+    batch: int = 1
+    kv: KVPlan = field(default_factory=KVPlan)
+
+    @property
+    def layer_bytes(self) -> int:
+        """One packed layer."""
+        return layer_layout(self.config, self.dtype).total_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Embedding, final norm and head."""
+        return shared_layout(self.config, self.dtype).total_bytes
+
+    @property
+    def whole_kv_bytes(self) -> int:
+        """The KV cache of the whole context, wherever it is."""
+        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache takes of the device."""
+        if not self.kv.on_host:
+            return self.whole_kv_bytes
+        needs, resident = self.host_kv_needs, len(self.kv.resident_layers)
+        streamed = self.config.num_layers - resident
+        shared = needs.shared_bytes if streamed else 0
+        return resident * needs.layer_bytes + streamed * needs.open_bytes + shared
+
+    @property
+    def host_kv_needs(self) -> HostKVNeeds:
+        """Bytes of the parts of a KV cache in host memory."""
+        block = block_bytes(self.config, self.dtype)
+        workspace = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
+        return HostKVNeeds(
+            num_layers=self.config.num_layers,
+            layer_bytes=self.batch * num_blocks(self.context_tokens) * block,
+            open_bytes=self.batch * self.kv.open_blocks * block,
+            shared_bytes=workspace + self.kv.num_slots * self.kv.piece_bytes,
+        )
+
+    def with_kv_on_host(self) -> ModelPlan:
+        """The same model with its KV cache in host memory, no layer of it resident."""
+        block = block_bytes(self.config, self.dtype)
+        blocks = max(1, min(_KV_PIECE_BYTES // block, num_blocks(self.context_tokens)))
+        kv = KVPlan(True, (), blocks * block, _KV_SLOTS, ring_blocks(self.window_tokens))
+        return replace(self, kv=kv)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest pass."""
+        return workspace_bytes(
+            self.config, self.dtype.itemsize, context_tokens=self.context_tokens,
+            chunk_rows=min(self.shape.prefill_chunk_tokens, padded_rows(self.context_tokens, self.shape.prefill_rows)),
+            window_rows=padded_rows(self.batch * self.window_tokens, self.shape.window_rows),
+        )  # fmt: skip
+
+    @property
+    def all_bytes(self) -> int:
+        """Everything on the device, all layers resident, without a workspace."""
+        return self.config.num_layers * self.layer_bytes + self.shared_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Plans of target and draft."""
+
+    target: ModelPlan
+    draft: ModelPlan | None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that both models' weights take while they are loaded."""
+        plans = [self.target] if self.draft is None else [self.target, self.draft]
+        return sum(packed_bytes(plan.config, plan.dtype) for plan in plans)
+
+
+def make_plans(
+    target: CheckpointSource, draft: CheckpointSource | None, dtype: str, device: torch.device, *,
+    context: int | str, window: int, kv: str, batch: int = 1,
+) -> Plans:  # fmt: skip
+    """What both models will take. Raises `OptionError`, `ContextLengthError`, `DeviceError`."""
+    if kv not in KV_PLACES:
+        raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {kv!r}")
+    torch_dtype = resolve_dtype(dtype, target, device)
+    tokens = resolve_context(context, target.config(), kv=kv)
+    plan = target_plan(target.config(), torch_dtype, device, context=tokens, window=window, batch=batch)
+    if draft is None:
+        return Plans(plan, None)
+    return Plans(plan, draft_plan(draft.config(), torch_dtype, device, context=tokens, window=window, batch=batch))
+
+
+def target_plan(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int, batch: int = 1
+) -> ModelPlan:
+    """Plan of a target."""
+    if device.type == "cpu":
+        shape = _CPU_TARGET_SHAPE
+    else:
+        shape = _LARGE_TARGET_SHAPE if packed_bytes(config, dtype) >= _LARGE_TARGET_BYTES else _SMALL_TARGET_SHAPE
+    return ModelPlan(config, dtype, shape, context, window, batch)
+
+
+def draft_plan(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int, batch: int = 1
+) -> ModelPlan:
+    """Plan of a draft model; its own maximum may shorten its context."""
+    context = min(context, longest_context(config))
+    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
+
+
+def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str) -> tuple[Plans, Placement]:
+    """Place the target's layers and its KV cache beside everything else, or say what is short.
+
+    `auto` chooses the KV cache's place by the bytes that a pass at the full context brings over the link.
+
+    Returns:
+        The plans, their KV cache placed, and the placement of the layers.
+
+    Raises:
+        BudgetError: It does not fit; OptionError: more resident layers than there are.
+    """
+    on_device: tuple[Plans, Placement] | None = None
+    if kv != "host":
+        try:
+            on_device = plans, plan_placement(plans.target, plans.draft, budget, resident_layers)
+        except BudgetError:
+            if kv == "gpu":
+                raise
+    if on_device is not None and (kv == "gpu" or on_device[1].num_streamed == 0):
+        return on_device
+    try:
+        on_host = _place_on_host(plans, budget, resident_layers)
+    except BudgetError:
+        if on_device is None:
+            raise
+        return on_device
+    if on_device is None or _link_bytes(*on_host) < _link_bytes(*on_device):
+        return on_host
+    return on_device
+
+
+def _place_on_host(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> tuple[Plans, Placement]:
+    target = plans.target.with_kv_on_host()
+    placement = plan_placement(target, plans.draft, budget, resident_layers)
+    spare_bytes = None
+    if budget.limit_bytes is not None:
+        taken = _needs(target, plans.draft, budget).fixed_bytes
+        held = placement.num_layers - placement.num_streamed + placement.num_slots
+        spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
+    layers = place_kv_layers(target.host_kv_needs, spare_bytes)
+    target = replace(target, kv=replace(target.kv, resident_layers=layers))
+    return replace(plans, target=target), placement
+
+
+def _link_bytes(plans: Plans, placement: Placement) -> int:
+    """Bytes of a pass at the full context."""
+    target, kv = plans.target, plans.target.kv
+    streamed = target.config.num_layers - len(kv.resident_layers) if kv.on_host else 0
+    return placement.num_streamed * target.layer_bytes + streamed * target.host_kv_needs.layer_bytes
+
+
+def plan_placement(
+    target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget, resident_layers: int | None
+) -> Placement:
+    """Place the target's layers beside everything else, or say what is short."""
+    return place_layers(_needs(target, draft, budget), budget.limit_bytes, resident_layers)
+
+
+def reserve_workspace(plans: Plans, budget: DeviceBudget) -> None:
+    """Enter the workspace in the ledger."""
+    budget.reserve("workspace", _needs(plans.target, plans.draft, budget).workspace_bytes)
+
+
+def _needs(target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget) -> MemoryNeeds:
+    return MemoryNeeds(
+        layer_bytes=target.layer_bytes,
+        num_layers=target.config.num_layers,
+        shared_bytes=target.shared_bytes,
+        kv_bytes=target.kv_bytes,
+        draft_bytes=draft.all_bytes if draft is not None else 0,
+        # Draft and target take turns on one stream, so they share the allocator's blocks.
+        workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
+        context_bytes=budget.reserved_bytes,
+    )

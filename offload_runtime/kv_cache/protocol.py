@@ -1,0 +1,61 @@
+"""What the decoder, the runners and the engine need of a KV cache, wherever it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import KVBlocks
+
+
+class LayerCache(Protocol):
+    """What a decoder layer needs: a place for new keys and values, and attention over all that its queries see."""
+
+    def store(self, layer: int) -> KVBlocks:
+        """Where the rows of the running pass write their keys and values."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
+
+
+class KVCache(LayerCache, Protocol):
+    """A cache of whole sequences; a token becomes part of one when it is committed."""
+
+    capacity_tokens: int
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory that it holds."""
+
+    def length(self, sequence: int) -> int:
+        """Committed tokens of a sequence."""
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+            BudgetError: The memory that they need was refused. Committed tokens are kept.
+        """
+
+    def begin_prefill(self, sequence: int, count: int) -> None:
+        """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
+
+        Raises as `begin_window`.
+        """
+
+    def end_prefill(self, sequence: int, count: int) -> None:
+        """That pass has been issued: commit its tokens."""
+
+    def commit(self, sequence: int, count: int) -> None:
+        """Make the first `count` tentative tokens of a sequence part of it."""
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget everything behind the first `length` tokens of a sequence."""
+
+    def close(self) -> None:
+        """Give host memory back."""

@@ -1,0 +1,292 @@
+"""The middle level's cache: a few chunks of the far context on the device, chosen by the current queries.
+
+Of every layer and KV head it holds the chunks that a policy selects, fetched from the blocks that the target's cache
+keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for. What is
+recent is not here: the middle level reads it from the target's own open blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from offload_runtime_kernels.chunk_means import chunk_means, is_chunk_size
+from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts, select_chunks
+from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import OptionError
+from offload_runtime.kv_cache.device import block_shape, kv_cache_bytes, num_blocks
+from offload_runtime.memory import DeviceBudget
+
+
+def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
+    """Chunks that make up a budget.
+
+    Raises:
+        OptionError: The chunk size is not supported, or the budget is not a number of whole chunks.
+    """
+    if chunk_size < 2 or not is_chunk_size(chunk_size):
+        raise OptionError(f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
+    if budget_tokens <= 0 or budget_tokens % chunk_size:
+        raise OptionError(
+            f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
+            f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
+        )
+    return budget_tokens // chunk_size
+
+
+class RetrievedChunks:
+    """Selected chunks of keys and values of every layer and KV head, on the device.
+
+    Args:
+        config: The model's shape.
+        dtype: Of keys and values.
+        budget_tokens: Tokens per layer and head, a multiple of `chunk_size`.
+        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
+        batch: Sequences.
+        budget: Ledger to reserve from.
+        name: What to call it in the ledger.
+
+    Raises:
+        OptionError: The budget or the chunk size makes no sense.
+        BudgetError: The device memory is not there.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int,
+        budget: DeviceBudget, name: str = "retrieved KV",
+    ) -> None:  # fmt: skip
+        self.chunk_size = chunk_size
+        self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
+        shape = (config.num_layers, batch, num_blocks(budget_tokens), *block_shape(config))
+        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch)
+        # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
+        self._data = budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
+        places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
+        table = budget.allocate(f"{name}: places", 4 * torch.Size(places).numel())
+        self._resident = table.view(torch.int32).view(places).fill_(-1)
+        self._num_chunks = [[0] * batch for _ in range(config.num_layers)]  # places in use
+        self._reach = [[0] * batch for _ in range(config.num_layers)]  # no chunk from here on is held
+
+    def blocks(self, layer: int) -> KVBlocks:
+        """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in no particular order; see `num_keys`."""
+        return KVBlocks(self._data[layer])
+
+    def resident(self, layer: int) -> torch.Tensor:
+        """[B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none."""
+        return self._resident[layer]
+
+    def num_keys(self, layer: int, sequence: int = 0) -> int:
+        """Tokens of a sequence, from the first place on, that hold chunks; nothing behind them counts."""
+        return self._num_chunks[layer][sequence] * self.chunk_size
+
+    def update(
+        self, layer: int, selected: torch.Tensor, source: BlockTable, available: Sequence[int], *, sequence: int = 0
+    ) -> torch.Tensor:
+        """Hold the selected chunks of some sequences, fetching only those that are not here yet.
+
+        Args:
+            layer: Whose.
+            selected: [B, H_kv, K] int32 as a policy selects them: of row b the first min(K, available[b]) count.
+            source: Where the blocks of that layer lie, of all sequences.
+            available: Of each row, the chunks that there were to choose from.
+            sequence: The first row's; the others follow it.
+
+        Returns:
+            [B, H_kv] int32 on the device: chunks that were fetched.
+
+        Enqueues on the current stream and never synchronises. What attends to the chunks must be ordered with it, and
+        the blocks must be complete and stay as they are until it is done.
+        """
+        rows = slice(sequence, sequence + selected.shape[0])
+        assert len(available) == selected.shape[0] and rows.stop <= len(self._reach[layer])
+        self._num_chunks[layer][rows] = [min(self.budget_chunks, count) for count in available]
+        self._reach[layer][rows] = available
+        return gather_chunks(
+            selected, self._resident[layer, rows], source.rows(rows.start, rows.stop), KVBlocks(self._data[layer, rows]),
+            chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+    def forget(self, sequence: int, length: int = 0) -> None:
+        """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
+
+        Layers that held such a chunk hold nothing (`num_keys` 0) until their next update.
+        """
+        kept_chunks = length // self.chunk_size
+        for layer, reach in enumerate(self._reach):
+            if reach[sequence] > kept_chunks:
+                resident = self._resident[layer, sequence]
+                resident.masked_fill_(resident >= kept_chunks, -1)
+                reach[sequence] = kept_chunks
+                self._num_chunks[layer][sequence] = 0
+
+
+class ChunkPolicy(Protocol):
+    """Chooses the chunks. It is told about every block that a sequence's far context consists of (a `BlockObserver`)."""
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
+
+    def select(
+        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
+        rows_used: torch.Tensor | None = None, sequence: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        """Choose chunks by queries.
+
+        Args:
+            layer: Whose.
+            q: [B, R, H, D], rotated queries of B sequences, R at most 32.
+            available: Of each of them, how many chunks there are to choose from: those before the recent part.
+            scale: Of the attention logits.
+            rows_used: [B] int32 on the device: only so many of a sequence's first queries count. None: all.
+            sequence: The first row's; the others follow it.
+
+        Returns:
+            [B, H_kv, K] int32 on the device: min(K, available) chunks of each head in ascending order, then -1.
+
+        Enqueues on the current stream and never synchronises.
+        """
+
+
+class _KeyStore:
+    """Keys of all full blocks on the device, averaged over chunks: [L, B, H_kv, C, D]."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, chunk_size: int, capacity_tokens: int, batch: int,
+        budget: DeviceBudget, name: str,
+    ) -> None:  # fmt: skip
+        self.chunk_size = chunk_size
+        chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
+        nbytes = chunk_means_bytes(config, dtype, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
+        shape = (config.num_layers, batch, config.num_kv_heads, chunks, config.head_dim)
+        self._means = budget.allocate(name, nbytes).view(dtype).view(shape)
+
+    def add(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        one = KVBlocks(kv.data[row : row + 1], kv.first_block)
+        chunk_means(one, blocks, self._means[layer, sequence : sequence + 1], chunk_size=self.chunk_size)
+
+    def first(self, layer: int, sequence: int, batch: int, count: int) -> torch.Tensor:
+        """[B, H_kv, count, D], a view."""
+        assert count <= self._means.shape[3], "more chunks than the capacity"
+        return self._means[layer, sequence : sequence + batch, :, :count]
+
+
+class RetrievalPolicy:
+    """Chunks whose mean key has the largest softmax score, and the first chunk (TriForce, arXiv 2404.11912).
+
+    The means of all chunks stay on the device, 1 / (2 chunk_size) of the KV cache; see `chunk_means_bytes`.
+
+    Args:
+        config: The model's shape.
+        dtype: Of keys and means.
+        budget_tokens: Tokens to select per layer and head.
+        chunk_size: Tokens of a chunk.
+        capacity_tokens: Most tokens of a sequence.
+        batch: Sequences.
+        budget: Ledger to reserve from.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, capacity_tokens: int,
+        batch: int, budget: DeviceBudget,
+    ) -> None:  # fmt: skip
+        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
+        self._means = _KeyStore(
+            config, dtype, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch, budget=budget,
+            name="chunk means",
+        )  # fmt: skip
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        self._means.add(layer, sequence, kv, row, blocks)
+
+    def select(
+        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
+        rows_used: torch.Tensor | None = None, sequence: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        counts = row_counts(available, q.shape[0], q.device)
+        means = self._means.first(layer, sequence, q.shape[0], max(available))
+        scores = chunk_scores(q, means, counts, scale=scale, rows_used=rows_used)
+        return select_chunks(scores, counts, budget_chunks=self._budget_chunks)
+
+
+class TopKPolicy:
+    """Chunks whose keys get the most attention from the queries, exactly: what every other policy is measured against.
+
+    The score is the softmax mass of a chunk's keys among all far keys. All keys stay on the device for it, half of the
+    KV cache, and all are read for every choice: for experiments, not for speed. Arguments as of `RetrievalPolicy`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, capacity_tokens: int,
+        batch: int, budget: DeviceBudget,
+    ) -> None:  # fmt: skip
+        self._chunk_size = chunk_size
+        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
+        self._keys = _KeyStore(
+            config, dtype, chunk_size=1, capacity_tokens=capacity_tokens, batch=batch, budget=budget,
+            name="far keys of the top-k policy",
+        )  # fmt: skip
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        self._keys.add(layer, sequence, kv, row, blocks)
+
+    def select(
+        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
+        rows_used: torch.Tensor | None = None, sequence: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        size = self._chunk_size
+        keys = self._keys.first(layer, sequence, q.shape[0], max(available) * size)
+        masses = chunk_scores(q, keys, [count * size for count in available], scale=scale, rows_used=rows_used)
+        scores = masses.unflatten(2, (-1, size)).sum(-1)
+        return select_chunks(scores, row_counts(available, q.shape[0], q.device), budget_chunks=self._budget_chunks)
+
+
+class StreamingPolicy:
+    """The first chunks and the most recent ones, whatever the queries (StreamingLLM, arXiv 2309.17453).
+
+    Args:
+        config: The model's shape.
+        budget_tokens: Tokens to select per layer and head.
+        chunk_size: Tokens of a chunk.
+        sink_tokens: How many of them are the first of the sequence, a multiple of `chunk_size`.
+    """
+
+    def __init__(self, config: ModelConfig, *, budget_tokens: int, chunk_size: int, sink_tokens: int) -> None:
+        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
+        self._num_kv_heads = config.num_kv_heads
+        if sink_tokens % chunk_size or not 0 <= sink_tokens <= budget_tokens:
+            raise OptionError(
+                f"{sink_tokens} sink tokens are not whole chunks of {chunk_size} within the budget of {budget_tokens}"
+            )
+        self._sink_chunks = sink_tokens // chunk_size
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        pass  # the choice does not look at keys
+
+    def select(
+        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
+        rows_used: torch.Tensor | None = None, sequence: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        counts = row_counts(available, q.shape[0], q.device)[:, None]
+        place = torch.arange(self._budget_chunks, dtype=torch.int32, device=q.device)
+        skipped = (counts - self._budget_chunks).clamp_min(0)
+        chunk = place + skipped * (place >= self._sink_chunks)
+        chunk = chunk.masked_fill(place >= counts, -1)  # [B, K]
+        return chunk[:, None].expand(-1, self._num_kv_heads, -1).contiguous()
+
+
+def chunk_means_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, chunk_size: int, capacity_tokens: int, batch: int
+) -> int:
+    """Device bytes of the chunk means of a `RetrievalPolicy`; of the keys of a `TopKPolicy` with chunks of 1 token."""
+    kv_bytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
+    return kv_bytes // (2 * chunk_size)
+
+
+def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:
+    """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
+    places = config.num_layers * batch * config.num_kv_heads * chunks_of_budget(budget_tokens, chunk_size)
+    return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places

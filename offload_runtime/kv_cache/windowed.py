@@ -1,0 +1,181 @@
+"""Caches that hold a part of a sequence: a far set beside near blocks, and the draft's sinks and recent tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.kv_cache.device import DeviceKVCache, kv_cache_bytes, num_blocks
+from offload_runtime.memory import DeviceBudget
+
+
+@dataclass(frozen=True)
+class FarKeys:
+    """Keys that every query sees: slots 0 to `num_keys` - 1 of `kv`, rotated by their true positions.
+
+    No query's position may be less than `num_keys`.
+    """
+
+    kv: KVBlocks
+    num_keys: int
+
+
+class FarSet(Protocol):
+    """Chooses what a layer sees of the far part of its sequences."""
+
+    def keys(self, layer: int, sliding_window: int | None) -> FarKeys | None:
+        """None when the layer sees nothing of it, as one with a sliding window that ends before."""
+
+
+class NearSet(Protocol):
+    """The newest blocks of the sequences, where new keys are written."""
+
+    def store(self, layer: int) -> KVBlocks:
+        """A layer's blocks."""
+
+    def blocks(self) -> range:
+        """The blocks to attend to, by their absolute numbers. Read once a pass, and baked into graphs."""
+
+
+class WindowedCache:
+    """A `LayerCache` that attends to a far set and to near blocks from a start block on; nothing between them is seen.
+
+    Args:
+        far: What is seen of the far part.
+        near: The newest blocks.
+    """
+
+    def __init__(self, far: FarSet, near: NearSet) -> None:
+        self._far = far
+        self._near = near
+
+    def store(self, layer: int) -> KVBlocks:
+        return self._near.store(layer)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Far keys first, then the near blocks, in order. A prefill is a window of many queries."""
+        state = AttentionState.empty(q)
+        far = self._far.keys(layer, sliding_window)
+        if far is not None and far.num_keys:
+            blocks = range(num_blocks(far.num_keys))
+            # All of them, even in a tree: its own tokens are near.
+            everything = QueryRows(rows.positions, rows.sequences, max_length=rows.max_length)
+            attend_blocks(q, far.kv, everything, blocks, state, scale=scale, num_keys=far.num_keys)
+        near = self._near.store(layer)
+        attend_blocks(q, near, rows, self._near.blocks(), state, scale=scale, sliding_window=sliding_window)
+        return finish_attention(q, rows, state)
+
+
+@dataclass
+class _Place:
+    """Where the kept tokens of one sequence stand: see `StreamingDraftCache`."""
+
+    start: int = 0
+    rope_shift: int = 0
+
+
+class StreamingDraftCache:
+    """Attention sinks and recent tokens of a draft (Xiao et al., StreamingLLM, arXiv 2309.17453).
+
+    It keeps the first `sink_tokens` tokens of a sequence and, once it has grown, between `recent_tokens` and
+    `recent_tokens` + 255 of its newest. The kept tokens lie without a gap: the token of absolute position p at index p
+    when it is a sink and at p - `start` otherwise, `start` being a multiple of 256. All lengths and positions of this
+    `KVCache` are such indices, so the draft sees no distance beyond `capacity_tokens` and needs no second attention for
+    the sinks.
+
+    RoPE depends on differences of positions only. So a recent key stays as it was rotated when `start` moves and its
+    block with it: at its index plus `rope_shift`. The sinks have to be computed anew for the indices 0 to
+    `sink_tokens` - 1 plus `rope_shift`, which is one small pass.
+
+    Args:
+        config: The draft's shape.
+        dtype: Of keys and values.
+        sink_tokens: Most of them are of no use beyond 4; 1 to 256.
+        recent_tokens: Least number of recent tokens, at least 2.
+        window_tokens: Most tokens proposed at a time.
+        batch: Sequences.
+        budget: Ledger to reserve from.
+        name: What to call it in the ledger.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int,
+        batch: int, budget: DeviceBudget, name: str = "draft: KV cache",
+    ) -> None:  # fmt: skip
+        assert 1 <= sink_tokens <= BLOCK_TOKENS and recent_tokens >= 2
+        self.sink_tokens = sink_tokens
+        self._recent_tokens = recent_tokens
+        self.capacity_tokens = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
+        self._num_layers = config.num_layers
+        self._places = [_Place() for _ in range(batch)]
+        self._blocks = DeviceKVCache(
+            config, dtype, capacity_tokens=self.capacity_tokens, batch=batch, budget=budget, name=name
+        )
+        self.store, self.attend, self.length = self._blocks.store, self._blocks.attend, self._blocks.length
+        self.begin_window, self.begin_prefill = self._blocks.begin_window, self._blocks.begin_prefill
+        self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
+        self.truncate, self.close = self._blocks.truncate, self._blocks.close
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def start(self, sequence: int) -> int:
+        """Tokens between the sinks and the recent ones that are not kept."""
+        return self._places[sequence].start
+
+    def rope_shift(self, sequence: int) -> int:
+        """How much further keys are rotated than their indices say."""
+        return self._places[sequence].rope_shift
+
+    def start_for(self, length: int) -> int:
+        """The `start` of a sequence of `length` tokens: 0 as long as it fits."""
+        return max(0, (length - self.sink_tokens - self._recent_tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+    def reset(self, sequence: int, start: int) -> None:
+        """Forget the sequence; what comes is its sinks and then its tokens from `start` + `sink_tokens` on."""
+        assert start % BLOCK_TOKENS == 0
+        self._blocks.truncate(sequence, 0)
+        self._places[sequence] = _Place(start)
+
+    def move(self, sequence: int, start: int) -> None:
+        """Let go of the oldest recent tokens; enqueues copies on the current stream.
+
+        The sinks' keys must be written anew before anything is attended to.
+        """
+        place = self._places[sequence]
+        dropped = start - place.start
+        kept = self.length(sequence) - dropped
+        assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
+        first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
+        for layer in range(self._num_layers):
+            data = self.store(layer).data[sequence]  # [N, 2, H_kv, 256, D]
+            data[:count] = data[first : first + count].clone()  # source and target overlap
+        self._blocks.truncate(sequence, kept)
+        self._places[sequence] = _Place(start, place.rope_shift + dropped)
+
+
+def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:
+    """Tokens of a sequence that a `StreamingDraftCache` holds: what it keeps at most, and a window, in whole blocks."""
+    return num_blocks(sink_tokens + recent_tokens + BLOCK_TOKENS - 1 + window_tokens) * BLOCK_TOKENS
+
+
+def streaming_cache_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int, batch: int
+) -> int:
+    """Bytes of a `StreamingDraftCache`; moving takes as much as one layer's share of it on top, for a moment."""
+    capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
+    return kv_cache_bytes(config, dtype, capacity_tokens=capacity, batch=batch)
+
+
+def kept_positions(sequence_length: int, start: int, sink_tokens: int) -> Sequence[int]:
+    """Absolute positions of what a `StreamingDraftCache` keeps, in the order of its indices."""
+    return range(sequence_length) if not start else [*range(sink_tokens), *range(start + sink_tokens, sequence_length)]

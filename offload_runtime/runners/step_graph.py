@@ -1,0 +1,92 @@
+"""Short passes of fixed shapes as CUDA graphs: launching one costs what launching a kernel costs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+# A draft needs two graphs a bucket of context lengths and way of sampling.
+MOST_GRAPHS = 24
+
+
+class StepGraphs:
+    """Runs steps, on CUDA as replays of graphs. A step reads and writes tensors that never move and returns nothing.
+
+    The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
+    The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
+    All graphs share one memory pool: they have to run one after the other.
+
+    Args:
+        device: On the CPU every run is an ordinary one.
+        most_graphs: Beyond these the one that was not used for longest is dropped.
+    """
+
+    def __init__(self, device: torch.device, *, most_graphs: int = MOST_GRAPHS) -> None:
+        assert most_graphs > 0
+        self._most_graphs = most_graphs
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Run `step` on the current stream without waiting for the device.
+
+        Args:
+            key: Equal keys mean the same launches with the same arguments.
+            step: Enqueues the work; must not depend on anything but `key` and the contents of device memory.
+        """
+        if not self._on_cuda:
+            step()
+        elif key not in self._graphs:
+            step()
+            self._keep(key, None)
+        else:
+            graph = self._graphs.pop(key) or self._capture(step)
+            self._keep(key, graph)
+            graph.replay()
+
+    def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
+        self._graphs[key] = graph
+        if len(self._graphs) > self._most_graphs:
+            oldest = self._graphs.pop(next(iter(self._graphs)))
+            if oldest is not None:
+                torch.cuda.current_stream(self._device).synchronize()  # it may still be running
+                oldest.reset()
+
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record `step` without running it.
+
+        Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of
+        weights go on meanwhile. For the same reason other threads may do what they like.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection frees may need calls that a capture forbids, such as unlocking host memory."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

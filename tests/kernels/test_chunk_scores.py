@@ -1,0 +1,213 @@
+"""`chunk_scores` and `select_chunks`: kernels and plain torch against one head, one row, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from offload_runtime_kernels.chunk_scores import (
+    chunk_scores,
+    chunk_scores_reference,
+    chunk_scores_triton,
+    row_counts,
+    select_chunks,
+    select_chunks_reference,
+    select_chunks_triton,
+)
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs, random_tensor
+
+SCALE = 0.3
+
+
+def _ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=KERNEL_DEVICE)
+
+
+def _inputs(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, rows: int, chunks: int, batch: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries that are part of a wider tensor, and means that are part of a longer one."""
+    q = random_tensor(batch, rows + 2, num_heads, head_dim, seed=1, dtype=dtype)[:, 1 : rows + 1]
+    means = random_tensor(batch, num_kv_heads, chunks + 3, head_dim, seed=2, dtype=dtype)[:, :, :chunks]
+    return q, means
+
+
+def _expected(q: torch.Tensor, means: torch.Tensor, counts: list[int], used: list[int]) -> torch.Tensor:
+    """The definition, in fp64."""
+    batch, num_rows, num_heads, _ = q.shape
+    num_kv_heads, chunks = means.shape[1:3]
+    group = num_heads // num_kv_heads
+    scores = torch.zeros(batch, num_kv_heads, chunks, dtype=torch.float64)
+    for b in range(batch):
+        if counts[b] == 0:
+            continue
+        for head in range(num_heads):
+            for row in range(min(used[b], num_rows)):
+                logits = means[b, head // group, : counts[b]].double().cpu() @ q[b, row, head].double().cpu() * SCALE
+                scores[b, head // group, : counts[b]] += logits.softmax(0) / (group * used[b])
+    return scores
+
+
+SCORERS = [pytest.param(chunk_scores_reference, id="reference"), pytest.param(chunk_scores_triton, id="triton")]
+
+
+@pytest.mark.parametrize("run", SCORERS)
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 5), (3, 130), (17, 66), (2, 4500)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (7, 1, 80), (4, 2, 96)])
+def test_scores_match_the_definition(
+    num_heads: int, num_kv_heads: int, head_dim: int, rows: int, chunks: int, run: Callable[..., torch.Tensor]
+) -> None:
+    q, means = _inputs(num_heads, num_kv_heads, head_dim, rows=rows, chunks=chunks, batch=1)
+    with poisoned_outputs():
+        scores = run(q, means, _ints(chunks), scale=SCALE)
+    # Dot products of up to 96 terms in fp32 are off by a few 1e-6, and so, relatively, is their exponential.
+    assert_within(scores.cpu(), _expected(q, means, [chunks], [rows]), atol=1e-30, rtol=3e-5)
+
+
+@pytest.mark.parametrize("run", SCORERS)
+def test_ragged_rows_and_queries_that_do_not_count(run: Callable[..., torch.Tensor]) -> None:
+    q, means = _inputs(6, 2, 16, rows=4, chunks=140, batch=5)
+    counts, used = [140, 3, 0, 65, 9], [4, 1, 2, 3, 0]
+    expected = _expected(q, means, counts, used)
+    for b in range(5):  # whatever does not count may hold anything
+        means[b, :, counts[b] :] = float("nan")
+        q[b, used[b] :] = float("nan")
+    with poisoned_outputs():
+        scores = run(q, means, _ints(*counts), scale=SCALE, rows_used=_ints(*used))
+    assert_within(scores.cpu(), expected, atol=1e-30, rtol=3e-5)
+    sums = scores.sum(-1).cpu()
+    assert_within(sums[[0, 1, 3]], torch.ones(3, 2, dtype=torch.float64), atol=1e-5)
+    assert bool((scores[[2, 4]] == 0).all()) and bool((scores[1, :, 3:] == 0).all())
+
+
+@pytest.mark.parametrize("run", SCORERS)
+def test_extreme_logits_stay_finite(run: Callable[..., torch.Tensor]) -> None:
+    q, means = _inputs(2, 2, 16, rows=2, chunks=200, batch=1)
+    means[0, :, 150] = 1000 * q[0, 0, :]  # the first query sees nothing else
+    scores = run(q, means, _ints(200), scale=SCALE)
+    assert bool(scores.isfinite().all()) and bool((scores[0, :, 150] >= 0.5).all())
+    assert_within(scores.cpu(), _expected(q, means, [200], [2]), atol=1e-6, rtol=1e-3)
+
+
+def test_parts_of_the_workspace_give_the_same_bits() -> None:
+    q, means = _inputs(6, 3, 16, rows=3, chunks=70, batch=2)
+    counts = _ints(70, 33)
+    whole = chunk_scores_triton(q, means, counts, scale=SCALE)
+    for heads in (1, 4):
+        workspace_bytes = heads * 3 * 2 * 128 * 4  # of 6, with rows of two tiles of 64
+        with poisoned_outputs():
+            parts = chunk_scores_triton(q, means, counts, scale=SCALE, workspace_bytes=workspace_bytes)
+        assert torch.equal(parts, whole)
+
+
+def test_counts_from_the_host_cut_the_result() -> None:
+    q, means = _inputs(2, 2, 16, rows=1, chunks=40, batch=2)
+    on_device = chunk_scores(q, means, _ints(30, 30), scale=SCALE)
+    assert on_device.shape == (2, 2, 40)
+    assert_within(chunk_scores(q, means, 30, scale=SCALE), on_device[:, :, :30].double(), atol=1e-7)
+    ragged = chunk_scores(q, means, [4, 30], scale=SCALE)
+    assert ragged.shape == (2, 2, 30) and bool((ragged[0, :, 4:] == 0).all()) and bool((ragged[0, :, :4] > 0).all())
+    assert_within(ragged[1], on_device[1, :, :30].double(), atol=1e-7)
+    assert chunk_scores(q, means, 0, scale=SCALE).shape == (2, 2, 0)
+    assert row_counts([5, 7, 5], 3, KERNEL_DEVICE).tolist() == [5, 7, 5]
+
+
+SELECTORS = [pytest.param(select_chunks_reference, id="reference"), pytest.param(select_chunks_triton, id="triton")]
+
+
+def _chosen(scores: list[float], limit: int, budget: int) -> list[int]:
+    candidates = sorted(range(1, min(limit, len(scores))), key=lambda chunk: (-scores[chunk], chunk))
+    chosen = sorted(([0] if limit > 0 else []) + candidates[: budget - 1])
+    return chosen + [-1] * (budget - len(chosen))
+
+
+def _check_selection(
+    scores: torch.Tensor, limits: list[int], budget: int, run: Callable[..., torch.Tensor]
+) -> None:
+    with poisoned_outputs():
+        selected = run(scores, _ints(*limits), budget_chunks=budget)
+    assert selected.dtype == torch.int32 and selected.shape == (*scores.shape[:2], budget)
+    for b, limit in enumerate(limits):
+        for head in range(scores.shape[1]):
+            assert selected[b, head].tolist() == _chosen(scores[b, head].tolist(), limit, budget)
+
+
+@pytest.mark.parametrize("run", SELECTORS)
+@pytest.mark.parametrize(("chunks", "budget"), [(1, 3), (40, 1), (40, 7), (40, 40), (40, 64), (1030, 100)])
+def test_selects_the_highest_scores(chunks: int, budget: int, run: Callable[..., torch.Tensor]) -> None:
+    scores = random_tensor(3, 2, chunks, seed=3).softmax(-1)
+    _check_selection(scores, [chunks, chunks // 2, 0], budget, run)
+    _check_selection(scores, [chunks + 5, 1, 2], budget, run)
+
+
+@pytest.mark.parametrize("run", SELECTORS)
+def test_of_equal_scores_the_lower_chunk_wins(run: Callable[..., torch.Tensor]) -> None:
+    few_values = (random_tensor(2, 3, 300, seed=4) * 1.5).round().clamp(0, 3) / 7
+    for budget in (1, 2, 9, 150, 299):
+        _check_selection(few_values.contiguous(), [300, 211], budget, run)
+    _check_selection(torch.zeros(1, 1, 50, device=KERNEL_DEVICE), [50], 4, run)
+
+
+@pytest.mark.parametrize("run", SELECTORS)
+def test_odd_numbers_never_cost_a_place(run: Callable[..., torch.Tensor]) -> None:
+    scores = torch.full((1, 4, 20), 0.05, device=KERNEL_DEVICE)
+    scores[0, 0, 5:9] = float("nan")
+    scores[0, 1] = float("nan")
+    scores[0, 2, 3] = -1.0
+    scores[0, 3, 4] = 1e-42  # denormal, but more than nothing
+    scores[0, 3, 5:] = 0.0
+    selected = run(scores, _ints(20), budget_chunks=6).tolist()
+    assert selected[0][0] == [0, 5, 6, 7, 8, 1] or selected[0][0] == [0, 1, 5, 6, 7, 8]
+    assert selected[0][1] == [0, 1, 2, 3, 4, 5]
+    assert selected[0][2] == [0, 1, 2, 4, 5, 6]
+    assert selected[0][3] == [0, 1, 2, 3, 4, 5]
+
+
+def test_limits_from_the_host() -> None:
+    scores = random_tensor(2, 2, 30, seed=5).softmax(-1)
+    _check_selection(scores, [9, 30], 5, lambda s, limits, budget_chunks: select_chunks(
+        s, limits.tolist(), budget_chunks=budget_chunks))  # fmt: skip
+    _check_selection(scores, [9, 9], 5, lambda s, _, budget_chunks: select_chunks(s, 9, budget_chunks=budget_chunks))
+    assert select_chunks(scores[:, :, :0].contiguous(), 0, budget_chunks=3).tolist() == [[[-1] * 3] * 2] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_half_precision(dtype: torch.dtype) -> None:
+    shapes = ((32, 32, 128, 17, 3000), (32, 8, 128, 32, 1500), (9, 3, 64, 7, 5000), (8, 8, 80, 1, 129))
+    for num_heads, num_kv_heads, head_dim, rows, chunks in shapes:
+        q, means = _inputs(num_heads, num_kv_heads, head_dim, rows=rows, chunks=chunks, batch=2, dtype=dtype)
+        counts, used = _ints(chunks, chunks // 3), _ints(rows, (rows + 1) // 2)
+        with poisoned_outputs():
+            scores = chunk_scores_triton(q, means, counts, scale=SCALE, rows_used=used)
+        # Products of 16-bit numbers are exact in fp32, so only the sums and the exponential differ.
+        expected = chunk_scores_reference(q, means, counts, scale=SCALE, rows_used=used)
+        assert_within(scores, expected, atol=1e-12, rtol=2e-4)
+
+
+@pytest.mark.gpu
+def test_selection_at_full_length_and_in_a_graph() -> None:
+    scores = random_tensor(1, 32, 15360, seed=6, scale=2.0).softmax(-1)
+    _check_selection(scores, [15300], 512, select_chunks_triton)
+    q, means = _inputs(32, 32, 128, rows=1, chunks=15360, batch=1, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:  # capturing fails where anything waits for the device
+        return select_chunks(chunk_scores(q, means, [15000], scale=SCALE), [15000], budget_chunks=512)
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+def test_the_kernels_are_deterministic() -> None:
+    q, means = _inputs(4, 2, 16, rows=3, chunks=300, batch=1)
+    run = partial(chunk_scores, q, means, 300, scale=SCALE)
+    first = run()
+    assert all(torch.equal(run(), first) for _ in range(2))

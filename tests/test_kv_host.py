@@ -1,0 +1,203 @@
+"""The KV cache in host memory gives the bits of the one on the device, whatever is streamed, cut back or grown."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.errors import BudgetError, ContextLengthError
+from offload_runtime.kv_cache import host_blocks
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
+from tests.helpers.assembly import Assembled, HostKV, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401
+from tests.helpers.models import random_model, random_tokens
+
+CAPACITY = 1600
+MODELS = ["llama", "llama-gqa", "mistral-window"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def assemble(name: str, directory: Path, **options: Any) -> Assembled:
+    path = directory / name
+    path.mkdir(exist_ok=True)
+    return make_runner(random_model(name), path, capacity_tokens=CAPACITY, **options)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """The same model with its cache on the device, and on the host with some weights streamed too."""
+    device = assemble(request.param, directory)
+    engine = ThreadCopyEngine(before_copy=_delays(1, 0.001))
+    host = assemble(
+        request.param, directory, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine
+    )
+    yield device.runner, host.runner
+    device.close()
+    host.close()
+
+
+def _delays(seed: int, most_s: float) -> Any:
+    generator = random.Random(seed)
+    return lambda: time.sleep(generator.uniform(0, most_s))
+
+
+def reset(*runners: ModelRunner) -> None:
+    for runner in runners:
+        for sequence in range(3):
+            runner.cache.truncate(sequence, 0)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left, right) and bool(left.isfinite().all())
+
+
+@pytest.mark.parametrize("length", [5, 255, 256, 257, 700, 1024])
+def test_decoding_behind_prompts_of_any_length(pair: tuple[ModelRunner, ModelRunner], length: int) -> None:
+    reset(*pair)
+    prompt = random_tokens(length)
+    assert same(*(runner.prefill(0, prompt) for runner in pair))
+    for step in range(6):
+        window = Window(tuple(random_tokens(1 + 7 * step, seed=step)))
+        assert same(*(runner.verify([window], [0]) for runner in pair))
+        for runner in pair:
+            runner.cache.commit(0, 1 + 5 * step)
+
+
+def test_trees(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    reset(*pair)
+    for runner in pair:
+        runner.prefill(0, random_tokens(510))
+    parents = (-1, 0, 0, 1, 1, 2, 4, 6, 7)
+    assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
+
+
+def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    reset(*pair)
+    for sequence, length in enumerate((300, 40, 770)):
+        assert same(*(runner.prefill(sequence, random_tokens(length, seed=sequence)) for runner in pair))
+    windows = [Window(tuple(random_tokens(count, seed=count))) for count in (9, 3, 17)]
+    for sequences in ([0, 1, 2], [2, 0, 1], [2], [1, 2]):
+        chosen = [windows[sequence] for sequence in sequences]
+        device, host = (runner.verify(chosen, sequences) for runner in pair)
+        for row, window in enumerate(chosen):
+            count = len(window.tokens)
+            assert same(device[row, :count], host[row, :count])
+        for runner in pair:
+            for sequence in sequences:
+                runner.cache.commit(sequence, 2 + sequence)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelRunner], data: st.DataObject) -> None:
+    reset(*pair)
+    caches = [runner.cache for runner in pair]
+    for step in range(data.draw(st.integers(1, 7))):
+        length = caches[0].length(0)
+        action = data.draw(st.sampled_from(["prefill", "window", "cut"]))
+        if action == "cut":
+            kept = data.draw(st.integers(0, length))
+            for cache in caches:
+                cache.truncate(0, kept)
+        elif action == "prefill":
+            count = data.draw(st.integers(1, 600))
+            if length + count > CAPACITY - 50:
+                continue
+            assert same(*(runner.prefill(0, random_tokens(count, seed=step)) for runner in pair))
+        elif length:
+            count = data.draw(st.integers(1, 40))
+            if length + count > CAPACITY:
+                continue
+            window = Window(tuple(random_tokens(count, seed=step)))
+            assert same(*(runner.verify([window], [0]) for runner in pair))
+            accepted = data.draw(st.integers(0, count))
+            for cache in caches:
+                cache.commit(0, accepted)
+    assert caches[0].length(0) == caches[1].length(0)
+
+
+def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Path) -> None:
+    with_writes = assemble("llama", directory, host_kv=HostKV(piece_blocks=3, slots=3))
+    runner, engine = with_writes.runner, with_writes.engine
+    writes = runner.cache._writeback  # type: ignore[attr-defined]
+    block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
+    layers = runner.streamer.num_layers
+    runner.prefill(0, random_tokens(1100))
+    writes.drain()
+    assert writes.bytes_copied == layers * 4 * block and runner.streamer.bytes_begun == 0
+    for number in range(1, 4):
+        runner.verify([Window((1, 2))], [0])
+        assert runner.streamer.bytes_begun == number * layers * 4 * block
+    for _ in range(6):
+        runner.verify([Window(tuple(random_tokens(40)))], [0])
+        runner.cache.commit(0, 40)
+    writes.drain()
+    assert writes.bytes_copied == layers * 5 * block
+    engine.drain()
+    with_writes.close()
+
+
+def test_an_interrupted_prefill_leaves_the_session_as_it_was(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    reset(*pair)
+    for runner in pair:
+        runner.prefill(0, random_tokens(600))
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pair[1].prefill(0, random_tokens(500, seed=1), stop)
+    assert pair[1].cache.length(0) == 600
+    window = Window(tuple(random_tokens(9)))
+    assert same(*(runner.verify([window], [0]) for runner in pair))
+    assert same(*(runner.prefill(0, random_tokens(400, seed=2)) for runner in pair))
+    assert same(*(runner.verify([window], [0]) for runner in pair))
+
+
+def test_memory_that_is_refused_while_growing_keeps_what_is_committed(
+    pair: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reset(*pair)
+    pair[1].cache.blocks.close()  # type: ignore[attr-defined]  # what earlier tests grew would do
+    for runner in pair:
+        runner.prefill(0, random_tokens(250))
+    window = Window(tuple(random_tokens(30)))
+    with monkeypatch.context() as patch:
+
+        def refuse(needed_bytes: int, *, what: str) -> None:
+            raise BudgetError(f"{what} would take {needed_bytes} bytes")
+
+        patch.setattr(host_blocks, "check_host_memory", refuse)
+        with pytest.raises(BudgetError, match="could not grow"):
+            pair[1].verify([window], [0])
+        with pytest.raises(BudgetError, match="could not grow"):
+            pair[1].prefill(0, random_tokens(100))
+        assert pair[1].cache.length(0) == 250
+        assert same(*(runner.verify([Window((3, 4))], [0]) for runner in pair))  # fits the open block
+    assert same(*(runner.verify([window], [0]) for runner in pair))
+
+
+def test_a_context_that_is_full(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    reset(*pair)
+    for runner in pair:
+        runner.prefill(0, random_tokens(CAPACITY - 3))
+        runner.verify([Window((1, 2, 3))], [0])
+        with pytest.raises(ContextLengthError, match=f"{CAPACITY + 1} tokens do not fit"):
+            runner.verify([Window((1, 2, 3, 4))], [0])
+        with pytest.raises(ContextLengthError):
+            runner.prefill(0, [1, 2, 3, 4])

@@ -1,0 +1,272 @@
+"""The middle level's cache: what the policies choose, and that the cache holds just that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from offload_runtime_kernels.gather_chunks import BlockTable
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.kv_cache.retrieval import (
+    ChunkPolicy,
+    RetrievalPolicy,
+    RetrievedChunks,
+    StreamingPolicy,
+    TopKPolicy,
+    chunk_means_bytes,
+    chunks_of_budget,
+    retrieved_bytes,
+)
+from offload_runtime.memory import DeviceBudget, HostArena
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_LAYERS, NUM_BLOCKS, SCALE = 2, 3, 0.4
+
+
+def _config(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=32, intermediate_size=48, num_layers=NUM_LAYERS,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, vocab_size=50, max_position_embeddings=4096,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _context(config: ModelConfig, *, batch: int = 2) -> torch.Tensor:
+    """Keys and values of every layer and sequence, [L, B, NUM_BLOCKS, 2, H_kv, 256, D]."""
+    return _random(NUM_LAYERS, batch, NUM_BLOCKS, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim, seed=1)
+
+
+def _keys(context: torch.Tensor, layer: int, sequence: int, head: int, count: int) -> torch.Tensor:
+    """[count, D], the first keys of a head in fp64."""
+    return context[layer, sequence, :, 0, head].flatten(0, 1)[:count].double().cpu()
+
+
+def _tell(policy: ChunkPolicy, context: torch.Tensor) -> None:
+    """All blocks, through a ring of two that lies beside another sequence's, as a cache passes them on."""
+    for layer in range(NUM_LAYERS):
+        for sequence in range(context.shape[1]):
+            ring = torch.full((2, 2, *context.shape[3:]), float("nan"), device=DEVICE)
+            ring[1, 1] = context[layer, sequence, 0]
+            policy.on_blocks(layer, sequence, KVBlocks(ring, first_block=1), 1, range(1))
+            ring[1] = context[layer, sequence, 1:]
+            policy.on_blocks(layer, sequence, KVBlocks(ring, first_block=1), 1, range(1, 3))
+
+
+def _policy(
+    kind: type[RetrievalPolicy] | type[TopKPolicy], config: ModelConfig, *, budget_tokens: int = 96,
+    chunk_size: int = 8, budget: DeviceBudget | None = None,
+) -> RetrievalPolicy | TopKPolicy:  # fmt: skip
+    return kind(
+        config, torch.float32, budget_tokens=budget_tokens, chunk_size=chunk_size,
+        capacity_tokens=NUM_BLOCKS * BLOCK_TOKENS - 5, batch=2, budget=budget or DeviceBudget(DEVICE, None),
+    )  # fmt: skip
+
+
+def _best(scores: torch.Tensor, budget: int) -> list[int]:
+    """Chunk 0 and the highest scores, then -1."""
+    count = len(scores)
+    others = sorted(range(1, count), key=lambda chunk: (-float(scores[chunk]), chunk))
+    chosen = sorted([*range(min(1, count)), *others[: budget - 1]])
+    return chosen + [-1] * (budget - len(chosen))
+
+
+def _mean_key_scores(keys: torch.Tensor, queries: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    means = keys.unflatten(0, (-1, chunk_size)).mean(1)
+    return (queries @ means.T * SCALE).softmax(-1).mean(0)
+
+
+def _attention_masses(keys: torch.Tensor, queries: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    attention = (queries @ keys.T * SCALE).softmax(-1)
+    return attention.unflatten(1, (-1, chunk_size)).sum(-1).mean(0)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 80), (7, 1, 96)])
+@pytest.mark.parametrize("kind", [RetrievalPolicy, TopKPolicy])
+def test_the_choice_of_a_policy(
+    kind: type[RetrievalPolicy] | type[TopKPolicy], num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    config = _config(num_heads, num_kv_heads, head_dim)
+    context, policy = _context(config), _policy(kind, config)
+    _tell(policy, context)
+    q = _random(2, 5, num_heads, head_dim, seed=2)
+    available, used = [90, 7], [3, 5]
+    for layer in range(NUM_LAYERS):
+        selected = policy.select(
+            layer, q, available, scale=SCALE, rows_used=torch.tensor(used, dtype=torch.int32, device=DEVICE)
+        )
+        assert selected.shape == (2, num_kv_heads, 12) and selected.dtype == torch.int32
+        for b in range(2):
+            for head in range(num_kv_heads):
+                heads = slice(head * num_heads // num_kv_heads, (head + 1) * num_heads // num_kv_heads)
+                queries = q[b, : used[b], heads].flatten(0, 1).double().cpu()
+                keys = _keys(context, layer, b, head, available[b] * 8)
+                score = _mean_key_scores if kind is RetrievalPolicy else _attention_masses
+                assert selected[b, head].tolist() == _best(score(keys, queries, 8), 12)
+
+
+@pytest.mark.parametrize("kind", [RetrievalPolicy, TopKPolicy])
+def test_one_sequence_at_a_time_and_nothing_to_choose_from(kind: type[RetrievalPolicy] | type[TopKPolicy]) -> None:
+    config = _config()
+    policy = _policy(kind, config)
+    _tell(policy, _context(config))
+    q = _random(2, 1, 4, 16, seed=3)
+    together = policy.select(1, q, [60, 40], scale=SCALE)
+    assert torch.equal(policy.select(1, q[1:], [40], scale=SCALE, sequence=1), together[1:])
+    assert not torch.equal(together[0], together[1])
+    assert policy.select(1, q, [0, 0], scale=SCALE).tolist() == [[[-1] * 12] * 2] * 2
+
+
+def test_streaming_takes_the_first_and_the_last_chunks() -> None:
+    policy = StreamingPolicy(_config(), budget_tokens=40, chunk_size=8, sink_tokens=16)
+    q = _random(4, 1, 4, 16, seed=4)
+    selected = policy.select(0, q, [9, 5, 2, 0], scale=SCALE)
+    rows = [[0, 1, 6, 7, 8], [0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [-1] * 5]
+    assert selected.tolist() == [[row, row] for row in rows] and selected.dtype == torch.int32
+
+
+def _host_table(context: torch.Tensor, layer: int) -> tuple[BlockTable, list[HostArena]]:
+    """The blocks of a layer in host memory, one run a sequence."""
+    table, arenas = BlockTable.empty(context.shape[1], NUM_BLOCKS, DEVICE), []
+    for sequence in range(context.shape[1]):
+        blocks = context[layer, sequence]
+        arenas.append(HostArena(blocks.nbytes, name="blocks"))
+        if DEVICE.type == "cuda":
+            arenas[-1].pin()
+        run = arenas[-1].buffer[: blocks.nbytes].view(blocks.dtype).view(blocks.shape)
+        table.put(sequence, 0, run.copy_(blocks))
+    return table, arenas
+
+
+def _check_held(
+    chunks: RetrievedChunks, context: torch.Tensor, layer: int, sequence: int, selected: torch.Tensor, count: int
+) -> None:
+    """The places of a sequence hold the selected chunks [H_kv, K], every one of them once, as a gather would."""
+    size, kv = chunks.chunk_size, chunks.blocks(layer)
+    assert chunks.num_keys(layer, sequence) == count * size
+    for head in range(selected.shape[0]):
+        order = chunks.resident(layer)[sequence, head].tolist()
+        assert sorted(order[:count]) == selected[head].tolist()[:count] and set(order[count:]) <= {-1}
+        for kind in range(2):
+            held = kv.data[sequence, :, kind, head].flatten(0, 1).unflatten(0, (-1, size))  # [places, size, D]
+            full = context[layer, sequence, :, kind, head].flatten(0, 1).unflatten(0, (-1, size))
+            assert torch.equal(held[:count], full[order[:count]])
+
+
+def _retrieved(config: ModelConfig, *, budget_tokens: int = 96, chunk_size: int = 8) -> RetrievedChunks:
+    return RetrievedChunks(
+        config, torch.float32, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=2,
+        budget=DeviceBudget(DEVICE, None),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [2, 8, 32])
+def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int) -> None:
+    config = _config()
+    context = _context(config)
+    budget_tokens = 10 * chunk_size
+    policy = _policy(RetrievalPolicy, config, budget_tokens=budget_tokens, chunk_size=chunk_size)
+    _tell(policy, context)
+    chunks = _retrieved(config, budget_tokens=budget_tokens, chunk_size=chunk_size)
+    tables = [_host_table(context, layer)[0] for layer in range(NUM_LAYERS)]
+    q = _random(2, 3, 4, 16, seed=5)
+    moved = []
+    for step, available in enumerate(([3, 0], [9, 5], [20, 10], [24, 11], [24, 24])):
+        q = q + 0.2 * _random(2, 3, 4, 16, seed=6 + step)  # most of the choice stays
+        for layer in range(NUM_LAYERS):
+            selected = policy.select(layer, q, available, scale=SCALE)
+            before = chunks.resident(layer).clone()
+            fetched = chunks.update(layer, selected, tables[layer], available)
+            new = (selected >= 0) & ~(selected[..., :, None] == before[..., None, :]).any(-1)
+            assert torch.equal(fetched, new.sum(-1, dtype=torch.int32))
+            moved.append(int(fetched.sum()))
+            for sequence in range(2):
+                count = min(10, available[sequence])
+                _check_held(chunks, context, layer, sequence, selected[sequence], count)
+    assert 0 < moved[-1] < 2 * 2 * 10, "the updates were no updates"
+
+
+def test_sequences_are_updated_one_by_one() -> None:
+    config = _config()
+    context, chunks = _context(config), _retrieved(config)
+    table, _ = _host_table(context, 1)
+    policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=8)
+    q = _random(1, 1, 4, 16, seed=7)
+    first, second = (policy.select(1, q, [count], scale=SCALE) for count in (30, 4))
+    chunks.update(1, second, table, [4], sequence=1)
+    assert (chunks.num_keys(1, 0), chunks.num_keys(1, 1), chunks.num_keys(0, 1)) == (0, 32, 0)
+    chunks.update(1, first, table, [30])
+    _check_held(chunks, context, 1, 0, first[0], 12)
+    _check_held(chunks, context, 1, 1, second[0], 4)
+
+
+def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again() -> None:
+    config = _config()
+    context, chunks = _context(config), _retrieved(config)
+    policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=48)
+    q = _random(2, 1, 4, 16, seed=8)
+    selected = policy.select(0, q, [40, 40], scale=SCALE)  # chunks 0 to 5 and 34 to 39
+    chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    context[0, :, 1:] += 1.0  # both sequences go on differently behind token 256 + 3 * 8 + 1
+    context[0, :, 0] += 5.0  # and this must not be looked at: it was not cut
+    for length in (36 * 8 + 1, 35 * 8 + 1):  # twice without an update in between
+        chunks.forget(0, length)
+    assert (chunks.num_keys(0, 0), chunks.num_keys(0, 1)) == (0, 96)
+    fetched = chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    assert fetched.tolist() == [[5, 5], [0, 0]]  # 35 to 39
+    assert chunks.num_keys(0, 0) == 96
+    chunks.forget(0, 40 * 8)  # nothing that is held reaches so far
+    assert chunks.num_keys(0, 0) == 96
+    chunks.forget(0)
+    assert chunks.resident(0)[0].unique().tolist() == [-1] and chunks.num_keys(0, 0) == 0
+    fetched = chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    assert fetched.tolist() == [[12, 12], [0, 0]]
+    _check_held(chunks, context, 0, 0, selected[0], 12)
+
+
+def test_sizes_are_told_exactly_and_reserved() -> None:
+    config = _config()
+    sizes = {"budget_tokens": 512, "chunk_size": 2, "batch": 3}
+    needed_bytes = retrieved_bytes(config, torch.bfloat16, **sizes)
+    # Layers, sequences, blocks, K and V, heads, tokens, channels, bytes; and a place for each of 256 chunks.
+    assert needed_bytes == NUM_LAYERS * 3 * (2 * 2 * 2 * 256 * 16 * 2 + 2 * 256 * 4)
+    budget = DeviceBudget(DEVICE, None)
+    before_bytes = budget.reserved_bytes
+    RetrievedChunks(config, torch.bfloat16, **sizes, budget=budget)
+    assert budget.reserved_bytes - before_bytes == needed_bytes
+    means = {"chunk_size": 8, "capacity_tokens": 300, "batch": 2}
+    means_bytes = chunk_means_bytes(config, torch.float16, **means)
+    assert means_bytes == NUM_LAYERS * 2 * 2 * (2 * 32) * 16 * 2
+    RetrievalPolicy(config, torch.float16, **means, budget_tokens=64, budget=budget)
+    assert budget.reserved_bytes - before_bytes == needed_bytes + means_bytes
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a limit of a few bytes leaves no room for the CUDA context")
+def test_too_little_memory_is_a_budget_error() -> None:
+    config = _config()
+    needed_bytes = retrieved_bytes(config, torch.float32, budget_tokens=96, chunk_size=8, batch=2)
+    with pytest.raises(BudgetError, match="retrieved KV"):
+        RetrievedChunks(
+            config, torch.float32, budget_tokens=96, chunk_size=8, batch=2,
+            budget=DeviceBudget(DEVICE, needed_bytes - 1),
+        )  # fmt: skip
+    with pytest.raises(BudgetError, match="chunk means"):
+        _policy(RetrievalPolicy, config, budget=DeviceBudget(DEVICE, 1000))
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    assert chunks_of_budget(96, 8) == 12
+    for budget_tokens, chunk_size, message in (
+        (96, 1, "power of two from 2 to 64"), (96, 12, "chunk of 12 tokens"), (256, 128, "from 2 to 64"),
+        (100, 8, "100 tokens is not made of whole chunks of 8: use 96"), (0, 8, "use 8"), (4, 8, "use 8"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=message):
+            chunks_of_budget(budget_tokens, chunk_size)
+    for sink_tokens in (4, 104, -8):
+        with pytest.raises(OptionError, match="sink tokens"):
+            StreamingPolicy(_config(), budget_tokens=96, chunk_size=8, sink_tokens=sink_tokens)

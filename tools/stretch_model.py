@@ -1,0 +1,69 @@
+"""Apply a sparse fine-tune: a checkpoint with the tensors of delta files instead of its own, and another RoPE.
+
+    python tools/stretch_model.py --source demo --delta part-0.safetensors part-1.safetensors \\
+        --rope '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}' --out stretched
+
+A delta file holds new values, not differences, under transformers' names. The result is a safetensors directory that
+transformers loads too; `widening.stretched.StretchedCheckpoint` is the same without files, and can be widened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
+sys.path.append(str(ROOT))
+
+from widening.command import DTYPES, SOURCE_HELP, exit_code_of, open_source, write_checkpoint  # noqa: E402
+from widening.stretched import StretchedCheckpoint  # noqa: E402
+
+from offload_runtime.errors import OptionError  # noqa: E402
+
+_WAY_OUT = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
+
+
+def parse_rope(text: str | None) -> dict[str, Any] | None:
+    """transformers' rope parameters out of the command line.
+
+    Raises:
+        OptionError: No JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        rope = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"--rope is not valid JSON ({error}): {_WAY_OUT}") from error
+    if not isinstance(rope, dict):
+        raise OptionError(f"--rope is not a JSON object but {text}: {_WAY_OUT}")
+    return rope
+
+
+def _stretched(arguments: argparse.Namespace) -> StretchedCheckpoint:
+    """What the options describe, nothing of it read yet but headers."""
+    rope = parse_rope(arguments.rope)
+    return StretchedCheckpoint(
+        open_source(arguments.source), arguments.delta, rope=rope, max_position_embeddings=arguments.max_position
+    )
+
+
+def main() -> int:
+    """Returns the exit code: 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True, help=SOURCE_HELP)
+    parser.add_argument("--delta", type=Path, nargs="+", default=[], help="safetensors files of new values")
+    parser.add_argument("--rope", help="transformers' rope_parameters as JSON; rope_theta may be left out")
+    parser.add_argument("--max-position", type=int, help="longest context (default: what the rope scaling reaches)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the written weights")
+    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    arguments = parser.parse_args()
+    return exit_code_of(lambda: write_checkpoint(_stretched(arguments), arguments.out, arguments.dtype))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

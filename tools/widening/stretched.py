@@ -1,0 +1,189 @@
+"""A checkpoint with some tensors replaced and its rotary embedding scaled: a sparse fine-tune, applied while reading.
+
+Fine-tuning a few tensors gives a model a longer context; what is kept of that is those tensors alone, in full.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from widening.rope import frequencies
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
+from offload_runtime.weights.architecture import ROPE_TYPES, model_config_from_transformers
+from offload_runtime.weights.safetensors_checkpoint import shortened
+from offload_runtime.weights.safetensors_file import DTYPES, StoredTensor, fill_from_file, read_header
+
+# What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
+# length, which a stretched model has changed, and only warns of words that it does not know.
+_REQUIRED: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"original_max_position_embeddings", "short_factor", "long_factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+_OPTIONAL: dict[str, frozenset[str]] = {
+    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "longrope": frozenset({"factor", "attention_factor"}),
+}
+_COMMON = frozenset({"rope_type", "rope_theta"})
+
+
+def _check_words(rope: Mapping[str, Any]) -> None:
+    """Refuse parameters that are missing or would be ignored."""
+    kind = rope.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise OptionError(f"rope_type {kind!r} is not known: use one of {', '.join(ROPE_TYPES)}")
+    known = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset()) | _COMMON
+    missing, unknown = sorted(_REQUIRED[kind] - set(rope)), sorted(set(rope) - known)
+    if missing:
+        raise OptionError(f"a RoPE of type {kind} needs {', '.join(missing)} too: add what is missing")
+    if unknown:
+        raise OptionError(
+            f"a RoPE of type {kind} knows no {', '.join(unknown)}: leave it out; known are {', '.join(sorted(known))}"
+        )
+
+
+def _stretched_config(
+    source: CheckpointSource, rope: Mapping[str, Any] | None, max_position_embeddings: int | None
+) -> tuple[Any, ModelConfig]:
+    """transformers' configuration and ours with another rotary embedding and length."""
+    hf_config, changes = source.hf_config(), dict[str, Any]()
+    if rope is not None:
+        _check_words(rope)
+        changes["rope_parameters"] = {"rope_theta": source.config().rope_parameters["rope_theta"], **rope}
+    try:
+        if max_position_embeddings is not None:
+            changes["max_position_embeddings"] = max_position_embeddings
+        elif rope is not None and rope["rope_type"] == "yarn":
+            changes["max_position_embeddings"] = int(rope["factor"] * rope["original_max_position_embeddings"])
+        described = type(hf_config).from_dict(copy.deepcopy(hf_config.to_dict() | changes))
+        config = model_config_from_transformers(described)
+        if config.rope_parameters["rope_type"] != "default":
+            frequencies(config)
+    except Exception as error:  # transformers' validation raises errors of many libraries; each means the same here
+        raise OptionError(
+            f"no model has RoPE parameters {changes.get('rope_parameters', 'of the source')} and "
+            f"{changes.get('max_position_embeddings', 'its own number of')} positions: {error}"
+        ) from error
+    return described, config
+
+
+def _check_delta(stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor that cannot take the place of one of `shape`."""
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.path}: {stored.name} has shape {list(stored.shape)}, expected {list(shape)}: the delta belongs "
+            "to another model"
+        )
+    if stored.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{stored.path}: {stored.name} is stored as {stored.dtype}, and only {', '.join(DTYPES)} are read: "
+            "save the delta in one of them"
+        )
+
+
+def _find_deltas(paths: Sequence[Path], source: CheckpointSource) -> dict[str, StoredTensor]:
+    """The new tensors by transformers' name, each there once and of the shape of the one that it replaces."""
+    shapes = {name: destination.shape for name, destination in checkpoint_tensors(source.config()).items()}
+    found: dict[str, StoredTensor] = {}
+    for path in paths:
+        header = read_header(path)
+        unknown = [name for name in header if name not in shapes]
+        if unknown:
+            raise CheckpointError(
+                f"{path}: {len(unknown)} of {len(header)} tensors are not in {source.reference} ({shortened(unknown)}):"
+                " the delta belongs to another model"
+            )
+        for name, stored in header.items():
+            if name in found:
+                raise CheckpointError(f"{name} is in {found[name].path} and in {path}: give each tensor once")
+            _check_delta(stored, shapes[name])
+        found |= header
+    return found
+
+
+class StretchedCheckpoint:
+    """A `CheckpointSource` with the named tensors of delta files, all others of the source, and another RoPE.
+
+    Args:
+        source: What was fine-tuned.
+        deltas: Safetensors files with the new values under transformers' names.
+        rope: transformers' `rope_parameters` of the result, `rope_theta` the source's unless given; None keeps all.
+        max_position_embeddings: Longest context of the result in tokens. None means what YaRN's factor reaches, and
+            the source's for other scalings.
+
+    Raises:
+        CheckpointError: A delta file is damaged, or names a tensor that the source does not have, that has another
+            shape or is no floating-point number, or that another file names too.
+        OptionError: RoPE parameters that are missing, unknown or no numbers a model can have.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        deltas: Sequence[Path] = (),
+        *,
+        rope: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+    ) -> None:
+        self._source = source
+        self._deltas = _find_deltas(deltas, source)
+        self._hf_config, self._config = _stretched_config(source, rope, max_position_embeddings)
+
+    @property
+    def reference(self) -> str:
+        """What was stretched, for messages."""
+        return f"{self._source.reference} (stretched)"
+
+    @property
+    def native_dtype(self) -> torch.dtype:
+        """The source's."""
+        return self._source.native_dtype
+
+    def config(self) -> ModelConfig:
+        """Shape and flags, with the new rotary embedding."""
+        return self._config
+
+    def hf_config(self) -> Any:
+        """The transformers configuration object."""
+        return self._hf_config
+
+    def total_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the packed weights in `dtype`."""
+        return packed_bytes(self._config, dtype)
+
+    def shards(self) -> Iterator[Shard]:
+        """The source's files without what is replaced, then the delta files."""
+        for shard in self._source.shards():
+            kept = tuple((name, fill) for name, fill in shard.tensors if name not in self._deltas)
+            if kept:
+                yield Shard(shard.path, kept)
+        by_path: dict[Path, list[StoredTensor]] = {}
+        for stored in self._deltas.values():
+            by_path.setdefault(stored.path, []).append(stored)
+        for path, tensors in by_path.items():
+            yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in tensors))
+
+    def tokenizer(self) -> Any:
+        """The source's tokenizer, which no longer warns of texts that fit now."""
+        tokenizer = self._source.tokenizer()
+        tokenizer.model_max_length = max(tokenizer.model_max_length, self._config.max_position_embeddings)
+        return tokenizer
+
+    def generation_settings(self) -> dict[str, Any]:
+        """The source's."""
+        return self._source.generation_settings()
+
+    def generation_eos(self) -> tuple[int, ...]:
+        """The source's."""
+        return self._source.generation_eos()
