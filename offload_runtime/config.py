@@ -166,3 +166,52 @@ class GenerationParams:
             require_positive("gamma", self.gamma)
         if any(not text for text in self.stop):
             raise OptionError("an empty stop string would end every answer at once")
+
+
+SPECULATION_MODES = ("auto", "none", "chain", "triforce")
+DRAFT_CACHES = ("auto", "full", "streaming")
+CHUNK_POLICIES = ("retrieval", "topk", "streaming")
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """How tokens are proposed. None of it changes the output.
+
+    `mode`: `chain` proposes from the draft, `triforce` puts the target over retrieved chunks between draft and target,
+    `auto` takes `triforce` where the KV cache is in host memory, all weights are on the device and there is a draft
+    model. `draft_cache`: the draft's own cache, `full` or `streaming` (`sink_tokens` first and `recent_tokens` newest
+    tokens). Of the middle level: `budget_tokens` per layer and KV head in chunks of `chunk_size`, chosen by `policy`
+    every `refresh_steps` of its steps; the draft proposes `gamma_draft` tokens to each step.
+    """
+
+    mode: str = "auto"
+    draft_cache: str = "auto"
+    sink_tokens: int = 16
+    recent_tokens: int = 512
+    chunk_size: int = 8
+    budget_tokens: int = 4096
+    gamma_draft: int = 4
+    refresh_steps: int = 1
+    policy: str = "retrieval"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("speculation", self.mode, SPECULATION_MODES),
+            ("draft_cache", self.draft_cache, DRAFT_CACHES),
+            ("policy", self.policy, CHUNK_POLICIES),
+        ):
+            if value not in allowed:
+                raise OptionError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
+        for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft", "refresh_steps"):
+            require_positive(name, getattr(self, name))
+        if self.sink_tokens > 256:
+            raise OptionError(f"sink_tokens must be at most 256, not {self.sink_tokens}")
+        if self.recent_tokens < 2:
+            raise OptionError(f"recent_tokens must be at least 2, not {self.recent_tokens}")
+        if self.chunk_size not in (2, 4, 8, 16, 32, 64):
+            raise OptionError(f"chunk_size must be a power of two from 2 to 64, not {self.chunk_size}")
+        if self.budget_tokens % self.chunk_size:
+            nearest = max(1, self.budget_tokens // self.chunk_size) * self.chunk_size
+            raise OptionError(
+                f"budget_tokens {self.budget_tokens} is not a multiple of chunk_size {self.chunk_size}: use {nearest}"
+            )

@@ -199,6 +199,22 @@ class KVFeed:
         self._schedule.fill()
 
 
+class ResidentLayers:
+    """Weights that are all on the device, for passes that do not take part in the streaming.
+
+    Args:
+        views: The layers, in order.
+    """
+
+    def __init__(self, views: Sequence[LayerViews]) -> None:
+        self._views = views
+        self.num_layers = len(views)
+
+    def layers(self) -> Iterator[tuple[int, LayerViews]]:
+        """Iterate over one pass: (layer index, its weights), in order."""
+        return enumerate(self._views)
+
+
 class LayerStreamer:
     """Hands out the weights of one layer after the other, pass after pass.
 
@@ -275,6 +291,10 @@ class LayerStreamer:
                 # a later one.
                 self.schedule.release(WEIGHTS)
                 self.schedule.fill()
+
+    def resident_layers(self) -> ResidentLayers | None:
+        """The weights for passes of their own beside this stream; None when some are streamed."""
+        return None if self._streamed else ResidentLayers([self._resident[index] for index in range(self.num_layers)])
 
     def _plan_pass(self) -> PassPlan:
         snapshot = None if self._kv is None else self._kv.snapshot()

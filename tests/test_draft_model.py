@@ -135,7 +135,9 @@ class DenseStreaming:
         for layer, stored in zip(self._model.model.layers, self._keys, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             heads = (len(positions), -1, attention.head_dim)
-            q, k, v = (project(normed).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+            q, k, v = (
+                project(normed).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
             stored.update(zip(positions, zip(k, v, strict=True), strict=True))
             k, v = (torch.stack([stored[p][part] for p in kept]) for part in (0, 1))
             q, k = rotate(q, query_angle, self._scaling), rotate(k, key_angle, self._scaling)
@@ -148,9 +150,7 @@ class DenseStreaming:
         return self._model.lm_head(self._model.model.norm(x[-1:]))
 
 
-def dense_streaming(
-    draft: Draft, *, sinks: int = SINKS, recent: int = RECENT, sequence: int = 0
-) -> DenseStreaming:
+def dense_streaming(draft: Draft, *, sinks: int = SINKS, recent: int = RECENT, sequence: int = 0) -> DenseStreaming:
     return DenseStreaming(
         draft.hf_model, sinks=sinks, recent=recent, window_length=draft.cache.capacity_tokens, sequence=sequence
     )
@@ -222,6 +222,14 @@ def test_a_sequence_that_jumps_is_computed_anew(draft: Draft) -> None:
         if length != 703:
             reference.forget()
         assert model.propose(shown, 6) == reference.propose(shown, 6, NOISY)
+
+
+def test_few_new_tokens_may_be_all_that_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    draft = make_draft("llama", tmp_path_factory.mktemp("few"), sinks=1, recent=2)
+    model, reference, tokens = draft.model(NOISY), dense_streaming(draft, sinks=1, recent=2), random_tokens(262, seed=8)
+    model.propose(tokens[:250], 2)
+    assert model.propose(tokens, 4) == reference.propose(tokens, 4, NOISY)
+    draft.made.close()
 
 
 def test_sequences_of_a_batch_have_their_own_rows_and_noise(draft: Draft) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from offload_runtime_kernels.gather_chunks import BlockTable
@@ -130,17 +133,30 @@ def test_streaming_takes_the_first_and_the_last_chunks() -> None:
     assert selected.tolist() == [[row, row] for row in rows] and selected.dtype == torch.int32
 
 
-def _host_table(context: torch.Tensor, layer: int) -> tuple[BlockTable, list[HostArena]]:
-    """The blocks of a layer in host memory, one run a sequence."""
-    table, arenas = BlockTable.empty(context.shape[1], NUM_BLOCKS, DEVICE), []
-    for sequence in range(context.shape[1]):
-        blocks = context[layer, sequence]
-        arenas.append(HostArena(blocks.nbytes, name="blocks"))
-        if DEVICE.type == "cuda":
-            arenas[-1].pin()
-        run = arenas[-1].buffer[: blocks.nbytes].view(blocks.dtype).view(blocks.shape)
-        table.put(sequence, 0, run.copy_(blocks))
-    return table, arenas
+HostTable = Callable[[torch.Tensor, int], BlockTable]
+
+
+@pytest.fixture
+def host_table() -> Iterator[HostTable]:
+    """Makes tables of a layer's blocks in host memory, one run a sequence, page-locked until the test ends."""
+    arenas: list[HostArena] = []
+
+    def make(context: torch.Tensor, layer: int) -> BlockTable:
+        table = BlockTable.empty(context.shape[1], NUM_BLOCKS, DEVICE)
+        for sequence in range(context.shape[1]):
+            blocks = context[layer, sequence]
+            arenas.append(HostArena(blocks.nbytes, name="blocks"))
+            if DEVICE.type == "cuda":
+                arenas[-1].pin()
+            run = arenas[-1].buffer[: blocks.nbytes].view(blocks.dtype).view(blocks.shape)
+            table.put(sequence, 0, run.copy_(blocks))
+        return table
+
+    yield make
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    for arena in arenas:
+        arena.close()
 
 
 def _check_held(
@@ -166,14 +182,14 @@ def _retrieved(config: ModelConfig, *, budget_tokens: int = 96, chunk_size: int 
 
 
 @pytest.mark.parametrize("chunk_size", [2, 8, 32])
-def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int) -> None:
+def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int, host_table: HostTable) -> None:
     config = _config()
     context = _context(config)
     budget_tokens = 10 * chunk_size
     policy = _policy(RetrievalPolicy, config, budget_tokens=budget_tokens, chunk_size=chunk_size)
     _tell(policy, context)
     chunks = _retrieved(config, budget_tokens=budget_tokens, chunk_size=chunk_size)
-    tables = [_host_table(context, layer)[0] for layer in range(NUM_LAYERS)]
+    tables = [host_table(context, layer) for layer in range(NUM_LAYERS)]
     q = _random(2, 3, 4, 16, seed=5)
     moved = []
     for step, available in enumerate(([3, 0], [9, 5], [20, 10], [24, 11], [24, 24])):
@@ -191,10 +207,10 @@ def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int) -> N
     assert 0 < moved[-1] < 2 * 2 * 10, "the updates were no updates"
 
 
-def test_sequences_are_updated_one_by_one() -> None:
+def test_sequences_are_updated_one_by_one(host_table: HostTable) -> None:
     config = _config()
     context, chunks = _context(config), _retrieved(config)
-    table, _ = _host_table(context, 1)
+    table = host_table(context, 1)
     policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=8)
     q = _random(1, 1, 4, 16, seed=7)
     first, second = (policy.select(1, q, [count], scale=SCALE) for count in (30, 4))
@@ -205,33 +221,33 @@ def test_sequences_are_updated_one_by_one() -> None:
     _check_held(chunks, context, 1, 1, second[0], 4)
 
 
-def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again() -> None:
+def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again(host_table: HostTable) -> None:
     config = _config()
     context, chunks = _context(config), _retrieved(config)
     policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=48)
     q = _random(2, 1, 4, 16, seed=8)
     selected = policy.select(0, q, [40, 40], scale=SCALE)  # chunks 0 to 5 and 34 to 39
-    chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    chunks.update(0, selected, host_table(context, 0), [40, 40])
     context[0, :, 1:] += 1.0  # both sequences go on differently behind token 256 + 3 * 8 + 1
     context[0, :, 0] += 5.0  # and this must not be looked at: it was not cut
     for length in (36 * 8 + 1, 35 * 8 + 1):  # twice without an update in between
         chunks.forget(0, length)
     assert (chunks.num_keys(0, 0), chunks.num_keys(0, 1)) == (0, 96)
-    fetched = chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    fetched = chunks.update(0, selected, host_table(context, 0), [40, 40])
     assert fetched.tolist() == [[5, 5], [0, 0]]  # 35 to 39
     assert chunks.num_keys(0, 0) == 96
     chunks.forget(0, 40 * 8)  # nothing that is held reaches so far
     assert chunks.num_keys(0, 0) == 96
     chunks.forget(0)
     assert chunks.resident(0)[0].unique().tolist() == [-1] and chunks.num_keys(0, 0) == 0
-    fetched = chunks.update(0, selected, _host_table(context, 0)[0], [40, 40])
+    fetched = chunks.update(0, selected, host_table(context, 0), [40, 40])
     assert fetched.tolist() == [[12, 12], [0, 0]]
     _check_held(chunks, context, 0, 0, selected[0], 12)
 
 
 def test_sizes_are_told_exactly_and_reserved() -> None:
     config = _config()
-    sizes = {"budget_tokens": 512, "chunk_size": 2, "batch": 3}
+    sizes: dict[str, Any] = {"budget_tokens": 512, "chunk_size": 2, "batch": 3}
     needed_bytes = retrieved_bytes(config, torch.bfloat16, **sizes)
     # Layers, sequences, blocks, K and V, heads, tokens, channels, bytes; and a place for each of 256 chunks.
     assert needed_bytes == NUM_LAYERS * 3 * (2 * 2 * 2 * 256 * 16 * 2 + 2 * 256 * 4)
@@ -239,7 +255,7 @@ def test_sizes_are_told_exactly_and_reserved() -> None:
     before_bytes = budget.reserved_bytes
     RetrievedChunks(config, torch.bfloat16, **sizes, budget=budget)
     assert budget.reserved_bytes - before_bytes == needed_bytes
-    means = {"chunk_size": 8, "capacity_tokens": 300, "batch": 2}
+    means: dict[str, Any] = {"chunk_size": 8, "capacity_tokens": 300, "batch": 2}
     means_bytes = chunk_means_bytes(config, torch.float16, **means)
     assert means_bytes == NUM_LAYERS * 2 * 2 * (2 * 32) * 16 * 2
     RetrievalPolicy(config, torch.float16, **means, budget_tokens=64, budget=budget)

@@ -260,6 +260,7 @@ LONGROPE = rope("longrope", original_max_position_embeddings=64, short_factor=[1
         ({**YARN, "factor": float("inf")}, "no model has RoPE parameters"),
         ({**YARN, "original_max_position_embeddings": None}, "no model has RoPE parameters"),
         ({**YARN, "beta_fast": "fast"}, "no model has RoPE parameters"),
+        ({**YARN, "attention_factor": "large"}, "no model has RoPE parameters"),
         ({**YARN, "rope_theta": -1.0}, "no model has RoPE parameters"),
         ({**LONGROPE, "short_factor": [1.0]}, "short_factor is 1 numbers, expected 32"),
     ],

@@ -90,16 +90,13 @@ def measure_case(num_kv_heads: int, num_new: int, *, pinned: bool, gbps: float) 
     data, turn = KVBlocks(places), iter(range(1 << 62))
 
     def update() -> torch.Tensor:
-        return gather_chunks(
-            selections[next(turn) % NUM_SELECTIONS], resident, source, data, chunk_size=CHUNK_SIZE
-        )
+        return gather_chunks(selections[next(turn) % NUM_SELECTIONS], resident, source, data, chunk_size=CHUNK_SIZE)
 
     update()  # the first fills every place; `graph_times_ms` runs once more before it captures, and then goes around
     times = percentiles(graph_times_ms(update, calls=NUM_SELECTIONS, repeats=20))
     moved_bytes = num_kv_heads * num_new * 2 * CHUNK_SIZE * HEAD_DIM * 2
     bound_ms = moved_bytes * (1 if pinned else 2) / (gbps * GB) * 1e3
     plain = percentiles(synchronous_times_ms(plain_gather(blocks, on_host[0, 0, :, :num_new]), repeats=10))
-    del source, blocks
     if arena is not None:
         arena.close()
     return {

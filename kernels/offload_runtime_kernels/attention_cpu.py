@@ -1,8 +1,8 @@
 """Attention on the CPU: the dense reference, and windows whose bits do not depend on their company.
 
-torch sums in another order for other numbers of queries and keys, for other alignments, and for another thread, which in
-16 bits shows in every other text. So a window works on one query and one block of keys at a time: what a call computes
-is fixed by the query's position alone, as are the shapes, the alignment and the sharing out among threads.
+torch sums in another order for other numbers of queries and keys, for other alignments of a matrix, and in other
+threads, which in 16 bits shows in every other text. So a window works on one query and one block of keys at a time: the
+query's position alone says which shapes there are, how they are aligned and how threads share them.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Scores of chunks against the current queries, and the choice of the best (TriForce, arXiv 2404.11912, section 4).
 
-    scores[b, g, c] = mean over rows r and the query heads h of KV head g of  softmax_c(scale * q[b, r, h] . means[b, g, c])
+    scores[b, g, c] = mean over rows r and query heads h of KV head g of softmax_c(scale * q[b, r, h] . means[b, g, c])
 
 The means are read once: the logits and, of every tile of chunks, maximum and sum go to a workspace, and a second kernel
 turns them into the average. The choice is one program per head, which finds the budget-th largest score bit by bit.
@@ -199,7 +199,7 @@ def chunk_scores(
         means: [at least B, H_kv, C_max, D] as `chunk_means` writes them, in the dtype of q.
         num_chunks: Chunks that each batch row has: one number, one for each row, or [B] int32 on the device.
         scale: Of the logits, as in attention.
-        rows_used: [B] int32 on the device: only so many of a row's first queries count. None: all.
+        rows_used: [B] int32 on the device: only so many of a row's first queries count. None: all, padding included.
 
     Returns:
         [B, H_kv, C] fp32, zero behind a row's chunks (and everywhere where no query counts); a head's scores sum to 1.
@@ -245,7 +245,7 @@ def _select_kernel(
     score = tl.load(scores_ptr + head * num_chunks + chunk, mask=chunk < limit, other=0.0)
     key = tl.maximum(score.to(tl.int32, bitcast=True), 0)
     key = tl.where(chunk == 0, _FORCED, key)
-    key = tl.where(chunk < limit, key, -1)
+    # Chunks from the limit on have key 0, and no more are wanted than lie before them: a tie goes to the lower.
     wanted = tl.minimum(limit, budget_chunks)
     # The largest threshold that `wanted` keys reach, one bit at a time from the highest.
     threshold = 0

@@ -26,8 +26,8 @@ class BlockTable:
     """Where the blocks of one layer lie: for kernels by address, for plain torch as tensors.
 
     `pointers` [B, N] int64 on the device that gathers; the addresses must be valid there: its own memory, or
-    page-locked host memory. `blocks[b][n]` is the tensor [2, H_kv, 256, D] itself, which is thereby kept alive.
-    Whoever moves or frees a block puts its new place here first.
+    page-locked host memory. `blocks[b][n]` is the tensor [2, H_kv, 256, D] itself, which is thereby kept alive (but not
+    page-locked: that is its owner's). Whoever moves or unlocks a block puts its new place here first.
     """
 
     pointers: torch.Tensor

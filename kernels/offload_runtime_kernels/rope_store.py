@@ -65,17 +65,21 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
     if rows.cos is not None and rows.sin is not None:
         q, k = _rotate(q, rows.cos, rows.sin), _rotate(k, rows.cos, rows.sin)
     real = rows.positions >= 0
-    sequences, slots = rows.sequences[real].long(), rows.slots[real].long()
+    # torch will not write by index through an expanded dimension; batch rows of stride 0 are all the first.
+    data = kv.data[:1] if kv.data.stride(0) == 0 else kv.data
+    sequences, slots = rows.sequences[real].long() % data.shape[0], rows.slots[real].long()
     block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
-    kv.data[sequences, block, 0, :, slots % BLOCK_TOKENS] = k[real]
-    kv.data[sequences, block, 1, :, slots % BLOCK_TOKENS] = v[real]
+    data[sequences, block, 0, :, slots % BLOCK_TOKENS] = k[real]
+    data[sequences, block, 1, :, slots % BLOCK_TOKENS] = v[real]
     return torch.where(real[:, None, None], q, 0)
 
 
+# Specialising on where blocks begin and how many they are would only compile it again.
 @jit(do_not_specialize=("first_block", "num_blocks"))
 def _rope_store_kernel(
     qkv_ptr, q_ptr, kv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-    positions_ptr, slots_ptr, sequences_ptr, stride_sequence, stride_block, stride_values, first_block, num_blocks, eps,
+    positions_ptr, slots_ptr, sequences_ptr,
+    stride_sequence: "tl.int64", stride_block: "tl.int64", stride_values: "tl.int64", first_block, num_blocks, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +122,7 @@ def _rope_store_kernel(
         block = ((slot // _BLOCK - first_block) % num_blocks).to(tl.int64)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         target = kv_ptr + sequence * stride_sequence + block * stride_block
-        target += (head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int64) * stride_values
+        target += tl.where(is_value, stride_values, 0)
         target += (kv_head * _BLOCK + slot % _BLOCK) * HEAD_DIM
         tl.store(target + lanes, first, mask=real)
         tl.store(target + half + lanes, second, mask=real)
@@ -129,7 +133,7 @@ def rope_store_triton(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0
+    assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0 and qkv.dtype == kv.data.dtype
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     # Triton wants a pointer for every argument; an unused one may point anywhere.
     cos, sin = (rows.cos, rows.sin) if rows.cos is not None else (qkv, qkv)
@@ -150,8 +154,8 @@ def rope_store(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm: HeadN
 
     Args:
         qkv: [at least N, (H + 2 H_kv) D], contiguous: all query heads, then key heads, then value heads.
-        rows: Where each of the N rows stands; no two rows may name the same slot of the same sequence.
-        kv: Blocks, written in place.
+        rows: Where each of the N rows stands; no two real rows may name the same slot of the same sequence.
+        kv: Where keys and values lie, in the dtype of `qkv`; written in place.
         head_norm: RMSNorm of each head before the rotation, or None.
 
     Returns:

@@ -15,6 +15,7 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_li
 from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.planner import Placement, all_resident
@@ -169,15 +170,23 @@ def connect_model(
         kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
     )  # fmt: skip
     decoder = Decoder(plan.config, weights.shared_layout.views(shared))
-    rope = RopeTable(plan.config, device)
+    # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
+    fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
+    rope = RopeTable(plan.config, device, fixed_length=fixed_length)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
     return LoadedModel(runner, weights, placement, link_peak_gbps, rope)
 
 
 def _make_cache(
     plan: ModelPlan, budget: DeviceBudget, name: str
-) -> tuple[DeviceKVCache | HostKVCache, list[torch.Tensor]]:
+) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache, list[torch.Tensor]]:
     """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed)."""
+    if plan.streaming is not None:
+        return StreamingDraftCache(
+            plan.config, plan.dtype, sink_tokens=plan.streaming.sink_tokens,
+            recent_tokens=plan.streaming.recent_tokens, window_tokens=plan.streaming.window_tokens, batch=plan.batch,
+            budget=budget, name=f"{name}: KV cache",
+        ), []  # fmt: skip
     if not plan.kv.on_host:
         cache = DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import GB, ModelConfig
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
 from offload_runtime.kv_cache import block_bytes, kv_cache_bytes, num_blocks, prefill_workspace_bytes, ring_blocks
+from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import (
@@ -101,6 +102,15 @@ class KVPlan:
 
 
 @dataclass(frozen=True)
+class StreamingPlan:
+    """A draft's cache of sinks and recent tokens; see `StreamingDraftCache`."""
+
+    sink_tokens: int
+    recent_tokens: int
+    window_tokens: int
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """One model's bytes before it is loaded."""
 
@@ -110,6 +120,7 @@ class ModelPlan:
     context_tokens: int
     window_tokens: int
     batch: int = 1
+    streaming: StreamingPlan | None = None
     kv: KVPlan = field(default_factory=KVPlan)
 
     @property
@@ -130,6 +141,12 @@ class ModelPlan:
     @property
     def kv_bytes(self) -> int:
         """What the KV cache takes of the device."""
+        if self.streaming is not None:
+            return streaming_cache_bytes(
+                self.config, self.dtype, sink_tokens=self.streaming.sink_tokens,
+                recent_tokens=self.streaming.recent_tokens, window_tokens=self.streaming.window_tokens,
+                batch=self.batch,
+            )  # fmt: skip
         if not self.kv.on_host:
             return self.whole_kv_bytes
         needs, resident = self.host_kv_needs, len(self.kv.resident_layers)
@@ -177,6 +194,7 @@ class Plans:
 
     target: ModelPlan
     draft: ModelPlan | None
+    middle_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -187,7 +205,7 @@ class Plans:
 
 def make_plans(
     target: CheckpointSource, draft: CheckpointSource | None, dtype: str, device: torch.device, *,
-    context: int | str, window: int, kv: str, batch: int = 1,
+    context: int | str, window: int, kv: str, options: SpeculationOptions, batch: int = 1,
 ) -> Plans:  # fmt: skip
     """What both models will take. Raises `OptionError`, `ContextLengthError`, `DeviceError`."""
     if kv not in KV_PLACES:
@@ -197,7 +215,10 @@ def make_plans(
     plan = target_plan(target.config(), torch_dtype, device, context=tokens, window=window, batch=batch)
     if draft is None:
         return Plans(plan, None)
-    return Plans(plan, draft_plan(draft.config(), torch_dtype, device, context=tokens, window=window, batch=batch))
+    return Plans(
+        plan,
+        draft_plan(draft.config(), torch_dtype, device, context=tokens, window=window, batch=batch, options=options),
+    )
 
 
 def target_plan(
@@ -212,11 +233,34 @@ def target_plan(
 
 
 def draft_plan(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, context: int, window: int, batch: int = 1
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    context: int,
+    window: int,
+    options: SpeculationOptions,
+    batch: int = 1,
 ) -> ModelPlan:
-    """Plan of a draft model; its own maximum may shorten its context."""
-    context = min(context, longest_context(config))
-    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
+    """Plan of a draft model. A full cache ends where the draft's own positions do."""
+    longest = longest_context(config)
+    kind = options.draft_cache
+    if kind == "auto":
+        kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "streaming"
+    streaming = None
+    if kind == "streaming":
+        # Steps of a middle level may go beyond what is asked for.
+        reach = window + 2 * options.gamma_draft + 2
+        streaming = StreamingPlan(options.sink_tokens, options.recent_tokens, reach)
+        kept = streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, reach)
+        if kept > longest:
+            raise OptionError(
+                f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
+                f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
+            )
+    else:
+        context = min(context, longest)
+    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch, streaming)
 
 
 def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str) -> tuple[Plans, Placement]:
@@ -233,7 +277,7 @@ def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: s
     on_device: tuple[Plans, Placement] | None = None
     if kv != "host":
         try:
-            on_device = plans, plan_placement(plans.target, plans.draft, budget, resident_layers)
+            on_device = plans, plan_placement(plans, budget, resident_layers)
         except BudgetError:
             if kv == "gpu":
                 raise
@@ -252,10 +296,10 @@ def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: s
 
 def _place_on_host(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> tuple[Plans, Placement]:
     target = plans.target.with_kv_on_host()
-    placement = plan_placement(target, plans.draft, budget, resident_layers)
+    placement = plan_placement(replace(plans, target=target), budget, resident_layers)
     spare_bytes = None
     if budget.limit_bytes is not None:
-        taken = _needs(target, plans.draft, budget).fixed_bytes
+        taken = _needs(target, plans, budget).fixed_bytes
         held = placement.num_layers - placement.num_streamed + placement.num_slots
         spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
     layers = place_kv_layers(target.host_kv_needs, spare_bytes)
@@ -270,25 +314,24 @@ def _link_bytes(plans: Plans, placement: Placement) -> int:
     return placement.num_streamed * target.layer_bytes + streamed * target.host_kv_needs.layer_bytes
 
 
-def plan_placement(
-    target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget, resident_layers: int | None
-) -> Placement:
+def plan_placement(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> Placement:
     """Place the target's layers beside everything else, or say what is short."""
-    return place_layers(_needs(target, draft, budget), budget.limit_bytes, resident_layers)
+    return place_layers(_needs(plans.target, plans, budget), budget.limit_bytes, resident_layers)
 
 
 def reserve_workspace(plans: Plans, budget: DeviceBudget) -> None:
     """Enter the workspace in the ledger."""
-    budget.reserve("workspace", _needs(plans.target, plans.draft, budget).workspace_bytes)
+    budget.reserve("workspace", _needs(plans.target, plans, budget).workspace_bytes)
 
 
-def _needs(target: ModelPlan, draft: ModelPlan | None, budget: DeviceBudget) -> MemoryNeeds:
+def _needs(target: ModelPlan, plans: Plans, budget: DeviceBudget) -> MemoryNeeds:
+    draft = plans.draft
     return MemoryNeeds(
         layer_bytes=target.layer_bytes,
         num_layers=target.config.num_layers,
         shared_bytes=target.shared_bytes,
         kv_bytes=target.kv_bytes,
-        draft_bytes=draft.all_bytes if draft is not None else 0,
+        draft_bytes=(draft.all_bytes if draft is not None else 0) + plans.middle_bytes,
         # Draft and target take turns on one stream, so they share the allocator's blocks.
         workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
         context_bytes=budget.reserved_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from offload_runtime.config import (
     GenerationParams,
     ModelConfig,
     SamplingParams,
+    SpeculationOptions,
     format_bytes,
     parse_bytes,
     require_positive,
@@ -23,7 +25,8 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.plans import make_plans, place, reserve_workspace
+from offload_runtime.engine.hierarchy import MiddlePlan, check_triforce, describe_speculation, make_proposers
+from offload_runtime.engine.plans import Plans, make_plans, place, reserve_workspace
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
@@ -35,7 +38,8 @@ from offload_runtime.memory import (
     device_memory_used_by_others,
     resolve_device,
 )
-from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer
+from offload_runtime.planner import Placement
+from offload_runtime.speculation import NoProposer, Proposer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -88,7 +92,8 @@ class Runtime:
     def load(
         cls, target: str | Path, *, draft: str | Path = "ngram", device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
-        kv: str = "auto", max_batch: int = 1, max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
+        kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
+        max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -103,6 +108,7 @@ class Runtime:
                 `host`.
             kv: Where the KV cache lives: `gpu`, `host` (paged from pinned memory, growing with the text), or `auto`,
                 which takes whatever brings fewer bytes over the link.
+            speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
@@ -113,6 +119,7 @@ class Runtime:
         """
         require_positive("max_gamma", max_gamma)
         require_positive("max_batch", max_batch)
+        options = speculation or SpeculationOptions()
         limit_bytes = None if vram is None else parse_bytes(vram)
         resident = _resident_layers(resident_layers)
         chosen = resolve_device(device)
@@ -123,21 +130,22 @@ class Runtime:
             sources = assembly.open_sources(target, None if str(draft) in ("ngram", "none") else draft)
             plans = make_plans(
                 sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
-                batch=max_batch,
+                options=options, batch=max_batch,
             )  # fmt: skip
             budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-            plans, placement = place(plans, budget, resident, kv)
+            plans, placement, middle = _place_with_middle(plans, budget, resident, kv, options)
             reserve_workspace(plans, budget)
             check_host_memory(plans.host_bytes)
             engine = make_copy_engine(chosen)
             try:
                 models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
-                proposers = [_make_proposer(str(draft), models, sequence) for sequence in range(max_batch)]
+                proposers = make_proposers(str(draft), models, middle, options, budget, batch=max_batch)
                 gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if models.draft is None else "model"]
                 return cls(
                     sources, models, proposers, budget, engine,
                     default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
-                    max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget),
+                    max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget)
+                    + f"; {describe_speculation(str(draft), middle, options)}",
                 )  # fmt: skip
             except BaseException as error:
                 engine.close()
@@ -351,11 +359,28 @@ def _resident_layers(asked: int | str) -> int | None:
         raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None
 
 
-def _make_proposer(draft: str, models: assembly.LoadedModels, sequence: int) -> Proposer:
-    if models.draft is not None:
-        runner = models.draft.runner
-        target_vocab = models.target.runner.decoder.config.vocab_size
-        return DraftProposer(
-            runner, vocab_size=target_vocab, draft_vocab_size=runner.decoder.config.vocab_size, sequence=sequence
-        )
-    return NoProposer() if draft == "none" else NgramProposer()
+def _place_with_middle(
+    plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str, options: SpeculationOptions
+) -> tuple[Plans, Placement, MiddlePlan | None]:
+    """Place everything, with TriForce's middle level where it was asked for or pays.
+
+    Raises:
+        BudgetError: It does not fit; OptionError: the middle level cannot be here.
+    """
+    target = plans.target
+    middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
+    if options.mode == "triforce":
+        with_middle, placement = place(replace(plans, middle_bytes=middle.nbytes), budget, resident_layers, kv)
+        check_triforce(target.config, placement.num_streamed)
+        return with_middle, placement, middle
+    without, placement = place(plans, budget, resident_layers, kv)
+    if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
+        try:
+            with_middle, with_placement = place(
+                replace(plans, middle_bytes=middle.nbytes), budget, resident_layers, "host"
+            )
+            check_triforce(target.config, with_placement.num_streamed)
+            return with_middle, with_placement, middle
+        except (BudgetError, OptionError):
+            pass  # `auto` asks for nothing: the chain it is, and the runtime's description says so
+    return without, placement, None

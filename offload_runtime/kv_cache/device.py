@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention
+from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError
+from offload_runtime.kv_cache.protocol import BlockObserver
 from offload_runtime.memory import DeviceBudget
 
 
@@ -33,7 +35,10 @@ class DeviceKVCache:
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
         self._lengths = [0] * batch
+        self._tables: dict[int, BlockTable] = {}
         self._rows = slice(None)  # of the batch, that the running pass is about
+        self._ends = [0] * batch  # tokens that the running pass reaches
+        self.observers: list[BlockObserver] = []
         shape = (config.num_layers, batch, num_blocks(capacity_tokens), *block_shape(config))
         nbytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
         # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
@@ -59,7 +64,8 @@ class DeviceKVCache:
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
-            check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
+            self._ends[sequence] = self._lengths[sequence] + count
+            check_capacity(self._ends[sequence], self.capacity_tokens)
         self._rows = slice(None)
 
     def begin_prefill(self, sequence: int, count: int) -> None:
@@ -70,8 +76,26 @@ class DeviceKVCache:
         self.commit(sequence, count)
 
     def commit(self, sequence: int, count: int) -> None:
-        assert count >= 0 and self._lengths[sequence] + count <= self.capacity_tokens
+        before = self._lengths[sequence]
+        assert count >= 0 and before + count <= self.capacity_tokens
         self._lengths[sequence] += count
+        full = range(before // BLOCK_TOKENS, self._lengths[sequence] // BLOCK_TOKENS)
+        for observer in self.observers if full else ():
+            for layer in range(self._data.shape[0]):
+                observer.on_blocks(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
+
+    def recent_blocks(self, sequence: int) -> range:
+        """The open block, a full one before it, and what the announced window reaches."""
+        return range(kept_from(self._lengths[sequence]), num_blocks(self._ends[sequence]))
+
+    def block_table(self, layer: int) -> BlockTable:
+        """Where the layer's blocks lie."""
+        if layer not in self._tables:
+            table = BlockTable.empty(self._data.shape[1], self._data.shape[2], self._data.device)
+            for sequence in range(self._data.shape[1]):
+                table.put(sequence, 0, self._data[layer, sequence])
+            self._tables[layer] = table
+        return self._tables[layer]
 
     def truncate(self, sequence: int, length: int) -> None:
         assert 0 <= length <= self._lengths[sequence]
@@ -79,6 +103,11 @@ class DeviceKVCache:
 
     def close(self) -> None:
         pass
+
+
+def kept_from(length: int) -> int:
+    """First of the blocks that are kept at hand of `length` tokens: the open one and a full one before it."""
+    return max(0, length // BLOCK_TOKENS - 1)
 
 
 def check_capacity(needed_tokens: int, capacity_tokens: int) -> None:

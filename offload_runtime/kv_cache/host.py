@@ -18,20 +18,15 @@ from typing import Any, Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
+from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy_engine import CopyEngine
-from offload_runtime.kv_cache.device import block_bytes, block_shape, check_capacity, num_blocks
+from offload_runtime.kv_cache.device import block_bytes, block_shape, check_capacity, kept_from, num_blocks
 from offload_runtime.kv_cache.host_blocks import HostBlocks, Run
+from offload_runtime.kv_cache.protocol import BlockObserver
 from offload_runtime.memory import DeviceBudget
-
-
-class BlockObserver(Protocol):
-    """Told about blocks that have become full, while they are on the device."""
-
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
 
 
 class PieceFeed(Protocol):
@@ -116,7 +111,10 @@ class HostKVCache:
         assert self._piece_blocks > 0, "a slot must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
         self._place = {layer: index for index, layer in enumerate(streamed)}  # of a streamed layer in ring and host
-        self.blocks = HostBlocks(len(streamed), self._block_bytes, batch=batch, pin=self._device.type == "cuda")
+        self.blocks = HostBlocks(
+            len(streamed), self._block_bytes, batch=batch, most_blocks=num_blocks(capacity_tokens),
+            pin=self._device.type == "cuda",
+        )  # fmt: skip
         shape, self._ring_blocks = block_shape(config), ring_blocks(window_tokens)
         self._ring = self._allocate(budget, f"{name}: open blocks", (len(streamed), batch, self._ring_blocks, *shape))
         whole = (len(resident_layers), batch, num_blocks(capacity_tokens), *shape)
@@ -136,6 +134,7 @@ class HostKVCache:
         self._feed: PieceFeed | None = None
         self._snapshot = self.snapshot()
         self.observers: list[BlockObserver] = []
+        self._tables: dict[int, BlockTable] | None = None
 
     def _allocate(self, budget: DeviceBudget, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         count = torch.Size(shape).numel()
@@ -253,7 +252,7 @@ class HostKVCache:
         self._forget_prefill()
         start, total = self._lengths[sequence], self._lengths[sequence] + count
         check_capacity(total, self.capacity_tokens)
-        self.blocks.grow(sequence, total // BLOCK_TOKENS)
+        self._grow(sequence, total // BLOCK_TOKENS)
         self._rows = slice(sequence, sequence + 1)
         if not self._place:
             return
@@ -271,7 +270,7 @@ class HostKVCache:
         self._forget_prefill()
         if prefill is not None:
             full = prefill.total // BLOCK_TOKENS
-            self._ring_from[sequence] = self._kept_from(prefill.total)
+            self._ring_from[sequence] = kept_from(prefill.total)
             self._writes.append(_Write(sequence, full, prefill.written))
         for layer, data in self._resident.items():
             self._tell(layer, sequence, KVBlocks(data), sequence, self._lengths[sequence] - count)
@@ -280,10 +279,6 @@ class HostKVCache:
         if self._prefill is not None:
             self._prefill = None
             self._epoch += 1
-
-    def _kept_from(self, length: int) -> int:
-        """First block that the ring keeps of `length` tokens: the open one and a full one before it."""
-        return max(0, length // BLOCK_TOKENS - 1)
 
     def _load_history(self, prefill: _Prefill, layer: int) -> None:
         """Bring what the sequence had before into the workspace."""
@@ -311,7 +306,7 @@ class HostKVCache:
         prefill.blocks_written = max(full, prefill.blocks_written)
         if end < prefill.total:
             return
-        for block in range(self._kept_from(end), num_blocks(end)):
+        for block in range(kept_from(end), num_blocks(end)):
             self._ring[place, sequence, block % self._ring_blocks] = prefill.workspace[0, block]
         self._tell(layer, sequence, KVBlocks(prefill.workspace), 0, prefill.start, end)
 
@@ -329,7 +324,7 @@ class HostKVCache:
         for sequence, count in zip(sequences, counts, strict=True):
             end = self._lengths[sequence] + count
             check_capacity(end, self.capacity_tokens)
-            self.blocks.grow(sequence, end // BLOCK_TOKENS)
+            self._grow(sequence, end // BLOCK_TOKENS)
         self._collect_writes()
         self._rows, self._windows = slice(None), {}
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
@@ -340,6 +335,41 @@ class HostKVCache:
                 self._drain_writes()
             self._ring_from[sequence] = first
         self._row_views = None
+
+    def recent_blocks(self, sequence: int) -> range:
+        """The open block, a full one before it, and what the announced window reaches. All before are on the host."""
+        first = max(self._ring_from[sequence], min(self._on_host[sequence], kept_from(self._lengths[sequence])))
+        return range(first, self._windows[sequence].end_block)
+
+    def block_table(self, layer: int) -> BlockTable:
+        """Where the layer's blocks lie, for kernels that read them from there."""
+        if self._tables is None:
+            self._tables = {
+                index: BlockTable.empty(len(self._lengths), self.blocks.most_blocks, self._device)
+                for index in range(self._config.num_layers)
+            }
+            for index, data in self._resident.items():
+                for sequence in range(len(self._lengths)):
+                    self._tables[index].put(sequence, 0, data[sequence])
+            for sequence in range(len(self._lengths)):
+                self._enter_blocks(sequence, 0)
+        return self._tables[layer]
+
+    def _grow(self, sequence: int, blocks: int) -> None:
+        """Make room on the host for the first `blocks` blocks."""
+        before = self.blocks.num_blocks(sequence)
+        self.blocks.grow(sequence, blocks)
+        if self._tables is not None:
+            self._enter_blocks(sequence, before)
+
+    def _enter_blocks(self, sequence: int, first: int) -> None:
+        """Enter host blocks from `first` on in the tables."""
+        assert self._tables is not None
+        for layer, place in self._place.items():
+            for run in self.blocks.runs(sequence, first, self.blocks.num_blocks(sequence), 1 << 30):
+                memory = self.blocks.block(place, sequence, run.first_block, run.num_blocks).view(self._dtype)
+                blocks = memory.view(run.num_blocks, *block_shape(self._config))
+                self._tables[layer].put(sequence, run.first_block, blocks)
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
@@ -374,7 +404,7 @@ class HostKVCache:
         block = length // BLOCK_TOKENS
         if any(write.sequence == sequence and write.end > block for write in self._writes):
             self._drain_writes()
-        lowest = self._kept_from(length)
+        lowest = kept_from(length)
         for missing in range(lowest, min(self._ring_from[sequence], num_blocks(length))):
             for place in self._place.values():
                 slot = self._ring[place, sequence, missing % self._ring_blocks].view(-1).view(torch.uint8)

@@ -38,11 +38,15 @@ class HostBlocks:
         num_layers: Layers that keep their blocks here.
         block_bytes: Of one layer's block.
         batch: Sequences.
+        most_blocks: That a sequence will ever have.
         pin: Page-lock it, for full-speed copies on CUDA.
         step_blocks: Grow by at least so many blocks of a sequence.
     """
 
-    def __init__(self, num_layers: int, block_bytes: int, *, batch: int, pin: bool, step_blocks: int = 4) -> None:
+    def __init__(
+        self, num_layers: int, block_bytes: int, *, batch: int, most_blocks: int, pin: bool, step_blocks: int = 4
+    ) -> None:
+        self.most_blocks = most_blocks
         self.block_bytes = block_bytes
         self._num_layers = num_layers
         self._pin = pin
@@ -68,7 +72,8 @@ class HostBlocks:
         have = self.num_blocks(sequence)
         if num_blocks <= have or not self._num_layers:
             return
-        missing = max(num_blocks - have, self._step_blocks)
+        assert num_blocks <= self.most_blocks
+        missing = min(max(num_blocks - have, self._step_blocks), self.most_blocks - have)
         nbytes = missing * self.block_bytes
         arenas: list[HostArena] = []
         try:

@@ -22,10 +22,18 @@ class LayerCache(Protocol):
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
+class BlockObserver(Protocol):
+    """Told about blocks that have become full, while they are on the device."""
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
+
+
 class KVCache(LayerCache, Protocol):
     """A cache of whole sequences; a token becomes part of one when it is committed."""
 
     capacity_tokens: int
+    observers: list[BlockObserver]
 
     @property
     def pinned_bytes(self) -> int:

@@ -105,10 +105,8 @@ class RetrievedChunks:
         assert len(available) == selected.shape[0] and rows.stop <= len(self._reach[layer])
         self._num_chunks[layer][rows] = [min(self.budget_chunks, count) for count in available]
         self._reach[layer][rows] = available
-        return gather_chunks(
-            selected, self._resident[layer, rows], source.rows(rows.start, rows.stop), KVBlocks(self._data[layer, rows]),
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
+        return gather_chunks(selected, self._resident[layer, rows], table, data, chunk_size=self.chunk_size)
 
     def forget(self, sequence: int, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
@@ -125,7 +123,7 @@ class RetrievedChunks:
 
 
 class ChunkPolicy(Protocol):
-    """Chooses the chunks. It is told about every block that a sequence's far context consists of (a `BlockObserver`)."""
+    """Chooses the chunks. As a `BlockObserver` it is told about every block of a sequence's far context."""
 
     def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""

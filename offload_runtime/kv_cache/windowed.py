@@ -123,6 +123,7 @@ class StreamingDraftCache:
         self.begin_window, self.begin_prefill = self._blocks.begin_window, self._blocks.begin_prefill
         self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
         self.truncate, self.close = self._blocks.truncate, self._blocks.close
+        self.observers = self._blocks.observers
 
     @property
     def pinned_bytes(self) -> int:
@@ -156,6 +157,7 @@ class StreamingDraftCache:
         kept = self.length(sequence) - dropped
         assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
         first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
+        self._blocks.begin_window((), ())  # a prefill sees the blocks of its own sequence only
         for layer in range(self._num_layers):
             data = self.store(layer).data[sequence]  # [N, 2, H_kv, 256, D]
             data[:count] = data[first : first + count].clone()  # source and target overlap

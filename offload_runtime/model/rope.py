@@ -54,9 +54,7 @@ class RopeTable:
         """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
         return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
 
-    def device_angles(
-        self, positions: torch.Tensor, frequencies: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def device_angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of positions that only the device knows; fit for a CUDA graph.
 
         Args:

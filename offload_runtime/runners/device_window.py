@@ -50,7 +50,7 @@ class DeviceWindow:
     def read(self, start: int, count: int) -> list[int]:
         """The tokens of `count` absolute positions from `start` on. Waits for what the current stream has to do."""
         first = start - self.base_host
-        assert 0 <= first and first + count <= self.capacity
+        assert first >= 0 and first + count <= self.capacity
         tokens: list[int] = self.tokens[first : first + count].tolist()
         return tokens
 

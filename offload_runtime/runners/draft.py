@@ -107,8 +107,12 @@ class DraftModel:
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
         # The last guess needs no place in the cache.
-        in_cache = self._capacity_tokens - (length - self._start_for(length)) + 1
+        in_cache = self._capacity_tokens - self.num_keys(length) + 1
         return min(in_cache, self.window.capacity - _REWRITTEN_TOKENS)
+
+    def num_keys(self, length: int) -> int:
+        """Tokens of a sequence of `length` tokens that its next one is guessed from."""
+        return length - self._start_for(length)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `tokens`; fewer at the end of the context or where logits are NaN."""
@@ -154,6 +158,7 @@ class DraftModel:
         assert count > 0 and length <= self._capacity_tokens
         self._set_frequencies(length)
         self._set_place()
+        self._begin_pass(0)
         reach = self._reach(length)
         for step in range(count):
             self.graphs.run((step == 0, reach, self._params), partial(self._step, step == 0, reach, self._params))
@@ -207,6 +212,10 @@ class DraftModel:
 
     # --- the cache
 
+    def _begin_pass(self, count: int) -> None:
+        """Announce a pass that is no prefill and puts `count` tokens behind the cache's own."""
+        self._runner.cache.begin_window([self._sequence], [count])
+
     def _start(self) -> int:
         return 0 if self._streaming is None else self._streaming.start(self._sequence)
 
@@ -248,6 +257,7 @@ class DraftModel:
         cache.move(self._sequence, start)
         sinks = Window(tuple(self._clamped(tokens[: cache.sink_tokens])))
         shift = cache.rope_shift(self._sequence)
+        self._begin_pass(0)  # over what is in the cache already
         self._runner.run_rows(self._rows.build([sinks], [0], [self._sequence], rope_shift=shift))
 
     def _feed(self, tokens: Sequence[int]) -> None:
@@ -257,7 +267,7 @@ class DraftModel:
             self._runner.prefill(self._sequence, new)
         elif new:
             shift = 0 if self._streaming is None else self._streaming.rope_shift(self._sequence)
-            cache.begin_window([self._sequence], [len(new)])
+            self._begin_pass(len(new))
             committed = cache.length(self._sequence)
             rows = self._rows.build([Window(tuple(new))], [committed], [self._sequence], rope_shift=shift)
             self._runner.run_rows(rows)

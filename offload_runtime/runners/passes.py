@@ -6,13 +6,14 @@ crosses the link once per pass, however long the prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from offload_runtime_kernels.rope_store import RopeRows
 
-from offload_runtime.kv_cache import KVCache
+from offload_runtime.kv_cache import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Window
 from offload_runtime.streaming import LayerStreamer
 
@@ -81,7 +82,9 @@ class ModelRunner:
             )
             for offset in range(0, len(tokens), step)
         ]  # fmt: skip
-        residual, delta = self._layers(pieces, self.shape.prefill_rows, on_layer)
+        residual, delta = _run_layers(
+            self.decoder, self.streamer, self.cache, pieces, self.shape.prefill_rows, on_layer
+        )
         last = pieces[-1].num_rows - 1
         logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
         self.cache.end_prefill(sequence, len(tokens))
@@ -115,26 +118,42 @@ class ModelRunner:
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
         """One pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
-        residual, delta = self._layers([rows], self.shape.window_rows, None)
-        logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(0, rows.num_rows))
-        return logits.view(*rows.shape, -1)
+        return window_pass(self.decoder, self.streamer, self.cache, rows, self.shape.window_rows)
 
-    def _layers(
-        self, pieces: list[PassRows], tile_rows: int, on_layer: Callable[[int, int], None] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream and last delta of the last piece, each [N, H]."""
-        residuals = [self.decoder.embed(rows, tile_rows) for rows in pieces]
-        deltas: list[torch.Tensor | None] = [None] * len(pieces)
-        for index, weights in self.streamer.layers():
-            for number, rows in enumerate(pieces):
-                deltas[number] = self.decoder.layer(
-                    index, weights, residuals[number], deltas[number], rows, self.cache, tile_rows
-                )
-            if on_layer is not None:
-                on_layer(index + 1, self.streamer.num_layers)
-        delta = deltas[-1]
-        assert delta is not None, "a model has at least one layer"
-        return residuals[-1], delta
+
+class Layers(Protocol):
+    """The weights of a model, resident or on their way."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+
+    def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Iterate over one pass: (layer index, its weights on the device), in order."""
+
+
+def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassRows, tile_rows: int) -> torch.Tensor:
+    """One decoding pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
+    residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
+    logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
+    return logits.view(*rows.shape, -1)
+
+
+def _run_layers(
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], tile_rows: int,
+    on_layer: Callable[[int, int], None] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Residual stream and last delta of the last piece, each [N, H]."""
+    residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
+    deltas: list[torch.Tensor | None] = [None] * len(pieces)
+    for index, weights in layers.layers():
+        for number, rows in enumerate(pieces):
+            deltas[number] = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+        if on_layer is not None:
+            on_layer(index + 1, layers.num_layers)
+    delta = deltas[-1]
+    assert delta is not None, "a model has at least one layer"
+    return residuals[-1], delta
 
 
 def _single_row(rows: PassRows, index: int) -> PassRows:

@@ -17,7 +17,8 @@ class StepGraphs:
 
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
     The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
-    All graphs share one memory pool: they have to run one after the other.
+    All graphs share one memory pool: they have to run one after the other, and from one thread, whose library handles
+    the first run makes.
 
     Args:
         device: On the CPU every run is an ordinary one.

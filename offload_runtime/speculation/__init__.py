@@ -2,6 +2,7 @@
 
 from offload_runtime.speculation.proposers import DraftProposer, NgramProposer, NoProposer, Proposer
 from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, Turn, count_accepted, play_round
+from offload_runtime.speculation.triforce import TriForceProposer
 
 __all__ = [
     "DraftProposer",
@@ -10,6 +11,7 @@ __all__ = [
     "Proposer",
     "Round",
     "SpeculativeDecoder",
+    "TriForceProposer",
     "Turn",
     "count_accepted",
     "play_round",

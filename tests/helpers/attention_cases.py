@@ -1,4 +1,4 @@
-"""Attention problems for kernel tests: caches with NaN where nothing may be read, windows, trees and their chains."""
+"""Attention problems for kernel tests: caches with NaN where nothing may be read, pieces, rings, trees, chains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention_reference
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 
@@ -21,45 +22,64 @@ def int32(values: object) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """`q` [B, T, H, D]; `k_cache`, `v_cache` [B_cache, S, H_kv, D]."""
+    """`q` [B, T, H, D]; `kv` of B_cache sequences, all blocks there."""
 
     q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    kv: KVBlocks
 
     @property
     def scale(self) -> float:
         """Sharper than D^-0.5, so that single keys matter and a wrongly masked one is seen."""
         return 2.0 * self.q.shape[-1] ** -0.5
 
+    @property
+    def largest_value(self) -> float:
+        """Of all cached values, in magnitude."""
+        return float(self.kv.data[:, :, 1].abs().max())
+
     @classmethod
     def random(
         cls, *, batch: int, num_queries: int, num_kv_heads: int, group: int, head_dim: int, capacity: int,
         cache_batch: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
     ) -> AttentionCase:  # fmt: skip
-        """Gaussian queries and caches."""
+        """Gaussian queries and caches of at least `capacity` tokens."""
         q = random_tensor(batch, num_queries, num_kv_heads * group, head_dim, seed=seed, dtype=dtype)
-        shape = (cache_batch or batch, capacity, num_kv_heads, head_dim)
-        k = random_tensor(*shape, seed=seed + 1, dtype=dtype)
-        v = random_tensor(*shape, seed=seed + 2, dtype=dtype)
-        return cls(q, k, v)
+        blocks = -(-capacity // BLOCK_TOKENS)
+        shape = (cache_batch or batch, blocks, 2, num_kv_heads, BLOCK_TOKENS, head_dim)
+        return cls(q, KVBlocks(random_tensor(*shape, seed=seed + 1, dtype=dtype)))
 
     def poisoned(self, rows: QueryRows) -> AttentionCase:
-        """The same with NaN in every slot from `max_length` on and in every sequence that the rows do not name."""
-        k, v = self.k_cache.clone(), self.v_cache.clone()
-        named = set(rows.sequences.tolist())
-        for cache in (k, v):
-            cache[:, rows.max_length :] = float("nan")
-            for sequence in set(range(cache.shape[0])) - named:
-                cache[sequence] = float("nan")
-        return AttentionCase(self.q, k, v)
+        """The same with NaN in every slot from `max_length` on that is no tree's and in every sequence not named."""
+        length = self.kv.num_blocks * BLOCK_TOKENS
+        clean = torch.zeros(self.kv.data.shape[0], length, dtype=torch.bool, device=KERNEL_DEVICE)
+        for b, sequence in enumerate(rows.sequences.tolist()):
+            clean[sequence, : rows.max_length] = True
+            if rows.ancestors is not None:
+                clean[sequence, rows.ancestors[b].flatten().long()] = True
+        spread = clean.view(-1, self.kv.num_blocks, 1, 1, BLOCK_TOKENS, 1)
+        return AttentionCase(self.q, KVBlocks(self.kv.data.masked_fill(~spread, float("nan"))))
 
     def expected(self, rows: QueryRows, sliding_window: int | None = None) -> torch.Tensor:
         """The reference in fp64: [B, T, H, D]."""
-        return attention_reference(
-            self.q.double(), self.k_cache.double(), self.v_cache.double(), rows, scale=self.scale,
-            sliding_window=sliding_window,
-        )  # fmt: skip
+        kv = KVBlocks(self.kv.data.double())
+        return attention_reference(self.q.double(), kv, rows, scale=self.scale, sliding_window=sliding_window)
+
+    def queries(self, queries: slice) -> AttentionCase:
+        """The same cache before some of the queries only."""
+        return AttentionCase(self.q[:, queries].contiguous(), self.kv)
+
+
+def piece(kv: KVBlocks, blocks: range) -> KVBlocks:
+    """Only `blocks` of a whole cache, in memory of their own."""
+    return KVBlocks(kv.data[:, blocks.start : blocks.stop].contiguous(), blocks.start)
+
+
+def ring(kv: KVBlocks, blocks: range, num_blocks: int) -> KVBlocks:
+    """`blocks` of a whole cache in a ring of `num_blocks`; NaN in the places that are left."""
+    data = kv.data.new_full((kv.data.shape[0], num_blocks, *kv.data.shape[2:]), float("nan"))
+    for block in blocks:
+        data[:, block % num_blocks] = kv.data[:, block]
+    return KVBlocks(data)
 
 
 def chain_rows(
@@ -111,7 +131,8 @@ def chain_of_path(case: AttentionCase, path: Sequence[int], committed: int, slot
     """The one-sequence case in which the nodes of `path`, lying in `slots`, are a plain sequence."""
     index = torch.tensor(list(path), device=KERNEL_DEVICE)
     source = torch.tensor(list(slots), device=KERNEL_DEVICE)
-    k, v = case.k_cache[:1].clone(), case.v_cache[:1].clone()
-    k[:, committed : committed + len(path)] = case.k_cache[:1, source]
-    v[:, committed : committed + len(path)] = case.v_cache[:1, source]
-    return AttentionCase(case.q[:1, index].contiguous(), k, v)
+    target = torch.arange(committed, committed + len(path), device=KERNEL_DEVICE)
+    data = case.kv.data[:1].clone()
+    for side, moved in enumerate(case.kv.at(torch.zeros_like(source), source)):
+        data[0, target // BLOCK_TOKENS, side, :, target % BLOCK_TOKENS] = moved
+    return AttentionCase(case.q[:1, index].contiguous(), KVBlocks(data))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import offload_runtime_kernels.attention as attention_module
+import offload_runtime_kernels.attention_triton as attention_module
 import pytest
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention_triton
@@ -22,9 +22,7 @@ BF16 = torch.bfloat16
 
 def _run(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> torch.Tensor:
     with poisoned_outputs():
-        return attention_triton(
-            case.q, case.k_cache, case.v_cache, rows, scale=case.scale, sliding_window=window, prefill=prefill
-        )
+        return attention_triton(case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill)
 
 
 def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> None:
@@ -33,8 +31,7 @@ def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, p
     # Weights are rounded to the dtype before they meet the values, and the result is rounded: each at most one
     # roundoff of the largest value, twice that for margin. In fp32 the scores' own error, about 1e-6 of a score of
     # up to 20, weighs more.
-    largest = float(case.v_cache.abs().max())
-    atol = largest * (1e-5 if case.q.dtype == torch.float32 else 4 * UNIT_ROUNDOFF[case.q.dtype])
+    atol = case.largest_value * (1e-5 if case.q.dtype == torch.float32 else 4 * UNIT_ROUNDOFF[case.q.dtype])
     assert_within(out, case.expected(rows, window), atol=atol)
     assert bool((out[rows.positions < 0] == 0).all())
 
@@ -104,8 +101,7 @@ def test_tree_matches_reference(committed: tuple[int, int], window: int | None) 
     case = AttentionCase.random(
         batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
     )
-    out = _run(case, rows, window=window)
-    assert_within(out, case.expected(rows, window), atol=1e-5 * float(case.v_cache.abs().max()))
+    _check(case, rows, window=window)
 
 
 @pytest.mark.parametrize("committed", [5, 61, 254])
@@ -120,12 +116,15 @@ def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
         assert_within(out[:, path], chain_out, atol=1e-5)
 
 
-def test_a_small_workspace_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least_splits", [1, 16])
+def test_a_small_workspace_changes_nothing(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
     chain, tree = chain_rows((300, 5), (9, 4)), tree_rows(TREE_PARENTS, (300, 60))
     whole = [_run(case, rows) for rows in (chain, tree)]
-    # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time.
+    # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time, or for eight and
+    # one split.
     monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 4 * (2 * 2 * 3 * 17 * 4))
+    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
     for rows, expected in zip((chain, tree), whole, strict=True):
         assert_within(_run(case, rows), expected, atol=1e-6)
 
@@ -139,28 +138,24 @@ def _big_case(num_queries: int, *, batch: int = 1, capacity: int = 1400) -> Atte
     )
 
 
-def _queries(case: AttentionCase, queries: slice) -> AttentionCase:
-    return AttentionCase(case.q[:, queries].contiguous(), case.k_cache, case.v_cache)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("start", [0, 61, 250, 1000])
 @pytest.mark.parametrize("width", [17, 64, 200])
 def test_bits_do_not_depend_on_the_window(width: int, start: int, window: int | None) -> None:
     case = _big_case(200)
-    together = _run(_queries(case, slice(0, width)), chain_rows((start,), (width,)), window=window)
+    together = _run(case.queries(slice(0, width)), chain_rows((start,), (width,)), window=window)
     for index in (0, 1, width // 2, width - 1):
-        alone = _run(_queries(case, slice(index, index + 1)), chain_rows((start + index,), (1,)), window=window)
+        alone = _run(case.queries(slice(index, index + 1)), chain_rows((start + index,), (1,)), window=window)
         assert torch.equal(alone[:, 0], together[:, index]), f"query {index}"
-    shifted = _run(_queries(case, slice(5, width)), chain_rows((start + 5,), (width - 5,)), window=window)
+    shifted = _run(case.queries(slice(5, width)), chain_rows((start + 5,), (width - 5,)), window=window)
     assert torch.equal(shifted, together[:, 5:])
 
 
 @pytest.mark.gpu
 def test_bits_do_not_depend_on_max_length_or_batch_mates() -> None:
     case = _big_case(17, batch=2)
-    alone = AttentionCase(case.q[:1], case.k_cache, case.v_cache)
+    alone = AttentionCase(case.q[:1], case.kv)
     expected = _run(alone, chain_rows((530,), (17,)))
     for max_length in (600, 1024, 1400):
         assert torch.equal(_run(alone, chain_rows((530,), (17,), max_length=max_length)), expected)
@@ -189,7 +184,7 @@ def test_bits_of_a_path_do_not_depend_on_the_tree(committed: int) -> None:
 @pytest.mark.gpu
 def test_bits_of_a_tree_do_not_depend_on_a_batch_mate_with_fewer_tokens() -> None:
     case = _big_case(len(TREE_PARENTS), batch=2)
-    alone = AttentionCase(case.q[:1], case.k_cache, case.v_cache)
+    alone = AttentionCase(case.q[:1], case.kv)
     expected = _run(alone, tree_rows(TREE_PARENTS, (700,)))
     for mate in (0, 256, 1300):
         assert torch.equal(_run(case, tree_rows(TREE_PARENTS, (700, mate)))[:1], expected)
@@ -203,14 +198,16 @@ def test_prefill_bits_do_not_depend_on_chunks(window: int | None) -> None:
     for step in (64, 100, 512, 1199):
         for start in range(0, 1200, step):
             count = min(step, 1200 - start)
-            piece = _queries(case, slice(start, start + count))
+            piece = case.queries(slice(start, start + count))
             out = _run(piece, chain_rows((start,), (count,)), window=window, prefill=True)
             assert torch.equal(out, whole[:, start : start + count]), f"step {step}, start {start}"
 
 
 @pytest.mark.gpu
-def test_bits_do_not_depend_on_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least_splits", [1, 16])
+def test_bits_do_not_depend_on_the_workspace(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, rows = _big_case(64), chain_rows((900,), (64,))
     expected = _run(case, rows)
     monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 1 << 16)
+    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
     assert torch.equal(_run(case, rows), expected)

@@ -182,10 +182,9 @@ def _to_pinned_blocks(setup: Setup) -> list[HostArena]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_reads_page_locked_host_memory(dtype: torch.dtype) -> None:
-    for num_kv_heads, head_dim, chunk_size, places in ((3, 64, 8, 64), (2, 80, 2, 100), (1, 96, 64, 5), (4, 128, 8, 64)):
-        setup = _setup(
-            num_kv_heads=num_kv_heads, head_dim=head_dim, chunk_size=chunk_size, places=places, dtype=dtype
-        )
+    shapes = ((3, 64, 8, 64), (2, 80, 2, 100), (1, 96, 64, 5), (4, 128, 8, 64))
+    for num_kv_heads, head_dim, chunk_size, places in shapes:
+        setup = _setup(num_kv_heads=num_kv_heads, head_dim=head_dim, chunk_size=chunk_size, places=places, dtype=dtype)
         arenas = _to_pinned_blocks(setup)
         _run_updates(setup, gather_chunks, [[places, 1], [places, places]])
         for arena in arenas:

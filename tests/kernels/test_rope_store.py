@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_reference, rope_store_triton
 
 from tests.helpers.kernel_conditions import (
@@ -14,7 +19,7 @@ from tests.helpers.kernel_conditions import (
     random_tensor,
 )
 
-NUM_SEQUENCES, CAPACITY_TOKENS = 3, 11
+NUM_SEQUENCES, NUM_BLOCKS = 3, 2
 
 
 def _ints(*values: int) -> torch.Tensor:
@@ -30,7 +35,7 @@ def _rows(head_dim: int, *, rotate: bool) -> RopeRows:
         cos=1.1 * angle.cos() if rotate else None,
         sin=1.1 * angle.sin() if rotate else None,
         positions=positions,
-        slots=_ints(4, 10, 0, 0, 7, 4, 3),
+        slots=_ints(4, 300, 0, 0, 511, 4, 256),
         sequences=_ints(0, 0, 0, 1, 2, 0, 1),
     )
 
@@ -43,17 +48,18 @@ def _check(num_heads: int, num_kv_heads: int, head_dim: int, *, rotate: bool, no
     if norm:
         q_weight, k_weight = (random_tensor(head_dim, seed=seed, dtype=dtype) for seed in (2, 3))
         head_norm = HeadNorm(q_weight, k_weight, 1e-5)
-    # Views into a larger block with a gap between slots, as a cache of several layers is laid out.
-    caches = random_tensor(2, 2, NUM_SEQUENCES, CAPACITY_TOKENS, num_kv_heads, head_dim, seed=4, dtype=dtype)
-    expected, actual = caches[0], caches[0].clone()
-    expected_q = rope_store_reference(qkv, rows, expected[0], expected[1], head_norm)
+    # Every other block of a larger memory, with values far from keys: the outer dimensions may be strided.
+    shape = (2, NUM_SEQUENCES, 2 * NUM_BLOCKS, num_kv_heads, BLOCK_TOKENS, head_dim)
+    memory = random_tensor(*shape, seed=4, dtype=dtype)
+    expected, actual = (KVBlocks(m.permute(1, 2, 0, 3, 4, 5)[:, ::2]) for m in (memory, memory.clone()))
+    expected_q = rope_store_reference(qkv, rows, expected, head_norm)
     with poisoned_outputs():
-        q = rope_store_triton(qkv, rows, actual[0], actual[1], head_norm)
+        q = rope_store_triton(qkv, rows, actual, head_norm)
     # Products with cos and sin cancel, so the error is relative to the head's largest value: a few roundings of it.
-    bound = max(float(t.abs().max()) for t in (expected_q, expected)) * UNIT_ROUNDOFF[dtype]
+    bound = max(float(t.abs().max()) for t in (expected_q, memory)) * UNIT_ROUNDOFF[dtype]
     assert_within(q, expected_q, atol=bound * (8 if dtype == torch.float32 else 4))
-    assert_within(actual[0], expected[0], atol=bound * (8 if dtype == torch.float32 else 4))
-    assert torch.equal(actual[1], expected[1])
+    assert_within(actual.data[:, :, 0], expected.data[:, :, 0], atol=bound * (8 if dtype == torch.float32 else 4))
+    assert torch.equal(actual.data[:, :, 1], expected.data[:, :, 1])
     assert bool((q[rows.positions < 0] == 0).all())
 
 
@@ -69,18 +75,51 @@ def test_layers_without_rotation_and_with_head_norms(rotate: bool, norm: bool) -
     _check(6, 2, 80, rotate=rotate, norm=norm, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("store", [rope_store_reference, rope_store_triton])
-def test_writes_only_the_slots_of_real_rows(store: object) -> None:
+Store = Callable[[torch.Tensor, RopeRows, KVBlocks, HeadNorm | None], torch.Tensor]
+stores = pytest.mark.parametrize("store", [rope_store_reference, rope_store_triton])
+
+
+@stores
+def test_writes_only_the_slots_of_real_rows(store: Store) -> None:
     rows = _rows(16, rotate=True)
     qkv = random_tensor(7, 4 * 16, seed=5)
-    caches = torch.full((2, NUM_SEQUENCES, CAPACITY_TOKENS, 1, 16), float("nan"), device=KERNEL_DEVICE)
-    assert callable(store)
-    store(qkv, rows, caches[0], caches[1], None)
-    written = caches.isfinite().all(-1)[0, :, :, 0]
-    real = [(0, 4), (0, 10), (1, 0), (2, 7), (1, 3)]
-    assert sorted(map(tuple, written.nonzero().tolist())) == sorted(real)
-    for row, place in zip((0, 1, 3, 4, 6), real, strict=True):
-        assert torch.equal(caches[1, place[0], place[1], 0], qkv[row, 3 * 16 :])
+    shape = (NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16)
+    data = torch.full(shape, float("nan"), device=KERNEL_DEVICE)
+    store(qkv, rows, KVBlocks(data), None)
+    written = data.isfinite()
+    assert int(written.sum()) == 5 * 2 * 16
+    for row, (sequence, block, slot) in zip(
+        (0, 1, 3, 4, 6), ((0, 0, 4), (0, 1, 44), (1, 0, 0), (2, 1, 255), (1, 1, 0)), strict=True
+    ):
+        assert bool(written[sequence, block, 0, 0, slot].all())
+        assert torch.equal(data[sequence, block, 1, 0, slot], qkv[row, 3 * 16 :])
+
+
+@stores
+def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> None:
+    rows = replace(_rows(16, rotate=False), slots=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256))
+    qkv = random_tensor(7, 4 * 16, seed=5)
+    # Blocks 4 to 7 from the beginning, and in rings that begin with block 6 and, of five blocks, with 5.
+    for first_block, num_blocks, places in ((4, 4, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
+        data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
+        store(qkv, rows, KVBlocks(data, first_block), None)
+        assert int(data.isfinite().sum()) == 5 * 2 * 16
+        for row, sequence, block, slot in ((0, 0, 4, 0), (1, 0, 5, 7), (3, 1, 6, 0), (4, 2, 7, 1), (6, 1, 7, 0)):
+            assert torch.equal(data[sequence, places[block - 4], 0, 0, slot], qkv[row, 2 * 16 : 3 * 16])
+            assert torch.equal(data[sequence, places[block - 4], 1, 0, slot], qkv[row, 3 * 16 :])
+
+
+@stores
+def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
+    """As a prefill's workspace, which any sequence may name."""
+    rows = replace(_rows(16, rotate=False), sequences=_ints(*[2] * 7), slots=_ints(0, 1, 0, 2, 300, 0, 4))
+    qkv = random_tensor(7, 4 * 16, seed=5)
+    data = torch.zeros(1, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store(qkv, rows, KVBlocks(data.expand(NUM_SEQUENCES, -1, -1, -1, -1, -1)), None)
+    assert torch.equal(data[0, 0, 0, 0, :3], qkv[[0, 1, 3], 2 * 16 : 3 * 16])
+    assert torch.equal(data[0, 1, 1, 0, 44], qkv[4, 3 * 16 :])
 
 
 @pytest.mark.gpu
@@ -100,13 +139,14 @@ def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
     places = torch.arange(num_rows, dtype=torch.int32, device=KERNEL_DEVICE)
 
     def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = torch.zeros(2, 1, num_rows, num_kv_heads, head_dim, dtype=torch.bfloat16, device=KERNEL_DEVICE)
+        shape = (1, 2, 2, num_kv_heads, BLOCK_TOKENS, head_dim)
+        kv = KVBlocks(torch.zeros(shape, dtype=torch.bfloat16, device=KERNEL_DEVICE))
         where = RopeRows(
             angle[rows].cos(), angle[rows].sin(), places[rows].clone(), places[rows].clone(),
             torch.zeros_like(places[rows]),
         )  # fmt: skip
-        q = rope_store_triton(qkv[rows].clone(), where, cache[0], cache[1], HeadNorm(weight, weight, 1e-6))
-        return q, cache[:, 0, rows]
+        q = rope_store_triton(qkv[rows].clone(), where, kv, HeadNorm(weight, weight, 1e-6))
+        return q, torch.stack(kv.at(torch.zeros_like(where.slots), where.slots))
 
     q_together, kv_together = run(slice(0, num_rows))
     for start, count in ((0, 1), (100, 17), (299, 1), (64, 200)):

@@ -87,7 +87,7 @@ def _widened_yarn(config: ModelConfig) -> dict[str, Any]:
     low, high = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, small_dim - 1)
+    high = min(high, small_dim - 1)  # as in the small head; the lower end is clipped to 0 in a head of any size
     # A factor left out is the ratio of the two lengths, which both stay.
     return rope | {
         "original_max_position_embeddings": original,

@@ -1,0 +1,168 @@
+"""Launches of the attention kernels: in parts that fit a workspace, over whole caches, pieces and rings."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from offload_runtime_kernels._jit import triton
+from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
+from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+TILE_TOKENS = 64
+SPLIT_TOKENS = BLOCK_TOKENS
+# Few rows per program for windows (the smallest that the matrix units take), many for prefill.
+_WINDOW_ROWS = 16
+_PREFILL_ROWS = 64
+# Most workspace for partial results of splits; what would take more is done in parts.
+WORKSPACE_BYTES = 64 << 20
+# Splits of one launch at least, before queries are done in parts as well: enough programs to fill a GPU.
+LEAST_SPLITS = 16
+_NO_LIMIT = (1 << 31) - 1
+
+
+def _parts(whole: range, step: int) -> Iterator[range]:
+    """`whole` in consecutive ranges of at most `step`; one empty range if it is empty."""
+    for start in range(whole.start, max(whole.stop, whole.start + 1), step):
+        yield range(start, min(start + step, max(whole.stop, start)))
+
+
+def _merge(
+    partial: torch.Tensor, lse: torch.Tensor, state: AttentionState, out: torch.Tensor, queries: range, *,
+    num_splits: int, carried: bool, finish: bool,
+) -> None:  # fmt: skip
+    """Enqueue the merge of `num_splits` splits of `queries`.
+
+    Args:
+        partial: [splits, B * queries, H, D] fp32.
+        lse: [splits, B * queries, H] fp32.
+        state: Of all queries; read if `carried`, written unless `finish`.
+        out: [B, T, H, D], written if `finish`; otherwise only its dtype counts.
+        queries: Those of the T queries that are merged.
+        num_splits: How many.
+        carried: Begin with the state; otherwise with nothing seen.
+        finish: Write `out`; otherwise the state.
+    """
+    batch, num_queries, num_heads, head_dim = out.shape
+    num_rows = batch * len(queries)
+    merge_kernel[(num_rows, num_heads)](
+        partial, lse, state.best, state.total, state.acc, out,
+        num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of one call share."""
+
+    q: torch.Tensor
+    kv: KVBlocks
+    rows: QueryRows
+    scale: float
+    sliding_window: int | None
+    num_keys: int = _NO_LIMIT
+
+    def __post_init__(self) -> None:
+        q, kv, rows = self.q, self.kv, self.rows
+        assert q.is_contiguous() and rows.positions.is_contiguous() and rows.positions.shape == q.shape[:2]
+        assert q.shape[2] % kv.num_kv_heads == 0 and q.shape[3] == kv.head_dim and q.dtype == kv.data.dtype
+        assert all(stride % 16 == 0 for stride in kv.data.stride()[:3]) and kv.data.data_ptr() % 16 == 0
+        assert rows.ancestors is None or (rows.committed is not None and rows.ancestors.is_contiguous())
+
+    def run(
+        self, out: torch.Tensor, lse: torch.Tensor, queries: range, splits: range | None, *, first_partial: int = 0,
+        tree: bool = False,
+    ) -> None:  # fmt: skip
+        """Enqueue one launch over `splits` (None: the whole range in one loop) on the current stream."""
+        batch, num_queries, num_heads, head_dim = self.q.shape
+        rows, num_kv_heads = self.rows, self.kv.num_kv_heads
+        group = num_heads // num_kv_heads
+        if splits is None:
+            rows_per_program = _PREFILL_ROWS
+        else:
+            rows_per_program = max(_WINDOW_ROWS, triton.next_power_of_2(group))
+        programs = len(queries) if tree else triton.cdiv(len(queries) * group, rows_per_program)
+        # By head and dtype alone, so that the bits do not depend on the pass: what fits 100 KB of shared memory.
+        channels = max(16, triton.next_power_of_2(head_dim))
+        row_bytes = channels * self.q.element_size()
+        attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
+            self.q, self.kv.data, out, lse, rows.positions, rows.sequences,
+            rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
+            num_queries, queries.start, queries.stop, batch * len(queries),
+            splits.start if splits is not None else 0, first_partial,
+            rows.ancestors.shape[2] if rows.ancestors is not None else 0, self.sliding_window or 0, self.num_keys,
+            self.scale * 1.4426950408889634, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3],
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+            D_BLOCK=channels, ROWS=rows_per_program, TILE=TILE_TOKENS if row_bytes <= 512 else 32,
+            SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
+            FP32_DOT=self.q.dtype == torch.float32, num_warps=4, num_stages=1 if row_bytes >= 512 else 2,
+        )  # fmt: skip
+
+    def attend(self, blocks: range, state: AttentionState | None, out: torch.Tensor | None) -> None:
+        """Merge `blocks` into `state`, or, without one, into nothing and write `out`."""
+        batch, num_queries, num_heads, head_dim = self.q.shape
+        split_bytes = batch * num_heads * (head_dim + 1) * 4  # of one query
+        most_queries = max(1, WORKSPACE_BYTES // (split_bytes * min(max(1, len(blocks)), LEAST_SPLITS)))
+        for queries in _parts(range(num_queries), most_queries):
+            most_splits = max(1, WORKSPACE_BYTES // (split_bytes * len(queries)))
+            num_rows = batch * len(queries)
+            shape = (min(max(1, len(blocks)), most_splits), num_rows, num_heads, head_dim)
+            partial = torch.empty(shape, dtype=torch.float32, device=self.q.device)
+            lse = torch.empty(shape[:3], dtype=torch.float32, device=self.q.device)
+            if state is None:  # `lse` stands for a state that is never touched
+                between = AttentionState.empty(self.q) if len(blocks) > most_splits else AttentionState(lse, lse, lse)
+            else:
+                between = state
+            for splits in _parts(blocks, most_splits):
+                self._partials(partial, lse, queries, splits)
+                _merge(
+                    partial, lse, between, self.q if out is None else out, queries, num_splits=len(splits),
+                    carried=state is not None or splits.start > blocks.start,
+                    finish=out is not None and splits.stop == blocks.stop,
+                )  # fmt: skip
+
+    def _partials(self, partial: torch.Tensor, lse: torch.Tensor, queries: range, splits: range) -> None:
+        """Each split's own result: where all keys are committed for all queries of a program, else query by query."""
+        shared = splits.stop if self.rows.ancestors is None else self.rows.min_committed // SPLIT_TOKENS
+        shared = min(max(shared, splits.start), splits.stop)
+        for part, tree in ((range(splits.start, shared), False), (range(shared, splits.stop), True)):
+            if part:
+                self.run(partial, lse, queries, part, first_partial=splits.start, tree=tree)
+
+
+def attention_triton(
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None,
+    prefill: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Triton version of `attention`."""
+    call = _Call(q, kv, rows, scale, sliding_window)
+    out = torch.empty_like(q)
+    if prefill:
+        assert rows.ancestors is None
+        call.run(out, out, range(q.shape[1]), None)
+    else:
+        call.attend(range(triton.cdiv(rows.max_length, SPLIT_TOKENS)), None, out)
+    return out
+
+
+def attend_blocks_triton(
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
+    sliding_window: int | None = None, num_keys: int | None = None,
+) -> None:  # fmt: skip
+    """Triton version of `attend_blocks`."""
+    assert state.best.is_contiguous() and state.acc.is_contiguous() and state.acc.shape == q.shape
+    last = triton.cdiv(rows.max_length if num_keys is None else min(num_keys, rows.max_length), SPLIT_TOKENS)
+    seen = range(blocks.start, min(blocks.stop, last))
+    if seen:
+        call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT if num_keys is None else num_keys)
+        call.attend(seen, state, None)
+
+
+def finish_attention_triton(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    """Triton version of `finish_attention`."""
+    out = torch.empty_like(q)
+    # No splits: what stands for their results is never read.
+    _merge(state.acc, state.best, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
+    return out

@@ -1,0 +1,88 @@
+"""The middle level's view of a sequence: the chunks its queries choose, and the newest blocks of the target's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
+from offload_runtime_kernels.gather_chunks import BlockTable
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.kv_cache.device import num_blocks
+from offload_runtime.kv_cache.retrieval import ChunkPolicy, RetrievedChunks
+
+
+class ChunkSource(Protocol):
+    """What the middle level needs of the target's own cache."""
+
+    def store(self, layer: int) -> KVBlocks:
+        """Where new keys and values go: tentative ones, which the target's own pass overwrites."""
+
+    def recent_blocks(self, sequence: int) -> range:
+        """Blocks that are at hand on the device, up to the end of the announced window; the earlier ones are complete
+        where `block_table` says."""
+
+    def block_table(self, layer: int) -> BlockTable:
+        """Where the layer's blocks lie."""
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """Passes will put `counts[i]` tokens behind the committed ones of `sequences[i]`."""
+
+
+class RetrievalCache:
+    """A `LayerCache` of one sequence: retrieved chunks beside the target's newest blocks, with nothing between.
+
+    Args:
+        source: The target's cache.
+        chunks: What is retrieved.
+        policy: Chooses it by the queries of a pass.
+        sequence: Batch row in all of them.
+    """
+
+    def __init__(self, source: ChunkSource, chunks: RetrievedChunks, policy: ChunkPolicy, *, sequence: int = 0) -> None:
+        self._source = source
+        self._chunks = chunks
+        self._policy = policy
+        self._sequence = sequence
+        self.refresh = True  # whether the next pass chooses chunks anew
+        self.recent = range(0)
+
+    @property
+    def num_available(self) -> int:
+        """Chunks to choose from: all before the recent blocks."""
+        return self.recent.start * BLOCK_TOKENS // self._chunks.chunk_size
+
+    def begin_window(self, count: int) -> bool:
+        """Passes will put `count` tokens behind the committed ones; whether the far part has grown since the last."""
+        self._source.begin_window([self._sequence], [count])
+        before, self.recent = self.recent.start, self._source.recent_blocks(self._sequence)
+        return self.recent.start != before
+
+    def forget(self) -> None:
+        """Another sequence begins: what was retrieved is of no use."""
+        self._chunks.forget(self._sequence)
+        self.recent = range(0)
+
+    def store(self, layer: int) -> KVBlocks:
+        return self._source.store(layer)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Choose chunks if asked to, then attend to them and to the recent blocks."""
+        assert sliding_window is None and not prefill
+        if self.refresh and self.num_available:
+            selected = self._policy.select(layer, q, [self.num_available], scale=scale, sequence=self._sequence)
+            self._chunks.update(
+                layer, selected, self._source.block_table(layer), [self.num_available], sequence=self._sequence
+            )
+        state = AttentionState.empty(q)
+        num_keys = self._chunks.num_keys(layer, self._sequence)
+        if num_keys:
+            far = KVBlocks(self._chunks.blocks(layer).data[self._sequence : self._sequence + 1])
+            own = QueryRows(rows.positions, torch.zeros_like(rows.sequences), max_length=rows.max_length)
+            attend_blocks(q, far, own, range(num_blocks(num_keys)), state, scale=scale, num_keys=num_keys)
+        attend_blocks(q, self._source.store(layer), rows, self.recent, state, scale=scale)
+        return finish_attention(q, rows, state)

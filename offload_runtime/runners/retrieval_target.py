@@ -1,0 +1,113 @@
+"""The middle level: the target's own weights over a small retrieved cache, as a step on the device.
+
+A step feeds the newest known token and the draft's proposals behind it, samples with the shared noise, accepts by
+equality, and moves the window's end, all without the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
+from offload_runtime.model import Decoder, RopeTable, RowBuilder
+from offload_runtime.model.linear import padded_rows
+from offload_runtime.runners.device_window import DeviceWindow
+from offload_runtime.runners.passes import window_pass
+from offload_runtime.runners.step_graph import StepGraphs
+from offload_runtime.sampling import sample
+from offload_runtime.streaming import ResidentLayers
+
+# Heights of matrix products; the middle level promises no bits, so they only have to be quick.
+_ROW_STEP = 8
+
+
+class RetrievalTarget:
+    """Runs the target over retrieved chunks and recent blocks (TriForce, arXiv 2404.11912, section 4).
+
+    Args:
+        decoder: The target's maths.
+        layers: Its weights, all on the device.
+        cache: What it sees.
+        rope: Its rotary table.
+        window: Where tokens come from and go.
+        gamma: Most proposals a step verifies.
+        sequence: Keys the noise; batch row in the caches.
+    """
+
+    def __init__(
+        self, decoder: Decoder, layers: ResidentLayers, cache: RetrievalCache, rope: RopeTable, window: DeviceWindow,
+        *, gamma: int, sequence: int = 0,
+    ) -> None:  # fmt: skip
+        device = window.tokens.device
+        rows = padded_rows(gamma + 1, _ROW_STEP)
+        self.cache = cache
+        self._window = window
+        self._gamma = gamma
+        self._rope = rope
+        self._rows = RowBuilder(rope, device)
+        self._decoder = decoder
+        self._layers = layers
+        self._tile_rows = rows
+        self._last_token = decoder.config.vocab_size - 1
+        self._graphs = StepGraphs(device)
+        self._params = SamplingParams()
+        self._offsets = torch.arange(-1, gamma, dtype=torch.int32).to(device)
+        self._owners = torch.full_like(self._offsets, sequence)
+        self._frequencies = rope.frequencies(1).clone()
+        self._frequency_set = 0
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # steps, accepted proposals
+
+    def start(self, params: SamplingParams) -> None:
+        """Choose tokens this way from now on, for another sequence."""
+        self._params = params
+        self.cache.forget()
+        self._counts.zero_()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Steps since `start`, and proposals that they accepted. Waits for the device."""
+        steps, accepted = self._counts.tolist()
+        return steps, accepted
+
+    def begin(self, length: int, count: int) -> bool:
+        """Steps will put up to `count` tokens behind `length`; whether the chunks must be chosen anew."""
+        chosen = self._rope.frequency_set(length)
+        if chosen != self._frequency_set:
+            self._frequencies.copy_(self._rope.frequencies(length))
+            self._frequency_set = chosen
+        return self.cache.begin_window(count)
+
+    @torch.inference_mode()
+    def step(self, num_proposals: int, *, refresh: bool) -> None:
+        """Enqueue one step that verifies `num_proposals` tokens behind the window's end; never waits.
+
+        Args:
+            num_proposals: At most `gamma`.
+            refresh: Choose the chunks by this step's queries first.
+        """
+        assert num_proposals <= self._gamma
+        self.cache.refresh = refresh
+        key = (num_proposals, refresh, self.cache.recent, self._params)
+        self._graphs.run(key, partial(self._step, num_proposals, self._params))
+
+    def _step(self, num_proposals: int, params: SamplingParams) -> None:
+        """Captured: no tensor of the host."""
+        window, count = self._window, num_proposals + 1
+        positions = window.end + self._offsets[:count]
+        tokens = window.gather(positions).clamp_(0, self._last_token)
+        rows = self._rows.on_device(
+            tokens, positions, self._owners[:count], rotated=positions, frequencies=self._frequencies,
+            max_length=self.cache.recent.stop * BLOCK_TOKENS,
+        )  # fmt: skip
+        logits = window_pass(self._decoder, self._layers, self.cache, rows, self._tile_rows)[0]  # [T, V]
+        samples = sample(logits, params, positions + 1, self._owners[:count])
+        matches = window.gather(positions[1:]) == samples[:-1]
+        accepted = matches.int().cumprod(0).sum(0, keepdim=True)  # [1]
+        window.put(window.end + accepted.int(), samples.gather(0, accepted))
+        window.end.add_(accepted.int() + 1)
+        self._counts[:1].add_(1)
+        self._counts[1:].add_(accepted)

@@ -1,0 +1,268 @@
+"""Attention in pieces: however a cache is cut, and wherever its blocks lie, the bits are those of the whole.
+
+Everything runs on the CPU path and in Triton's interpreter without a GPU, natively with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise
+
+import pytest
+import torch
+from offload_runtime_kernels.attention import (
+    AttentionState,
+    QueryRows,
+    attend_blocks,
+    attend_blocks_triton,
+    attention,
+    attention_triton,
+    finish_attention,
+    finish_attention_triton,
+)
+from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, int32, piece, ring, tree_rows
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
+
+
+@dataclass(frozen=True)
+class Version:
+    """One implementation: the public functions on whatever device there is, or the Triton kernels by name."""
+
+    whole: Callable[..., torch.Tensor]
+    attend: Callable[..., None]
+    finish: Callable[[torch.Tensor, QueryRows, AttentionState], torch.Tensor]
+
+    def pieces(
+        self, case: AttentionCase, rows: QueryRows, pieces: list[tuple[KVBlocks, range]], window: int | None = None
+    ) -> torch.Tensor:
+        """Attend to blocks where they lie, one piece after the other."""
+        with poisoned_outputs():
+            state = AttentionState.empty(case.q)
+            for kv, blocks in pieces:
+                self.attend(case.q, kv, rows, blocks, state, scale=case.scale, sliding_window=window)
+            return self.finish(case.q, rows, state)
+
+    def all_at_once(self, case: AttentionCase, rows: QueryRows, window: int | None = None) -> torch.Tensor:
+        with poisoned_outputs():
+            return self.whole(case.q, case.kv, rows, scale=case.scale, sliding_window=window)
+
+
+PUBLIC = Version(attention, attend_blocks, finish_attention)
+TRITON = Version(attention_triton, attend_blocks_triton, lambda q, rows, state: finish_attention_triton(q, state))
+versions = pytest.mark.parametrize("version", [PUBLIC, TRITON], ids=["public", "triton"])
+
+# Windows over three and a bit blocks: their cuts, their rows (two of which are padding), their sliding windows.
+STARTS, COUNTS, BLOCKS = (790, 254), (5, 3), 4
+
+
+def _case(num_queries: int = 5, *, batch: int = 2, dtype: torch.dtype = torch.float32) -> AttentionCase:
+    return AttentionCase.random(
+        batch=batch, num_queries=num_queries, num_kv_heads=2, group=3, head_dim=16, capacity=4 * BLOCK_TOKENS,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def _cuts(end: int) -> Iterator[list[range]]:
+    """Every way to cut blocks 0 to `end` - 1 into consecutive ranges."""
+    inner = range(1, end)
+    for marks in chain.from_iterable(combinations(inner, count) for count in range(end)):
+        edges = (0, *marks, end)
+        yield [range(a, b) for a, b in pairwise(edges)]
+
+
+@versions
+@pytest.mark.parametrize("window", [None, 40, 300])
+def test_cutting_at_any_block_boundary_changes_no_bit(version: Version, window: int | None) -> None:
+    case, rows = _case(), chain_rows(STARTS, COUNTS, max_length=1000)
+    case = case.poisoned(rows)
+    expected = version.all_at_once(case, rows, window)
+    assert_within(expected, _case().expected(rows, window), atol=1e-5 * _case().largest_value)
+    for cut in _cuts(BLOCKS):
+        out = version.pieces(case, rows, [(piece(case.kv, blocks), blocks) for blocks in cut], window)
+        assert torch.equal(out, expected), f"cut {cut}"
+        assert bool((out[rows.positions < 0] == 0).all())
+
+
+@versions
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
+    version: Version, window: int | None
+) -> None:
+    case = _case(len(TREE_PARENTS), batch=1)
+    rows = tree_rows(TREE_PARENTS, (764,), slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))  # across blocks 2 and 3
+    expected = version.all_at_once(case, rows, window)
+    assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
+    for cut in _cuts(2):
+        pieces = [(piece(case.kv, blocks), blocks) for blocks in cut]
+        newest = ring(case.kv, range(2, 4), 3)
+        out = version.pieces(case, rows, [*pieces, (newest, range(2, 3)), (newest, range(3, 4))], window)
+        assert torch.equal(out, expected), f"cut {cut}"
+
+
+@versions
+@pytest.mark.parametrize("num_blocks", [2, 3, 5])
+def test_a_ring_gives_the_bits_of_the_whole_wherever_it_wraps(version: Version, num_blocks: int) -> None:
+    case, rows = _case(3, batch=1), chain_rows((800,), (3,))
+    expected = version.all_at_once(case, rows)
+    history = [(piece(case.kv, range(2)), range(2))]
+    out = version.pieces(case, rows, [*history, (ring(case.kv, range(2, 4), num_blocks), range(2, 4))])
+    assert torch.equal(out, expected)
+
+
+@versions
+def test_blocks_behind_a_sliding_window_may_be_passed_or_not(version: Version) -> None:
+    case, rows = _case(3, batch=1), chain_rows((800,), (3,))
+    expected = version.all_at_once(case, rows, 40)  # of positions 761 and later
+    gone = case.kv.data.clone()
+    gone[:, :2] = float("nan")
+    poisoned = KVBlocks(gone)
+    assert torch.equal(version.all_at_once(AttentionCase(case.q, poisoned), rows, 40), expected)
+    for blocks in (range(4), range(1, 4), range(2, 4)):
+        assert torch.equal(version.pieces(case, rows, [(poisoned, blocks)], 40), expected)
+    # A ring too small for the sequence, which holds all that the window reaches.
+    assert torch.equal(version.all_at_once(AttentionCase(case.q, ring(poisoned, range(2, 4), 2)), rows, 40), expected)
+
+
+@versions
+def test_nothing_is_read_of_blocks_behind_the_queries(version: Version) -> None:
+    case, rows = _case(3, batch=1), chain_rows((300,), (3,), max_length=1024)
+    expected = version.all_at_once(case, rows)
+    behind = case.kv.data.clone()
+    behind[:, 2:] = float("nan")
+    out = version.pieces(case, rows, [(KVBlocks(behind), range(2)), (KVBlocks(behind), range(2, 4))])
+    assert torch.equal(out, expected)
+
+
+@versions
+@pytest.mark.parametrize("num_keys", [8, 256, 300])
+def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int) -> None:
+    case, rows = _case(3, batch=1), chain_rows((800,), (3,))
+    retrieved = _case(3, batch=1, dtype=torch.float32).kv.data[:, :2].flip(4).clone()
+    slots = retrieved.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [1, S, 2, H_kv, D], in memory of its own
+    far = slots[:, :num_keys]
+    slots = torch.cat((far, torch.full_like(slots[:, num_keys:], float("nan"))), dim=1)
+    kv = KVBlocks(slots.unflatten(1, (2, BLOCK_TOKENS)).permute(0, 1, 3, 4, 2, 5).contiguous())
+    state = AttentionState.empty(case.q)
+    version.attend(case.q, kv, rows, range(2), state, scale=case.scale, num_keys=num_keys)
+    version.attend(case.q, case.kv, rows, range(2, 4), state, scale=case.scale)
+    out = version.finish(case.q, rows, state)
+    # The same keys in a row: those retrieved, then positions 512 to 802, of which each query sees its own.
+    near = case.kv.data.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, 512:803]
+    k, v = torch.cat((far, near), dim=1).double().unbind(2)  # [1, S, H_kv, D]
+    visible = torch.ones(3, k.shape[1], dtype=torch.bool, device=KERNEL_DEVICE).tril(k.shape[1] - 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        case.q.double().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=case.scale,
+        enable_gqa=True,
+    ).transpose(1, 2)  # fmt: skip
+    assert_within(out, expected, atol=1e-5 * case.largest_value)
+
+
+@versions
+def test_batch_rows_merged_one_by_one_give_the_bits_of_the_batch(version: Version) -> None:
+    case, rows = _case(), chain_rows(STARTS, COUNTS, sequences=(1, 0))
+    expected = version.all_at_once(case, rows)
+    state = AttentionState.empty(case.q)
+    for b in (1, 0):
+        row = slice(b, b + 1)
+        own = QueryRows(rows.positions[row], int32([0]), rows.max_length)
+        one = KVBlocks(case.kv.data[1 - b : 2 - b])
+        for blocks in (range(1), range(1, 4)):
+            version.attend(case.q[row], one, own, blocks, state[row], scale=case.scale)
+    assert torch.equal(version.finish(case.q, rows, state), expected)
+
+
+@versions
+def test_no_blocks_change_nothing_and_no_keys_give_zero(version: Version) -> None:
+    case, rows = _case(3, batch=1), chain_rows((300,), (3,))
+    nothing = version.pieces(case, rows, [(case.kv, range(0)), (case.kv, range(2, 2))])
+    assert torch.equal(nothing, torch.zeros_like(case.q))
+    cut = [(case.kv, range(1)), (case.kv, range(1, 1)), (case.kv, range(1, 2))]
+    assert torch.equal(version.pieces(case, rows, cut), version.all_at_once(case, rows))
+
+
+def test_a_piece_is_not_taken_for_the_whole() -> None:
+    case, rows = _case(3, batch=1), chain_rows((300,), (3,))
+    with pytest.raises(AssertionError):
+        attention(case.q, piece(case.kv, range(1, 4)), rows, scale=case.scale)
+    with pytest.raises(AssertionError):
+        attend_blocks(
+            case.q, piece(case.kv, range(1, 4)), rows, range(2), AttentionState.empty(case.q), scale=case.scale
+        )
+
+
+# From here on: natively, in bf16.
+
+
+def _big_case(num_queries: int) -> AttentionCase:
+    return AttentionCase.random(
+        batch=1, num_queries=num_queries, num_kv_heads=2, group=4, head_dim=128, capacity=3000, dtype=torch.bfloat16
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("width", [1, 17, 64])
+def test_bits_of_pieces_and_rings_in_bf16(width: int, window: int | None) -> None:
+    case, rows = _big_case(width), chain_rows((2900,), (width,))
+    last = -(-(2900 + width) // BLOCK_TOKENS)
+    expected = TRITON.all_at_once(case, rows, window)
+    for step in (1, 3, 8):
+        cut = [range(start, min(start + step, 10)) for start in range(0, 10, step)]
+        pieces = [(piece(case.kv, blocks), blocks) for blocks in cut]
+        out = TRITON.pieces(case, rows, [*pieces, (ring(case.kv, range(10, last), 3), range(10, last))], window)
+        assert torch.equal(out, expected), f"step {step}"
+
+
+@pytest.mark.gpu
+def test_bits_of_a_tree_behind_pieces_in_bf16() -> None:
+    case, rows = _big_case(len(TREE_PARENTS)), tree_rows(TREE_PARENTS, (2810,))
+    expected = TRITON.all_at_once(case, rows)
+    pieces = [(piece(case.kv, blocks), blocks) for blocks in (range(4), range(4, 5), range(5, 9))]
+    newest = ring(case.kv, range(9, 12), 4)
+    assert torch.equal(TRITON.pieces(case, rows, [*pieces, (newest, range(9, 12))]), expected)
+
+
+@pytest.mark.gpu
+def test_attending_in_pieces_can_be_captured_in_a_graph() -> None:
+    case, rows = _big_case(17), chain_rows((2900,), (17,))
+    pieces = [(piece(case.kv, blocks), blocks) for blocks in (range(4), range(4, 12))]
+    expected = TRITON.pieces(case, rows, pieces)
+
+    def run() -> torch.Tensor:
+        state = AttentionState.empty(case.q)
+        for kv, blocks in pieces:
+            attend_blocks(case.q, kv, rows, blocks, state, scale=case.scale)
+        return finish_attention(case.q, rows, state)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def _num_binaries() -> int:
+    device = torch.cuda.current_device()
+    return sum(len(kernel.device_caches[device][0]) for kernel in (attention_kernel, merge_kernel))
+
+
+@pytest.mark.gpu
+def test_windows_pieces_and_rings_share_one_binary() -> None:
+    case, rows = _big_case(17), chain_rows((2900,), (17,))
+    TRITON.all_at_once(case, rows)
+    before = _num_binaries()
+    TRITON.all_at_once(case.queries(slice(0, 1)), chain_rows((16,), (1,)))
+    newest = ring(case.kv, range(1, 12), 16)
+    TRITON.pieces(case, rows, [(piece(case.kv, range(1)), range(1)), (newest, range(1, 12))])
+    state = AttentionState.empty(case.q)
+    # A view that begins four bytes into its memory.
+    shifted = torch.cat((rows.positions.new_zeros(1), rows.positions.flatten()))[1:].view(1, 17)
+    own = QueryRows(shifted, rows.sequences, rows.max_length)
+    attend_blocks_triton(case.q, case.kv, own, range(12), state, scale=case.scale, num_keys=16)
+    finish_attention_triton(case.q, state)
+    assert _num_binaries() == before

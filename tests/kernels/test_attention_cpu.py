@@ -1,0 +1,115 @@
+"""Attention on the CPU: right in every dtype, and the same bits whatever else is in the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from tests.helpers.attention_cases import (
+    TREE_PARENTS,
+    AttentionCase,
+    chain_of_path,
+    chain_rows,
+    piece,
+    tree_path,
+    tree_rows,
+)
+from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poisoned_outputs
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _case(num_queries: int, dtype: torch.dtype, *, batch: int = 1, head_dim: int = 64, group: int = 3) -> AttentionCase:
+    case = AttentionCase.random(
+        batch=batch, num_queries=num_queries, num_kv_heads=3, group=group, head_dim=head_dim, capacity=900, dtype=dtype
+    )
+    return AttentionCase(case.q.cpu(), KVBlocks(case.kv.data.cpu()))
+
+
+def _rows(rows: QueryRows) -> QueryRows:
+    moved = {name: value.cpu() for name, value in vars(rows).items() if isinstance(value, torch.Tensor)}
+    return replace(rows, **moved)
+
+
+def _run(case: AttentionCase, rows: QueryRows, window: int | None = None) -> torch.Tensor:
+    with poisoned_outputs():
+        return attention(case.q, case.kv, _rows(rows), scale=case.scale, sliding_window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
+    case = _case(9, dtype, batch=2, head_dim=80)
+    for rows in (chain_rows((600, 3), (9, 2)), tree_rows(TREE_PARENTS, (505, 700))):
+        # Everything is fp32 until the result is rounded, by half a roundoff of at most the largest value.
+        atol = case.largest_value * (1e-5 if dtype == torch.float32 else 1e-5 + UNIT_ROUNDOFF[dtype])
+        assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None, num_threads: int) -> None:
+    case = _case(40, dtype)
+    for start in (0, 240, 700):
+        together = _run(case, chain_rows((start,), (40,)), window)
+        for width in (1, 2, 7, 17):
+            for first in range(0, 40 - width, 11):
+                rows = chain_rows((start + first,), (width,), max_length=900)
+                part = _run(case.queries(slice(first, first + width)), rows, window)
+                assert torch.equal(part, together[:, first : first + width]), f"{width} from {start + first} on"
+
+
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, group: int, num_threads: int) -> None:
+    case, rows = _case(5, dtype, group=group), _rows(chain_rows((800,), (5,)))
+    expected = _run(case, rows)
+    memory = torch.empty(case.kv.data.numel() + 1, dtype=dtype)
+    shifted = memory[1:].view(case.kv.data.shape).copy_(case.kv.data)  # as nothing that torch allocates lies
+    assert torch.equal(_run(AttentionCase(case.q, KVBlocks(shifted)), rows), expected)
+    for step in (1, 2, 3):
+        state = AttentionState.empty(case.q)
+        for first in range(0, 4, step):
+            blocks = range(first, min(first + step, 4))
+            attend_blocks(case.q, piece(case.kv, blocks), rows, blocks, state, scale=case.scale)
+        assert torch.equal(finish_attention(case.q, rows, state), expected), f"step {step}"
+
+
+@pytest.mark.parametrize("window", [None, 270])
+@pytest.mark.parametrize("committed", [0, 61, 254, 640])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_path_through_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype, committed: int, window: int | None) -> None:
+    slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
+    case = _case(9, dtype)
+    out = _run(case, tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order), window)
+    for leaf in (4, 7, 8):
+        path = tree_path(TREE_PARENTS, leaf)
+        on_device = AttentionCase(case.q, case.kv)
+        chain = chain_of_path(on_device, path, committed, [committed + slot_order[node] for node in path])
+        assert torch.equal(_run(chain, chain_rows((committed,), (len(path),)), window), out[:, path]), f"leaf {leaf}"
+
+
+def test_blocks_of_other_sequences_and_of_the_future_are_not_read() -> None:
+    case = _case(3, torch.float32, batch=2)
+    rows = chain_rows((500, 20), (3, 1), sequences=(1, 0), max_length=768)
+    expected = _run(case, rows)
+    data = case.kv.data.clone()
+    data[0, :, :, :, 21:] = float("nan")  # the short sequence's positions from 21 on
+    data[0, 1:] = float("nan")
+    data[1, 1, :, :, 503 - BLOCK_TOKENS :] = float("nan")
+    data[1, 2:] = float("nan")
+    assert torch.equal(_run(AttentionCase(case.q, KVBlocks(data)), rows), expected)

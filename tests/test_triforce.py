@@ -1,0 +1,74 @@
+"""TriForce on a small model: the tokens of plain decoding, whatever the levels say, and levels that are worth having."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+CONTEXT, COUNT = 1400, 60
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 4},
+]
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
+SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=CONTEXT + 200)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+def generate(runtime: Runtime, **options: Any) -> list[list[int]]:
+    results = [
+        runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling, **options) for sampling in SAMPLINGS
+    ]
+    return [result.tokens for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    with load(target, draft="none", context=CONTEXT) as runtime:
+        return generate(runtime)
+
+
+@pytest.fixture(scope="module", params=["gpu", "host"])
+def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterator[Runtime]:
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=CONTEXT, kv=request.param, speculation=options) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("gamma", [None, 1, 5, 40])
+def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list[list[int]], gamma: int | None) -> None:
+    assert generate(runtime, gamma=gamma) == expected
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "topk", "streaming"])
+@pytest.mark.parametrize("draft_name", ["none", "model"])
+def test_every_policy(target: Path, draft: Path, expected: list[list[int]], policy: str, draft_name: str) -> None:
+    options = SpeculationOptions("triforce", "full", policy=policy, refresh_steps=3, **SMALL)
+    chosen = draft if draft_name == "model" else "none"
+    with load(target, draft=chosen, context=CONTEXT, kv="host", speculation=options) as runtime:
+        assert generate(runtime, gamma=12) == expected
+
+
+def test_a_budget_that_holds_everything_makes_the_middle_level_right(target: Path, expected: list[list[int]]) -> None:
+    options = SpeculationOptions("triforce", budget_tokens=1536)
+    with load(target, draft="none", context=CONTEXT, kv="host", speculation=options) as runtime:
+        result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19)
+    assert result.tokens == expected[0]
+    assert result.stats.passes == 3  # 59 tokens after the first, 20 a pass
