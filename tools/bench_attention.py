@@ -1,10 +1,11 @@
-"""Time attention over the cache: decoding windows, trees and prefill, at the shapes of 7B and 70B Llamas.
+"""Time attention over the cache: decoding windows, trees, prefill, pieces, at the shapes of 7B and 70B Llamas.
 
     python tools/bench_attention.py [--commit HASH]
 
 The bound is reading the keys and values once, or the operations on the keys that each query sees. The reference is
 torch's SDPA under a dense mask. It is given the tree as a chain: the work is the same, and finding the tree's slots
-would wait for the device.
+would wait for the device. The reference of pieces is SDPA over everything at once, and that of retrieved keys SDPA over
+as many keys in one row.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from functools import partial
 
 import torch
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
-from offload_runtime_kernels.attention import QueryRows, attention_reference, attention_triton
+from offload_runtime_kernels.attention import (
+    AttentionState,
+    QueryRows,
+    attend_blocks_triton,
+    attention_reference,
+    attention_triton,
+    finish_attention_triton,
+)
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
 
 
 def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
@@ -37,24 +47,92 @@ def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
     )
 
 
+def _kv_bytes(tokens: int, num_kv_heads: int) -> int:
+    return 2 * tokens * num_kv_heads * HEAD_DIM * 2
+
+
+def _random_kv(count: int, tokens: int, num_kv_heads: int) -> torch.Tensor:
+    """[count, 1, N, 2, H_kv, 256, D] for at least `tokens` tokens."""
+    return random_bf16(count, 1, -(-tokens // BLOCK_TOKENS), 2, num_kv_heads, BLOCK_TOKENS, HEAD_DIM)
+
+
 def make_case(mode: str, queries: int, context: int, num_heads: int, num_kv_heads: int) -> Case:
     """One sequence; `mode` is window, tree or prefill."""
-    kv_bytes = 2 * (context + queries) * num_kv_heads * HEAD_DIM * 2
+    kv_bytes = _kv_bytes(context + queries, num_kv_heads)
     count = num_inputs(kv_bytes)
     q = random_bf16(1, queries, num_heads, HEAD_DIM)
-    kv = random_bf16(count, 2, 1, context + queries, num_kv_heads, HEAD_DIM)
+    data = _random_kv(count, context + queries, num_kv_heads)
     rows, chain = _rows(queries, context, tree=mode == "tree"), _rows(queries, context, tree=False)
-    scale = HEAD_DIM**-0.5
     seen = context + (queries + 1) // 2  # by a query, on average
     return Case(
         configuration={
             "mode": mode, "queries": queries, "context": context, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
-        kernel=lambda i: attention_triton(q, kv[i, 0], kv[i, 1], rows, scale=scale, prefill=mode == "prefill"),
-        reference=lambda i: attention_reference(q, kv[i, 0], kv[i, 1], chain, scale=scale),
+        kernel=lambda i: attention_triton(q, KVBlocks(data[i]), rows, scale=SCALE, prefill=mode == "prefill"),
+        reference=lambda i: attention_reference(q, KVBlocks(data[i]), chain, scale=SCALE),
         num_inputs=count,
         moved_bytes=kv_bytes + 2 * q.nbytes,
         operations=4 * queries * seen * num_heads * HEAD_DIM,
+    )  # fmt: skip
+
+
+def make_pieces_case(queries: int, context: int, piece_tokens: int, num_heads: int, num_kv_heads: int) -> Case:
+    """A long context in pieces, as it comes over the link, and the newest block behind it."""
+    kv_bytes = _kv_bytes(context + queries, num_kv_heads)
+    q = random_bf16(1, queries, num_heads, HEAD_DIM)
+    data = _random_kv(2, context + queries, num_kv_heads)
+    rows = _rows(queries, context, tree=False)
+    step, last = piece_tokens // BLOCK_TOKENS, data.shape[2]
+    pieces = [range(first, min(first + step, last)) for first in range(0, last, step)]
+
+    def in_pieces(i: int) -> torch.Tensor:
+        state = AttentionState.empty(q)
+        for blocks in pieces:
+            kv = KVBlocks(data[i][:, blocks.start : blocks.stop], blocks.start)
+            attend_blocks_triton(q, kv, rows, blocks, state, scale=SCALE)
+        return finish_attention_triton(q, state)
+
+    return Case(
+        configuration={
+            "mode": "pieces", "queries": queries, "context": context, "piece_tokens": piece_tokens,
+            "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+        },
+        kernel=in_pieces,
+        reference=lambda i: attention_reference(q, KVBlocks(data[i]), rows, scale=SCALE),
+        num_inputs=2,
+        moved_bytes=kv_bytes + 2 * q.nbytes,
+        operations=4 * queries * context * num_heads * HEAD_DIM,
+    )  # fmt: skip
+
+
+def make_retrieval_case(queries: int, retrieved: int, recent: int, num_heads: int, num_kv_heads: int) -> Case:
+    """The middle level: retrieved keys, all of them seen, and the newest blocks of a sequence of 120K tokens."""
+    start = 480 * BLOCK_TOKENS  # first position of the newest blocks
+    kv_bytes = _kv_bytes(retrieved + recent, num_kv_heads)
+    count = num_inputs(kv_bytes)
+    q = random_bf16(1, queries, num_heads, HEAD_DIM)
+    far, near = _random_kv(count, retrieved, num_kv_heads), _random_kv(count, recent, num_kv_heads)
+    together = torch.cat((far, near), dim=2)
+    rows, chain = (_rows(queries, first + recent - queries, tree=False) for first in (start, retrieved))
+    newest = range(start // BLOCK_TOKENS, start // BLOCK_TOKENS + near.shape[2])
+
+    def in_two(i: int) -> torch.Tensor:
+        state = AttentionState.empty(q)
+        kv = KVBlocks(far[i])
+        attend_blocks_triton(q, kv, rows, range(kv.num_blocks), state, scale=SCALE, num_keys=retrieved)
+        attend_blocks_triton(q, KVBlocks(near[i]), rows, newest, state, scale=SCALE)
+        return finish_attention_triton(q, state)
+
+    return Case(
+        configuration={
+            "mode": "retrieval", "queries": queries, "retrieved": retrieved, "recent": recent, "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+        },
+        kernel=in_two,
+        reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, scale=SCALE),
+        num_inputs=count,
+        moved_bytes=kv_bytes + 2 * q.nbytes,
+        operations=4 * queries * (retrieved + recent) * num_heads * HEAD_DIM,
     )  # fmt: skip
 
 
@@ -66,5 +144,11 @@ if __name__ == "__main__":
         ("prefill", 2048, 14336),
     ]  # fmt: skip
     run_benchmark(
-        "attention", [partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes]
+        "attention",
+        [
+            *(partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes),
+            partial(make_case, "window", 17, 122880, 32, 32),
+            partial(make_pieces_case, 17, 122880, 8192, 32, 32),
+            partial(make_retrieval_case, 17, 4096, 512, 32, 32),
+        ],
     )

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.rope_store import RopeRows, rope_store_reference, rope_store_triton
 
 HEAD_DIM = 128
@@ -23,14 +24,14 @@ def make_case(rows: int, num_heads: int, num_kv_heads: int) -> Case:
     moved_bytes = 2 * rows * channels * 2 + rows * HEAD_DIM * 4
     count = num_inputs(moved_bytes)
     qkv = random_bf16(count, rows, channels)
-    caches = random_bf16(2, 1, rows, num_kv_heads, HEAD_DIM)
+    kv = KVBlocks(random_bf16(1, -(-rows // BLOCK_TOKENS), 2, num_kv_heads, BLOCK_TOKENS, HEAD_DIM))
     angle = torch.rand(rows, HEAD_DIM // 2, device=DEVICE)
     places = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     where = RopeRows(angle.cos(), angle.sin(), places, places, torch.zeros_like(places))
     return Case(
         configuration={"rows": rows, "num_heads": num_heads, "num_kv_heads": num_kv_heads},
-        kernel=lambda i: rope_store_triton(qkv[i], where, caches[0], caches[1], None),
-        reference=lambda i: rope_store_reference(qkv[i], where, caches[0], caches[1], None),
+        kernel=lambda i: rope_store_triton(qkv[i], where, kv, None),
+        reference=lambda i: rope_store_reference(qkv[i], where, kv, None),
         num_inputs=count,
         moved_bytes=moved_bytes,
         reference_in_graph=False,

@@ -92,10 +92,10 @@ class LoadedModels:
     draft: LoadedModel | None
 
 
-def open_sources(target: str | Path, draft: str | Path | None) -> Sources:
+def open_sources(target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource | None) -> Sources:
     """Open the checkpoints and read everything that can be wrong about them, short of the weights."""
-    target_source = open_checkpoint(target)
-    draft_source = None if draft is None else open_checkpoint(draft)
+    target_source = open_checkpoint(target) if isinstance(target, str | Path) else target
+    draft_source = open_checkpoint(draft) if isinstance(draft, str | Path) else draft
     tokenizer = target_source.tokenizer()
     if draft_source is not None:
         check_vocabulary(tokenizer, draft_source.tokenizer(), target_source.config(), draft_source.config())

@@ -40,6 +40,7 @@ from offload_runtime.memory import (
 )
 from offload_runtime.planner import Placement
 from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.weights import CheckpointSource
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -90,7 +91,8 @@ class Runtime:
 
     @classmethod
     def load(
-        cls, target: str | Path, *, draft: str | Path = "ngram", device: str = "auto", dtype: str = "auto",
+        cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "ngram",
+        device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
         max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
@@ -98,7 +100,7 @@ class Runtime:
         """Load a target model, paging what does not fit the device budget.
 
         Args:
-            target: Directory with safetensors, a `.gguf` file, or `org/name` on the hub.
+            target: Directory with safetensors, a `.gguf` file, `org/name` on the hub, or an opened checkpoint.
             draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary.
             device: `auto`, `cuda`, `cuda:N` or `cpu`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
@@ -127,7 +129,8 @@ class Runtime:
         others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
         assembly.require_kernels(chosen)
         with current_device(chosen):
-            sources = assembly.open_sources(target, None if str(draft) in ("ngram", "none") else draft)
+            kind = draft if draft in ("ngram", "none") else "the draft"
+            sources = assembly.open_sources(target, None if kind == draft else draft)
             plans = make_plans(
                 sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
                 options=options, batch=max_batch,
@@ -139,13 +142,13 @@ class Runtime:
             engine = make_copy_engine(chosen)
             try:
                 models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
-                proposers = make_proposers(str(draft), models, middle, options, budget, batch=max_batch)
+                proposers = make_proposers(kind, models, middle, options, budget, batch=max_batch)
                 gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if models.draft is None else "model"]
                 return cls(
                     sources, models, proposers, budget, engine,
                     default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
                     max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget)
-                    + f"; {describe_speculation(str(draft), middle, options)}",
+                    + f"; {describe_speculation(kind, middle, options)}",
                 )  # fmt: skip
             except BaseException as error:
                 engine.close()

@@ -61,6 +61,7 @@ class RetrievalTarget:
         self._frequency_set = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # steps, accepted proposals
 
+    @torch.inference_mode()
     def start(self, params: SamplingParams) -> None:
         """Choose tokens this way from now on, for another sequence."""
         self._params = params
@@ -73,6 +74,7 @@ class RetrievalTarget:
         steps, accepted = self._counts.tolist()
         return steps, accepted
 
+    @torch.inference_mode()
     def begin(self, length: int, count: int) -> bool:
         """Steps will put up to `count` tokens behind `length`; whether the chunks must be chosen anew."""
         chosen = self._rope.frequency_set(length)
