@@ -160,21 +160,29 @@ def _format_rounded_up(size_bytes: int) -> str:
 
 
 def workspace_bytes(
-    config: ModelConfig, element_bytes: int, *, context_tokens: int, chunk_rows: int, window_rows: int
+    config: ModelConfig,
+    element_bytes: int,
+    *,
+    context_tokens: int,
+    chunk_rows: int,
+    window_rows: int,
+    sampled_rows: int,
 ) -> int:
     """Activations of the largest pass, before the allocator's rounding.
 
     Args:
         config: The model's shape.
         element_bytes: Of its dtype.
-        context_tokens: Longest prompt (its residual stream and last delta are held through a layer-major prefill).
+        context_tokens: Longest prompt (its residual stream is held through a layer-major prefill).
         chunk_rows: Rows of a prefill piece.
         window_rows: Rows of a decoding window, padded.
+        sampled_rows: Of these, rows that tokens are sampled from.
     """
-    stream = 2 * context_tokens * config.hidden_size
+    stream = context_tokens * config.hidden_size
     chunk = chunk_rows * (3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size)
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
-    logits = window_rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
+    # fp32 copies while sampling with filters
+    logits = window_rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
     attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention.WORKSPACE_BYTES
     total = (stream + chunk) * element_bytes + angles + logits + attention
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES

@@ -1,4 +1,4 @@
-"""TriForce on a small model: the tokens of plain decoding, whatever the levels say, and levels that are worth having."""
+"""TriForce on a small model: the tokens of plain decoding, whatever the levels say."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
-CONTEXT, COUNT = 1400, 60
+CONTEXT, COUNT = 700, 40
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 3},
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
-PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(500)]
 SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=CONTEXT + 200)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_every_policy(target: Path, draft: Path, expected: list[list[int]], poli
 
 
 def test_a_budget_that_holds_everything_makes_the_middle_level_right(target: Path, expected: list[list[int]]) -> None:
-    options = SpeculationOptions("triforce", budget_tokens=1536)
+    options = SpeculationOptions("triforce", budget_tokens=768)
     with load(target, draft="none", context=CONTEXT, kv="host", speculation=options) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19)
     assert result.tokens == expected[0]
-    assert result.stats.passes == 3  # 59 tokens after the first, 20 a pass
+    assert result.stats.passes == 2  # 39 tokens after the first, 20 a pass

@@ -200,7 +200,8 @@ def _make_cache(
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, piece_bytes=plan.kv.piece_bytes, budget=budget,
-        writeback=make_copy_engine(budget.device), resident_layers=plan.kv.resident_layers, name=f"{name}: KV cache",
+        writeback=make_copy_engine(budget.device), workspace_bytes=plan.prefill_workspace_bytes,
+        resident_layers=plan.kv.resident_layers, name=f"{name}: KV cache",
     ), slots  # fmt: skip
 
 

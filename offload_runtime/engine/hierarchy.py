@@ -9,7 +9,7 @@ import torch
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.errors import OptionError
-from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, kv_cache_bytes
 from offload_runtime.kv_cache.retrieval import (
     ChunkPolicy,
     RetrievalPolicy,
@@ -36,6 +36,13 @@ class MiddlePlan:
     options: SpeculationOptions
     context_tokens: int
     batch: int
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
+        if self.batch > 1:
+            return 0
+        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +112,8 @@ def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget)
     source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     source.observers.append(policy)
+    if isinstance(source, HostKVCache) and plan.batch == 1:
+        source.lender = chunks
     gamma = options.gamma_draft if draft is not None else 0
     proposers: list[Proposer] = []
     for sequence in range(plan.batch):

@@ -92,6 +92,7 @@ class KVPlan:
     """Where the target's KV cache lives: on the device, or in host memory but for `resident_layers`.
 
     `piece_bytes` and `num_slots` describe its ring on the link; `open_blocks` is the size of its ring of newest blocks.
+    A prefill may borrow `lent_bytes` of memory that only decoding uses.
     """
 
     on_host: bool = False
@@ -99,6 +100,7 @@ class KVPlan:
     piece_bytes: int = 0
     num_slots: int = 0
     open_blocks: int = 0
+    lent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,22 +157,27 @@ class ModelPlan:
         return resident * needs.layer_bytes + streamed * needs.open_bytes + shared
 
     @property
+    def prefill_workspace_bytes(self) -> int:
+        """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
+        needed_bytes = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
+        return 0 if self.kv.lent_bytes >= needed_bytes else needed_bytes
+
+    @property
     def host_kv_needs(self) -> HostKVNeeds:
         """Bytes of the parts of a KV cache in host memory."""
         block = block_bytes(self.config, self.dtype)
-        workspace = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
         return HostKVNeeds(
             num_layers=self.config.num_layers,
             layer_bytes=self.batch * num_blocks(self.context_tokens) * block,
             open_bytes=self.batch * self.kv.open_blocks * block,
-            shared_bytes=workspace + self.kv.num_slots * self.kv.piece_bytes,
+            shared_bytes=self.prefill_workspace_bytes + self.kv.num_slots * self.kv.piece_bytes,
         )
 
-    def with_kv_on_host(self) -> ModelPlan:
+    def with_kv_on_host(self, lent_bytes: int) -> ModelPlan:
         """The same model with its KV cache in host memory, no layer of it resident."""
         block = block_bytes(self.config, self.dtype)
         blocks = max(1, min(_KV_PIECE_BYTES // block, num_blocks(self.context_tokens)))
-        kv = KVPlan(True, (), blocks * block, _KV_SLOTS, ring_blocks(self.window_tokens))
+        kv = KVPlan(True, (), blocks * block, _KV_SLOTS, ring_blocks(self.window_tokens), lent_bytes)
         return replace(self, kv=kv)
 
     @property
@@ -180,6 +187,7 @@ class ModelPlan:
             self.config, self.dtype.itemsize, context_tokens=self.context_tokens,
             chunk_rows=min(self.shape.prefill_chunk_tokens, padded_rows(self.context_tokens, self.shape.prefill_rows)),
             window_rows=padded_rows(self.batch * self.window_tokens, self.shape.window_rows),
+            sampled_rows=self.batch * self.window_tokens,
         )  # fmt: skip
 
     @property
@@ -195,6 +203,7 @@ class Plans:
     target: ModelPlan
     draft: ModelPlan | None
     middle_bytes: int = 0
+    lent_bytes: int = 0  # of these, what a prefill may borrow
 
     @property
     def host_bytes(self) -> int:
@@ -295,7 +304,7 @@ def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: s
 
 
 def _place_on_host(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> tuple[Plans, Placement]:
-    target = plans.target.with_kv_on_host()
+    target = plans.target.with_kv_on_host(plans.lent_bytes)
     placement = plan_placement(replace(plans, target=target), budget, resident_layers)
     spare_bytes = None
     if budget.limit_bytes is not None:

@@ -372,15 +372,19 @@ def _place_with_middle(
     """
     target = plans.target
     middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
+    enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
     if options.mode == "triforce":
-        with_middle, placement = place(replace(plans, middle_bytes=middle.nbytes), budget, resident_layers, kv)
+        with_middle, placement = place(enlarged, budget, resident_layers, kv)
         check_triforce(target.config, placement.num_streamed)
         return with_middle, placement, middle
     without, placement = place(plans, budget, resident_layers, kv)
     if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
         try:
             with_middle, with_placement = place(
-                replace(plans, middle_bytes=middle.nbytes), budget, resident_layers, "host"
+                enlarged,
+                budget,
+                resident_layers,
+                "host",
             )
             check_triforce(target.config, with_placement.num_streamed)
             return with_middle, with_placement, middle

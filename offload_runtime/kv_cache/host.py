@@ -29,6 +29,13 @@ from offload_runtime.kv_cache.protocol import BlockObserver
 from offload_runtime.memory import DeviceBudget
 
 
+class WorkspaceLender(Protocol):
+    """Has device memory that nothing else uses during a prefill."""
+
+    def lend(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 [nbytes], the lender's again when the prefill ends, its contents lost; None when it has less."""
+
+
 class PieceFeed(Protocol):
     """Hands out streamed pieces in order."""
 
@@ -89,7 +96,8 @@ class HostKVCache:
         batch: Sequences.
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
         piece_bytes: Size of the link ring's slots.
-        budget: Ledger of the device; the workspace of a prefill of `capacity_tokens` is reserved there.
+        budget: Ledger of the device.
+        workspace_bytes: To reserve there for prefills; 0 when `lender` will have enough.
         writeback: Copy queue of its own, for blocks on their way to the host.
         resident_layers: Layers that keep all their blocks on the device.
         name: What to call it in the ledger.
@@ -97,8 +105,8 @@ class HostKVCache:
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
-        piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, resident_layers: Sequence[int] = (),
-        name: str = "KV cache",
+        piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
+        resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
         self._config = config
@@ -120,8 +128,9 @@ class HostKVCache:
         whole = (len(resident_layers), batch, num_blocks(capacity_tokens), *shape)
         stays = self._allocate(budget, f"{name}: resident layers", whole)
         self._resident = dict(zip(resident_layers, stays, strict=True))
-        if streamed:
-            budget.reserve(f"{name}: prefill workspace", prefill_workspace_bytes(config, dtype, capacity_tokens))
+        if streamed and workspace_bytes:
+            budget.reserve(f"{name}: prefill workspace", workspace_bytes)
+        self.lender: WorkspaceLender | None = None
         self._lengths = [0] * batch
         self._rows = slice(None)  # of the batch, that the running pass is about
         self._on_host = [0] * batch  # leading blocks of a sequence that are on the host, their writes finished
@@ -259,7 +268,10 @@ class HostKVCache:
         self._drain_writes()  # the blocks behind `start` are read back
         shape = (1, num_blocks(total), *block_shape(self._config))
         # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-        workspace = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        nbytes = shape[1] * self._block_bytes
+        lent = None if self.lender is None else self.lender.lend(nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if lent is None else lent
+        workspace = memory.view(self._dtype).view(shape).zero_()
         events = self._writeback.new_event(), self._writeback.new_event()
         self._prefill = _Prefill(sequence, start, total, workspace, *events)
         self._epoch += 1  # only this sequence's blocks are streamed

@@ -71,6 +71,15 @@ class RetrievedChunks:
         self._num_chunks = [[0] * batch for _ in range(config.num_layers)]  # places in use
         self._reach = [[0] * batch for _ in range(config.num_layers)]  # no chunk from here on is held
 
+    def lend(self, nbytes: int) -> torch.Tensor | None:
+        """uint8 [nbytes] of the memory of the chunks, which are forgotten; None when there is less."""
+        memory = self._data.view(-1).view(torch.uint8)
+        if nbytes > memory.nbytes:
+            return None
+        for sequence in range(self._resident.shape[1]):
+            self.forget(sequence)
+        return memory[:nbytes]
+
     def blocks(self, layer: int) -> KVBlocks:
         """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in no particular order; see `num_keys`."""
         return KVBlocks(self._data[layer])

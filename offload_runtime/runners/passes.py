@@ -143,17 +143,25 @@ def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], tile_rows: int,
     on_layer: Callable[[int, int], None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Residual stream and last delta of the last piece, each [N, H]."""
+    """Residual stream and last delta of the last piece, each [N, H].
+
+    With many pieces (a prompt, whatever its length) each delta is added at once: holding it through the layer would
+    take as much memory again as the residual streams do.
+    """
     residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
     deltas: list[torch.Tensor | None] = [None] * len(pieces)
     for index, weights in layers.layers():
         for number, rows in enumerate(pieces):
-            deltas[number] = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+            delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+            if rows.prefill and index + 1 < layers.num_layers:
+                residuals[number].add_(delta)
+            else:
+                deltas[number] = delta
         if on_layer is not None:
             on_layer(index + 1, layers.num_layers)
-    delta = deltas[-1]
-    assert delta is not None, "a model has at least one layer"
-    return residuals[-1], delta
+    last = deltas[-1]
+    assert last is not None, "a model has at least one layer"
+    return residuals[-1], last
 
 
 def _single_row(rows: PassRows, index: int) -> PassRows:

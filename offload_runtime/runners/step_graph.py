@@ -71,6 +71,8 @@ class StepGraphs:
         Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of
         weights go on meanwhile. For the same reason other threads may do what they like.
         """
+        if not self.num_graphs:  # the allocator forgets a pool with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -96,7 +96,7 @@ def make_runner(
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
             piece_bytes=piece_bytes, budget=budget, writeback=make_copy_engine(device),
-            resident_layers=host_kv.resident_layers,
+            workspace_bytes=0, resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
     streamer = LayerStreamer(

@@ -6,6 +6,7 @@ import offload_runtime_kernels.attention_triton as attention_module
 import pytest
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention_triton
+from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from tests.helpers.attention_cases import (
     TREE_PARENTS,
@@ -84,6 +85,15 @@ def test_sliding_window(window: int, prefill: bool) -> None:
     rows = chain_rows((290, 17), (4, 3))
     case = AttentionCase.random(batch=2, num_queries=4, num_kv_heads=1, group=3, head_dim=16, capacity=300)
     _check(case, rows, window=window, prefill=prefill)
+
+
+def test_prefill_does_not_read_tiles_behind_the_sliding_window() -> None:
+    rows = chain_rows((600,), (4,))
+    case = AttentionCase.random(batch=1, num_queries=4, num_kv_heads=1, group=3, head_dim=16, capacity=604)
+    behind = case.kv.data.clone()
+    behind[:, :2] = float("nan")
+    out = _run(AttentionCase(case.q, KVBlocks(behind)), rows, window=20, prefill=True)
+    assert_within(out, case.expected(rows, 20), atol=1e-5 * case.largest_value)
 
 
 @pytest.mark.parametrize("start", [0, 100])

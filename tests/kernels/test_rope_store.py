@@ -100,7 +100,7 @@ def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> Non
     rows = replace(_rows(16, rotate=False), slots=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256))
     qkv = random_tensor(7, 4 * 16, seed=5)
     # Blocks 4 to 7 from the beginning, and in rings that begin with block 6 and, of five blocks, with 5.
-    for first_block, num_blocks, places in ((4, 4, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
+    for first_block, num_blocks, places in ((4, 5, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
         data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
         store(qkv, rows, KVBlocks(data, first_block), None)
         assert int(data.isfinite().sum()) == 5 * 2 * 16
