@@ -145,8 +145,8 @@ def _run_layers(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Residual stream and last delta of the last piece, each [N, H].
 
-    With many pieces (a prompt, whatever its length) each delta is added at once: holding it through the layer would
-    take as much memory again as the residual streams do.
+    A prompt's deltas are added at once: holding them through the layer would take as much memory again as the residual
+    streams do. Of the last layer only the last piece's is of use.
     """
     residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
     deltas: list[torch.Tensor | None] = [None] * len(pieces)
@@ -155,7 +155,7 @@ def _run_layers(
             delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
             if rows.prefill and index + 1 < layers.num_layers:
                 residuals[number].add_(delta)
-            else:
+            elif number + 1 == len(pieces):
                 deltas[number] = delta
         if on_layer is not None:
             on_layer(index + 1, layers.num_layers)
