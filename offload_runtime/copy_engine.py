@@ -208,7 +208,7 @@ class CudaCopyEngine:
         self._copies.harvest()
         start, end = self._copies.event(), self._copies.event()
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
                 if self._before_copy is not None:
                     self._before_copy()
