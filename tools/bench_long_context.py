@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     target, draft = sources(arguments)
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
-        gamma_draft=arguments.gamma_draft, refresh_steps=arguments.refresh_steps, policy=arguments.policy,
+        gamma_draft=max(variant[0] for variant in arguments.variants), policy=arguments.policy,
         recent_tokens=arguments.recent,
     )  # fmt: skip
     started = time.perf_counter()
@@ -220,8 +220,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             params = SamplingParams(temperature, seed=1)
             plain = bench.decode(NoProposer(), params, 0, arguments.plain_tokens)
             _show("plain", plain)
-            for gamma in arguments.gammas:
+            for gamma_draft, refresh_steps, gamma in arguments.variants:
+                proposer._gamma, proposer._refresh_steps = gamma_draft, refresh_steps
                 row = bench.decode(proposer, params, gamma, arguments.tokens)
+                row |= {"gamma_draft": gamma_draft, "refresh_steps": refresh_steps}
                 count = min(len(plain["text"]), len(row["text"]))
                 row["identical_to_plain"] = row["text"][:count] == plain["text"][:count]
                 row["times_plain"] = plain["s_per_token"] / row["s_per_token"]
@@ -247,6 +249,14 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def _triples(text: str) -> list[tuple[int, int, int]]:
+    triples = []
+    for part in text.split(","):
+        first, second, third = (int(number) for number in part.split(":"))
+        triples.append((first, second, third))
+    return triples
+
+
 def main() -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,12 +275,13 @@ def main() -> int:
     parser.add_argument("--recent", type=int, default=512)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--chunk-size", type=int, default=8)
-    parser.add_argument("--gamma-draft", type=int, default=4)
-    parser.add_argument("--refresh-steps", type=int, default=1)
     parser.add_argument("--policy", default="retrieval")
     parser.add_argument("--windows", type=_numbers, default=[1, 17, 64])
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--gammas", type=_numbers, default=[24, 48])
+    parser.add_argument(
+        "--variants", type=_triples, default=[(4, 1, 24), (4, 4, 24)],
+        help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
+    )  # fmt: skip
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--plain-tokens", type=int, default=8)

@@ -75,6 +75,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             resident_layers=options.resident_layers,
             context=options.context,
             kv=options.kv,
+            speculation=options.speculation,
             max_gamma=options.max_gamma,
             on_progress=bars.on_bytes,
         )

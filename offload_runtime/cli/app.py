@@ -53,6 +53,13 @@ def generate(
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
     kv: opt.KVOption = opt.KVPlace.auto,
+    speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
+    draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
+    sink_tokens: opt.SinkTokensOption = 16,
+    recent_tokens: opt.RecentTokensOption = 512,
+    chunk_size: opt.ChunkSizeOption = 8,
+    budget_tokens: opt.BudgetTokensOption = 4096,
+    gamma_draft: opt.GammaDraftOption = 4,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     temperature: opt.TemperatureOption = 0.0,
     top_k: opt.TopKOption = 0,
@@ -80,6 +87,9 @@ def generate(
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma,
+            speculation=opt.SpeculationOptions(
+                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
+            ),
         )  # fmt: skip
         text = opt.read_prompt(prompt, prompt_file)
         run_generate(text, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
@@ -95,6 +105,13 @@ def chat(
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
     kv: opt.KVOption = opt.KVPlace.auto,
+    speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
+    draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
+    sink_tokens: opt.SinkTokensOption = 16,
+    recent_tokens: opt.RecentTokensOption = 512,
+    chunk_size: opt.ChunkSizeOption = 8,
+    budget_tokens: opt.BudgetTokensOption = 4096,
+    gamma_draft: opt.GammaDraftOption = 4,
     max_new_tokens: opt.MaxNewTokensOption = 1024,
     temperature: opt.TemperatureOption = 0.7,
     top_k: opt.TopKOption = 0,
@@ -122,6 +139,9 @@ def chat(
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma,
+            speculation=opt.SpeculationOptions(
+                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
+            ),
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 
@@ -133,6 +153,13 @@ def verify(
     draft: opt.DraftOption = "ngram",
     context: opt.ContextOption = "auto",
     kv: opt.KVOption = opt.KVPlace.auto,
+    speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
+    draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
+    sink_tokens: opt.SinkTokensOption = 16,
+    recent_tokens: opt.RecentTokensOption = 512,
+    chunk_size: opt.ChunkSizeOption = 8,
+    budget_tokens: opt.BudgetTokensOption = 4096,
+    gamma_draft: opt.GammaDraftOption = 4,
     prompts: Annotated[
         str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     ] = None,
@@ -155,6 +182,9 @@ def verify(
         load = opt.load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=None,
+            speculation=opt.SpeculationOptions(
+                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
+            ),
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
         run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)

@@ -6,14 +6,14 @@ Everything that can be judged without the model is judged here, before a byte of
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offload_runtime.config import GenerationParams, SamplingParams, parse_bytes, require_positive
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions, parse_bytes, require_positive
 from offload_runtime.errors import OptionError
 
 
@@ -64,6 +64,57 @@ KVOption = Annotated[
     typer.Option(
         "--kv", rich_help_panel=_MODEL, help="Where the KV cache lives: on the GPU, or paged from pinned host memory."
     ),
+]
+
+
+class SpeculationMode(str, Enum):
+    """How tokens are proposed."""
+
+    auto = "auto"
+    none = "none"
+    chain = "chain"
+    triforce = "triforce"
+
+
+class DraftCache(str, Enum):
+    """What the draft keeps of the text."""
+
+    auto = "auto"
+    full = "full"
+    streaming = "streaming"
+
+
+_SPECULATION = "Speculation (none of it changes the output)"
+SpeculationOption = Annotated[
+    SpeculationMode,
+    typer.Option(
+        "--speculation",
+        rich_help_panel=_SPECULATION,
+        help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens.",
+    ),
+]
+DraftCacheOption = Annotated[
+    DraftCache,
+    typer.Option("--draft-cache", rich_help_panel=_SPECULATION, help="streaming: first and newest tokens only."),
+]
+SinkTokensOption = Annotated[
+    int, typer.Option("--sink-tokens", rich_help_panel=_SPECULATION, help="First tokens a streaming cache keeps.")
+]
+RecentTokensOption = Annotated[
+    int, typer.Option("--recent-tokens", rich_help_panel=_SPECULATION, help="Newest tokens a streaming cache keeps.")
+]
+ChunkSizeOption = Annotated[
+    int, typer.Option("--chunk-size", rich_help_panel=_SPECULATION, help="Tokens that are retrieved together.")
+]
+BudgetTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--budget-tokens", "--retrieval-budget", rich_help_panel=_SPECULATION, help="Tokens retrieved per KV head."
+    ),
+]
+GammaDraftOption = Annotated[
+    int,
+    typer.Option("--gamma-draft", rich_help_panel=_SPECULATION, help="Tokens the draft proposes to the middle level."),
 ]
 ContextOption = Annotated[
     str,
@@ -147,6 +198,7 @@ class LoadOptions:
     context: int | str = "auto"
     kv: str = "auto"
     max_gamma: int = 63
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
         if not self.target.strip():
@@ -166,6 +218,7 @@ def load_options(
     context: str,
     kv: KVPlace,
     gamma: int | None,
+    speculation: SpeculationOptions | None = None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
     reserved_tokens = _count_or_auto("--context", context)
@@ -180,6 +233,7 @@ def load_options(
         resident_layers=_count_or_auto("--resident-layers", resident_layers),
         context=reserved_tokens,
         kv=kv.value,
+        speculation=speculation or SpeculationOptions(),
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
     )
 

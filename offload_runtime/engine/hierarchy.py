@@ -91,7 +91,7 @@ def make_proposers(
     if middle is not None:
         return _make_triforce(models, middle, budget)
     if models.draft is None:
-        return [NoProposer() if draft == "none" or options.mode == "none" else NgramProposer() for _ in range(batch)]
+        return [NoProposer() if draft == "none" else NgramProposer() for _ in range(batch)]
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     return [
@@ -160,7 +160,8 @@ def describe_speculation(draft: str, middle: MiddlePlan | None, options: Specula
     """One phrase: who proposes."""
     if middle is None:
         return f"proposals from {draft}" if draft != "none" else "plain decoding"
+    first = "no draft" if draft in ("none", "ngram") else draft
     return (
-        f"TriForce: {'the draft' if draft != 'none' else 'no draft'}, then the target over {options.budget_tokens} "
-        f"retrieved tokens a head ({format_bytes(middle.nbytes)})"
+        f"TriForce: {first}, then the target over {options.budget_tokens} retrieved tokens a head "
+        f"({format_bytes(middle.nbytes)})"
     )

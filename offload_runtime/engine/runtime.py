@@ -46,7 +46,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
-_DEFAULT_GAMMA = {("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cpu", "ngram"): 7, ("cpu", "model"): 7}
+_DEFAULT_GAMMA = {("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 24}
+_CPU_DEFAULT_GAMMA = 7
 
 
 class Runtime:
@@ -130,6 +131,8 @@ class Runtime:
         assembly.require_kernels(chosen)
         with current_device(chosen):
             kind = draft if draft in ("ngram", "none") else "the draft"
+            if options.mode == "none":
+                kind = draft = "none"
             sources = assembly.open_sources(target, None if kind == draft else draft)
             plans = make_plans(
                 sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
@@ -143,7 +146,8 @@ class Runtime:
             try:
                 models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
                 proposers = make_proposers(kind, models, middle, options, budget, batch=max_batch)
-                gamma = _DEFAULT_GAMMA[chosen.type, "ngram" if models.draft is None else "model"]
+                source = "triforce" if middle is not None else "ngram" if models.draft is None else "model"
+                gamma = _DEFAULT_GAMMA.get((chosen.type, source), _CPU_DEFAULT_GAMMA)
                 return cls(
                     sources, models, proposers, budget, engine,
                     default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),

@@ -99,8 +99,9 @@ class Decoder:
         residual, delta = residual[select], delta[select]
         count = residual.shape[0]
         padding = padded_rows(count, tile_rows) - count
+        # A copy in any case: the addition is done in place.
         residual = torch.nn.functional.pad(residual, (0, 0, 0, padding)).contiguous()
-        delta = torch.nn.functional.pad(delta, (0, 0, 0, padding)).contiguous()
+        delta = _padded(delta, padding)
         normed = add_rms_norm(residual, delta, self._final_norm, self.config.rms_norm_eps)
         return tiled_linear(normed, self._lm_head, None, tile_rows)[:count]
 
@@ -116,4 +117,9 @@ class Decoder:
             scale=self._attention_scale, sliding_window=config.layer_windows[index], prefill=rows.prefill,
         )  # fmt: skip
         mixed = out.reshape(rows.num_rows, config.q_size)
-        return torch.nn.functional.pad(mixed, (0, 0, 0, qkv.shape[0] - rows.num_rows)).contiguous()
+        return _padded(mixed, qkv.shape[0] - rows.num_rows)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """[N, H] with `count` rows of zeros behind; itself, without a copy, when there are none."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, count)) if count else rows.contiguous()

@@ -14,15 +14,11 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
-from offload_runtime.model.linear import padded_rows
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.sampling import sample
 from offload_runtime.streaming import ResidentLayers
-
-# Heights of matrix products; the middle level promises no bits, so they only have to be quick.
-_ROW_STEP = 8
 
 
 class RetrievalTarget:
@@ -43,7 +39,6 @@ class RetrievalTarget:
         *, gamma: int, sequence: int = 0,
     ) -> None:  # fmt: skip
         device = window.tokens.device
-        rows = padded_rows(gamma + 1, _ROW_STEP)
         self.cache = cache
         self._window = window
         self._gamma = gamma
@@ -51,7 +46,6 @@ class RetrievalTarget:
         self._rows = RowBuilder(rope, device)
         self._decoder = decoder
         self._layers = layers
-        self._tile_rows = rows
         self._last_token = decoder.config.vocab_size - 1
         self._graphs = StepGraphs(device)
         self._params = SamplingParams()
@@ -105,7 +99,8 @@ class RetrievalTarget:
             tokens, positions, self._owners[:count], rotated=positions, frequencies=self._frequencies,
             max_length=self.cache.recent.stop * BLOCK_TOKENS,
         )  # fmt: skip
-        logits = window_pass(self._decoder, self._layers, self.cache, rows, self._tile_rows)[0]  # [T, V]
+        # No padding: the middle level promises no bits, so its products only have to be quick.
+        logits = window_pass(self._decoder, self._layers, self.cache, rows, count)[0]  # [T, V]
         samples = sample(logits, params, positions + 1, self._owners[:count])
         matches = window.gather(positions[1:]) == samples[:-1]
         accepted = matches.int().cumprod(0).sum(0, keepdim=True)  # [1]
