@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.errors import ContextLengthError, OptionError
 
@@ -96,10 +97,12 @@ class FakeRuntime:
 
     def load(
         self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, resident_layers: int | str,
-        context: int | str, max_gamma: int, on_progress: Callable[[str, int, int], None],
+        context: int | str, kv: str, speculation: SpeculationOptions, max_gamma: int,
+        on_progress: Callable[[str, int, int], None],
     ) -> FakeRuntime:  # fmt: skip
-        options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context}
-        self.loads.append((target, {**options, "resident_layers": resident_layers, "max_gamma": max_gamma}))
+        options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
+        options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
+        self.loads.append((target, options))
         on_progress("target weights", 1, 2)
         if self.load_error is not None:
             raise self.load_error

@@ -13,6 +13,7 @@ import offload_runtime
 from offload_runtime import engine
 from offload_runtime.cli import app
 from offload_runtime.cli.answer import link_figure
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import BudgetError
 from tests.test_cli_fakes import FakeRuntime, make_stats, press_ctrl_c
 
@@ -57,7 +58,8 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     options = {
         "temperature": "0.5", "top-k": "7", "top-p": "0.9", "min-p": "0.1", "seed": "3", "gamma": "90",
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
-        "context": "64", "draft": "some/draft",
+        "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
+        "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -71,7 +73,8 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     assert runtime.loads == [
         ("some/model", {
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
-            "resident_layers": 2, "max_gamma": 90,
+            "resident_layers": 2, "max_gamma": 90, "kv": "host",
+            "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3),
         })
     ]  # fmt: skip
 

@@ -201,3 +201,32 @@ def test_a_context_that_is_full(pair: tuple[ModelRunner, ModelRunner]) -> None:
             runner.verify([Window((1, 2, 3, 4))], [0])
         with pytest.raises(ContextLengthError):
             runner.prefill(0, [1, 2, 3, 4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_on_the_gpu(name: str, directory: Path) -> None:
+    """In bf16, with weights and keys on their way at once."""
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    device = assemble(name, directory, **gpu)
+    host = assemble(name, directory, host_kv=HostKV(slots=3, resident_layers=(2,)), slots=2, resident=(1,), **gpu)
+    pair = (device.runner, host.runner)
+    for runner in pair:
+        runner.prefill(0, random_tokens(700))
+        runner.prefill(1, random_tokens(300, seed=1))
+    for step in range(12):
+        windows = [Window(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
+        rows = [runner.verify(windows, [0, 1]) for runner in pair]
+        for row, window in enumerate(windows):
+            assert same(*(logits[row, : len(window.tokens)] for logits in rows))
+        for runner in pair:
+            runner.cache.commit(0, 1 + 3 * step)
+            runner.cache.commit(1, 30 - 2 * step)
+    parents = (-1, 0, 0, 1, 1, 2, 4, 6, 7)
+    assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
+    for runner in pair:
+        runner.cache.truncate(0, 400)
+        runner.prefill(0, random_tokens(200, seed=3))
+    assert same(*(runner.verify([Window((1, 2, 3))], [0]) for runner in pair))
+    device.close()
+    host.close()

@@ -46,8 +46,9 @@ class RetrievalCache:
         self._chunks = chunks
         self._policy = policy
         self._sequence = sequence
-        self.refresh = True  # whether the next pass chooses chunks anew
         self.recent = range(0)
+        self.refresh = True  # whether the next pass chooses chunks anew
+        self.num_keys = 0  # tokens that the next pass finds retrieved
 
     @property
     def num_available(self) -> int:
@@ -60,10 +61,16 @@ class RetrievalCache:
         before, self.recent = self.recent.start, self._source.recent_blocks(self._sequence)
         return self.recent.start != before
 
+    def begin_pass(self, *, refresh: bool) -> None:
+        """The next pass chooses chunks anew, or uses what is there; a replay runs no other code of this class."""
+        self.refresh = refresh
+        if refresh:
+            self.num_keys = min(self.num_available, self._chunks.budget_chunks) * self._chunks.chunk_size
+
     def forget(self) -> None:
         """Another sequence begins: what was retrieved is of no use."""
         self._chunks.forget(self._sequence)
-        self.recent = range(0)
+        self.recent, self.num_keys = range(0), 0
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
@@ -79,10 +86,9 @@ class RetrievalCache:
                 layer, selected, self._source.block_table(layer), [self.num_available], sequence=self._sequence
             )
         state = AttentionState.empty(q)
-        num_keys = self._chunks.num_keys(layer, self._sequence)
-        if num_keys:
+        if self.num_keys:
             far = KVBlocks(self._chunks.blocks(layer).data[self._sequence : self._sequence + 1])
             own = QueryRows(rows.positions, torch.zeros_like(rows.sequences), max_length=rows.max_length)
-            attend_blocks(q, far, own, range(num_blocks(num_keys)), state, scale=scale, num_keys=num_keys)
+            attend_blocks(q, far, own, range(num_blocks(self.num_keys)), state, scale=scale, num_keys=self.num_keys)
         attend_blocks(q, self._source.store(layer), rows, self.recent, state, scale=scale)
         return finish_attention(q, rows, state)

@@ -86,8 +86,8 @@ class RetrievalTarget:
             refresh: Choose the chunks by this step's queries first.
         """
         assert num_proposals <= self._gamma
-        self.cache.refresh = refresh
-        key = (num_proposals, refresh, self.cache.recent, self._params)
+        self.cache.begin_pass(refresh=refresh)
+        key = (num_proposals, refresh, self.cache.recent, self.cache.num_keys, self._params)
         self._graphs.run(key, partial(self._step, num_proposals, self._params))
 
     def _step(self, num_proposals: int, params: SamplingParams) -> None:

@@ -1,0 +1,83 @@
+"""Several prompts at once: each gets the tokens of plain decoding, whatever the others accept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import ContextLengthError, OptionError
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
+COUNT = 40
+SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+def generate(runtime: Runtime, **options: Any) -> list[list[list[int]]]:
+    return [
+        [result.tokens for result in runtime.generate_batch(PROMPTS, max_new_tokens=COUNT, **sampling, **options)]
+        for sampling in SAMPLINGS
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[list[int]]]:
+    """Plain decoding of the batch; greedy rows and the first row are those of a prompt on its own."""
+    with load(target, draft="none", max_batch=4) as runtime:
+        tokens = generate(runtime, ignore_eos=True)
+        alone = [runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens for prompt in PROMPTS]
+        first = runtime.generate(PROMPTS[0], max_new_tokens=COUNT, ignore_eos=True, **SAMPLINGS[1]).tokens
+    assert tokens[0] == alone and tokens[1][0] == first
+    return tokens
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("proposals", ["ngram", "model", "triforce"])
+def test_every_way_of_proposing(
+    target: Path, draft: Path, expected: list[list[list[int]]], proposals: str, kv: str
+) -> None:
+    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2) if proposals == "triforce" else None
+    chosen = "ngram" if proposals == "ngram" else draft
+    with load(target, draft=chosen, kv=kv, max_batch=4, resident_layers="auto", speculation=options) as runtime:
+        assert generate(runtime, ignore_eos=True) == expected
+        assert generate(runtime, ignore_eos=True, gamma=3) == expected
+
+
+def test_answers_end_on_their_own(target: Path, draft: Path) -> None:
+    """Some end early; the others go on, and the runtime serves single prompts afterwards."""
+    finished: list[tuple[int, int]] = []
+    with load(target, draft=draft, max_batch=5, kv="host") as runtime:
+        alone = [runtime.generate(prompt, max_new_tokens=COUNT, stop="quick") for prompt in PROMPTS]
+        together = runtime.generate_batch(
+            PROMPTS, max_new_tokens=COUNT, stop="quick", on_progress=lambda done, total: finished.append((done, total))
+        )
+        for one, other in zip(alone, together, strict=True):
+            assert (one.text, one.tokens, one.finish_reason) == (other.text, other.tokens, other.finish_reason)
+        assert finished == sorted(finished) and finished[-1] == (4, 4)
+        assert all(result.stats.new_tokens == len(result.tokens) for result in together)
+        assert runtime.generate(PROMPTS[0], max_new_tokens=COUNT, stop="quick").tokens == alone[0].tokens
+
+
+def test_batches_that_make_no_sense(target: Path) -> None:
+    with load(target, max_batch=2) as runtime:
+        with pytest.raises(OptionError, match="3 prompts for a runtime that was loaded for 1 to 2"):
+            runtime.generate_batch(["a", "b", "c"])
+        with pytest.raises(OptionError):
+            runtime.generate_batch([])
+        with pytest.raises(ContextLengthError):
+            runtime.generate_batch(["a", "b"], max_new_tokens=100_000)
+        assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
