@@ -150,20 +150,6 @@ def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> N
         torch.testing.assert_close(attention_triton(q, kv, rows, scale=0.5), expected, atol=1e-5, rtol=0)
 
 
-def test_prepared_rows_of_single_tokens_match_a_window(tmp_path: Path) -> None:
-    model, tokens = random_model("llama-gqa"), random_tokens(30)
-    made = make_runner(model, tmp_path)
-    made.runner.prefill(0, tokens[:21])
-    rows = made.runner.chain_rows(0, 5)
-    logits = []
-    for row, token in zip(rows, tokens[21:26], strict=True):
-        with torch.inference_mode():
-            row.tokens.fill_(token)  # as a draft does on the device
-        logits.append(made.runner.run_rows(row)[0, 0])
-    _assert_logits(torch.stack(logits), all_logits(model, tokens)[21:26])
-    made.close()
-
-
 @pytest.mark.parametrize("shape", [PassShape(1, 1, 1), PassShape(3, 7, 7), PassShape(64, 8, 64), PassShape(5, 64, 64)])
 def test_chunks_and_tile_heights_do_not_matter(shape: PassShape, tmp_path: Path) -> None:
     model, tokens = random_model("mistral-window"), random_tokens(45)

@@ -138,7 +138,7 @@ class Bench:
         self.back()
         middle = proposer._middle if isinstance(proposer, TriForceProposer) else None
         before = middle.counts if middle is not None else (0, 0)
-        started, passes, verify_s = time.perf_counter(), 0, 0.0
+        started, passes = time.perf_counter(), 0
         while len(tokens) - len(self.prompt) <= count:
             tokens += decoder.round(tokens, gamma).tokens
             passes += 1
@@ -150,7 +150,7 @@ class Bench:
             "gamma": gamma, "temperature": params.temperature, "tokens": new, "passes": passes,
             "tokens_per_pass": new / passes, "s_per_token": elapsed_s / new, "s_per_pass": elapsed_s / passes,
             "middle_steps_per_pass": steps / passes, "draft_accepted_per_step": accepted / steps if steps else None,
-            "verify_s": verify_s, "text": tokens[len(self.prompt) :],
+            "text": tokens[len(self.prompt) :],
         }  # fmt: skip
 
     def steps_ms(self, proposer: TriForceProposer, repeats: int = 20) -> dict[str, float]:
@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 _show("triforce", row)
         report["peak_vram_bytes"] = runtime._parts.budget.peak_bytes()
         report["pinned_bytes"] = runner_bytes(runtime)
-    settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("out", "commit")}
+    settings = {key: _setting(value) for key, value in vars(arguments).items() if key not in ("out", "commit")}
     return {**report, "settings": settings, **provenance(torch.device(arguments.device), commit=arguments.commit)}
 
 
@@ -243,6 +243,13 @@ def runner_bytes(runtime: Runtime) -> int:
 def _show(name: str, row: dict[str, Any]) -> None:
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items() if key != "text"}
     print(f"{name}: {json.dumps(shown)}", flush=True)
+
+
+def _setting(value: Any) -> str:
+    """A setting as text; of files the name alone."""
+    if isinstance(value, list):
+        return ", ".join(_setting(part) for part in value)
+    return value.name if isinstance(value, Path) else str(value)
 
 
 def _numbers(text: str) -> list[int]:

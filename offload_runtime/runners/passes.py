@@ -7,11 +7,10 @@ crosses the link once per pass, however long the prompt is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.kv_cache import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Window
@@ -109,13 +108,6 @@ class ModelRunner:
         return self.run_rows(self._rows.build(windows, committed, sequences))
 
     @torch.inference_mode()
-    def chain_rows(self, sequence: int, count: int) -> list[PassRows]:
-        """Rows for `count` passes of one token each behind the committed tokens; the tokens are yet to be filled in."""
-        self.cache.begin_window([sequence], [count])
-        rows = self._rows.build([Window((0,) * count)], [self.cache.length(sequence)], [sequence])
-        return [_single_row(rows, index) for index in range(count)]
-
-    @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
         """One pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
         return window_pass(self.decoder, self.streamer, self.cache, rows, self.shape.window_rows)
@@ -162,21 +154,3 @@ def _run_layers(
     last = deltas[-1]
     assert last is not None, "a model has at least one layer"
     return residuals[-1], last
-
-
-def _single_row(rows: PassRows, index: int) -> PassRows:
-    """Row `index` of a one-sequence pass as a pass of its own."""
-    one = slice(index, index + 1)
-
-    def cut(rope_rows: RopeRows) -> RopeRows:
-        return replace(
-            rope_rows,
-            cos=None if rope_rows.cos is None else rope_rows.cos[one],
-            sin=None if rope_rows.sin is None else rope_rows.sin[one],
-            positions=rope_rows.positions[one],
-            slots=rope_rows.slots[one],
-            sequences=rope_rows.sequences[one],
-        )
-
-    query = replace(rows.query, positions=rows.query.positions[:, one].contiguous())
-    return replace(rows, tokens=rows.tokens[one], query=query, full=cut(rows.full), plain=cut(rows.plain))
