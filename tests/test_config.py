@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GenerationParams, ModelConfig, SamplingParams, format_bytes, parse_bytes
+from offload_runtime.config import (
+    GenerationParams,
+    ModelConfig,
+    SamplingParams,
+    SpeculationOptions,
+    format_bytes,
+    parse_bytes,
+)
 from offload_runtime.errors import OffloadError, OptionError
 
 
@@ -87,3 +94,17 @@ def test_impossible_models(changes: dict[str, Any]) -> None:
 
 def test_option_errors_are_both_ours_and_value_errors() -> None:
     assert issubclass(OptionError, OffloadError) and issubclass(OptionError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [({"mode": "magic"}, "none, chain or triforce"), ({"draft_cache": "small"}, "full or streaming"),
+     ({"policy": "best"}, "topk or streaming"), ({"chunk_size": 12}, "power of two"), ({"chunk_size": 128}, "2 to 64"),
+     ({"budget_tokens": 100}, "use 96"), ({"budget_tokens": 0}, "at least 1"), ({"sink_tokens": 0}, "at least 1"),
+     ({"sink_tokens": 257}, "at most 256"), ({"recent_tokens": 1}, "at least 2"), ({"gamma_draft": 0}, "at least 1"),
+     ({"refresh_steps": 0}, "at least 1")],
+    ids=str,
+)  # fmt: skip
+def test_speculation_that_makes_no_sense(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(OptionError, match=word):
+        SpeculationOptions(**values)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.stream import TokenStream
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -24,12 +25,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
 
 
-@pytest.fixture(scope="module", params=["ngram", "model"])
+@pytest.fixture(scope="module", params=["ngram", "model", "triforce"])
 def runtime(target: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     draft = target.parent / "draft"
-    if request.param == "model" and not draft.exists():
+    if request.param != "ngram" and not draft.exists():
         write_noisy_copy(target, draft, noise=0.03)
-    with load(target, draft=draft if request.param == "model" else "ngram", resident_layers=2) as runtime:
+    options: dict[str, Any] = {"draft": "ngram" if request.param == "ngram" else draft, "resident_layers": 2}
+    if request.param == "triforce":
+        speculation = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2)
+        options |= {"kv": "host", "speculation": speculation, "resident_layers": "auto"}
+    with load(target, **options) as runtime:
         yield runtime
 
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload_runtime.config import parse_bytes
+from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.copy_engine import ThreadCopyEngine
-from offload_runtime.engine import Runtime, assembly
-from offload_runtime.engine import runtime as runtime_module
+from offload_runtime.engine import Runtime, assembly, loading
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -142,6 +141,9 @@ class TestBeforeLoading:
             ({"resident_layers": NUM_LAYERS + 1}, "between 0 and 5"),
             ({"resident_layers": "some"}, "auto or a number"),
             ({"max_gamma": 0}, "max_gamma must be at least 1"),
+            ({"max_batch": 0}, "max_batch must be at least 1"),
+            ({"kv": "disk"}, "auto, gpu or host"),
+            ({"speculation": SpeculationOptions("triforce"), "resident_layers": 2}, "--speculation chain"),
         ],
         ids=str,
     )
@@ -267,7 +269,7 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
 
     with load(target, draft="none", resident_layers=0) as whole:
         expected = whole.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-    monkeypatch.setattr(runtime_module, "make_copy_engine", make)
+    monkeypatch.setattr(loading, "make_copy_engine", make)
     with load(target, draft="none", resident_layers=0) as runtime:
         stream = runtime.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
         with pytest.raises(CopyError, match=r"cable fell out.*load the runtime again"):
@@ -280,7 +282,5 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
 
 
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        runtime_module, "make_copy_engine", lambda device: ThreadCopyEngine(before_copy=failing_after(4))
-    )
+    monkeypatch.setattr(loading, "make_copy_engine", lambda device: ThreadCopyEngine(before_copy=failing_after(4)))
     refused(CopyError, target, "cable fell out", resident_layers=0)

@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"memory"},
     "model": {KERNELS},
     "kv_cache": {"copy_engine", "memory", KERNELS},
-    "streaming": {"copy_engine", "weights"},
+    "copy_schedule": {"copy_engine"},
+    "streaming": {"copy_engine", "copy_schedule", "weights"},
     "planner": {"machine_profile"},
     "runners": {"model", "kv_cache", "sampling", "streaming", KERNELS},
     "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows

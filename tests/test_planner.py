@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import ModelConfig, parse_bytes
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.planner import RING_SLOTS, MemoryNeeds, Placement, place_layers, spread, workspace_bytes
+from offload_runtime.planner import (
+    RING_SLOTS,
+    HostKVNeeds,
+    MemoryNeeds,
+    Placement,
+    place_kv_layers,
+    place_layers,
+    spread,
+    workspace_bytes,
+)
 
 sizes = st.integers(0, 30 * 10**9)
 needs_of_models = st.builds(
@@ -153,3 +162,25 @@ def test_workspace_grows_with_everything_it_is_for() -> None:
         assert workspace_bytes(config, 2, **{**shape, name: 2 * value}) > base
     # At least the logits and the residual stream themselves.
     assert base > 64 * 1000 * 2 + 512 * 64 * 2
+
+
+host_kv_needs = st.builds(
+    HostKVNeeds, num_layers=st.integers(1, 96), layer_bytes=st.integers(1, 4 * 10**9),
+    open_bytes=st.integers(0, 10**9), shared_bytes=sizes,
+)  # fmt: skip
+
+
+@given(host_kv_needs, sizes)
+def test_kv_layers_that_stay_fit_what_is_left(needs: HostKVNeeds, spare_bytes: int) -> None:
+    """What is left does not count the parts that a cache on the host has anyway, which are given back when all stay."""
+    layers = place_kv_layers(needs, spare_bytes)
+    assert list(layers) == sorted(set(layers)) and set(layers) <= set(range(needs.num_layers))
+    each = needs.layer_bytes - needs.open_bytes
+    back = needs.shared_bytes if len(layers) == needs.num_layers and each > 0 else 0
+    assert len(layers) * each - back <= spare_bytes
+    if each > 0 and len(layers) < needs.num_layers - 1:
+        assert (len(layers) + 1) * each > spare_bytes
+
+
+def test_without_a_limit_the_kv_cache_stays_where_it_was_asked_for() -> None:
+    assert place_kv_layers(HostKVNeeds(4, 100, 10, 50), None) == ()

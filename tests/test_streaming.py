@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from offload_runtime.copy_engine import CopyEngine, CudaCopyEngine, ThreadCopyEngine
+from offload_runtime.copy_schedule import _Lane
 from offload_runtime.errors import CopyError
-from offload_runtime.streaming import LayerStreamer, LayerViews, _Lane
+from offload_runtime.streaming import LayerStreamer, LayerViews
 
 LAYER_BYTES = 4096
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterat
 @pytest.mark.parametrize("gamma", [None, 1, 5, 40])
 def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list[list[int]], gamma: int | None) -> None:
     assert generate(runtime, gamma=gamma) == expected
+
+
+def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=4)
+        kept = [weakref.ref(model.runner.decoder) for model in (runtime._models.target, runtime._models.draft) if model]
+    assert len(kept) == 2 and not any(ref() for ref in kept)
 
 
 @pytest.mark.parametrize("policy", ["retrieval", "topk", "streaming"])

@@ -29,7 +29,8 @@ from bench_report import emit, provenance  # noqa: E402
 from offload_runtime.config import SamplingParams  # noqa: E402
 from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
 from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: E402
-from offload_runtime.engine.plans import Plans, place, reserve_workspace, target_plan  # noqa: E402
+from offload_runtime.engine.placing import place, reserve_workspace  # noqa: E402
+from offload_runtime.engine.plans import Plans, target_plan  # noqa: E402
 from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
 from offload_runtime.runners import ModelRunner  # noqa: E402

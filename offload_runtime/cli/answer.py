@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload_runtime.cli.options import LoadOptions
+from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars
 from offload_runtime.config import GenerationParams
 

@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 
 from offload_runtime.cli import options as opt
+from offload_runtime.cli.settings import generation_params, load_options
 from offload_runtime.cli.terminal import ending_in_order
+from offload_runtime.cli.user_text import read_prompt
+from offload_runtime.config import SpeculationOptions
 
 app = typer.Typer(
     name="offload-runtime",
@@ -80,18 +83,18 @@ def generate(
     from offload_runtime.cli.generate import run_generate
 
     with ending_in_order():
-        params = opt.generation_params(
+        params = generation_params(
             draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
-        load = opt.load_options(
+        load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma,
-            speculation=opt.SpeculationOptions(
+            speculation=SpeculationOptions(
                 speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
             ),
         )  # fmt: skip
-        text = opt.read_prompt(prompt, prompt_file)
+        text = read_prompt(prompt, prompt_file)
         run_generate(text, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
 
 
@@ -132,14 +135,14 @@ def chat(
     from offload_runtime.cli.chat import run_chat
 
     with ending_in_order():
-        params = opt.generation_params(
+        params = generation_params(
             draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
-        load = opt.load_options(
+        load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma,
-            speculation=opt.SpeculationOptions(
+            speculation=SpeculationOptions(
                 speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
             ),
         )  # fmt: skip
@@ -179,10 +182,10 @@ def verify(
     from offload_runtime.cli.verify import read_prompts, run_verify
 
     with ending_in_order():
-        load = opt.load_options(
+        load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
             context=context, kv=kv, gamma=None,
-            speculation=opt.SpeculationOptions(
+            speculation=SpeculationOptions(
                 speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
             ),
         )  # fmt: skip
@@ -208,7 +211,7 @@ def demo(
     from offload_runtime.cli.demo import DEFAULT_PROMPT, run_demo
 
     with ending_in_order():
-        params = opt.generation_params(
+        params = generation_params(
             draft="ngram", max_new_tokens=max_new_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0,
             seed=seed, gamma=gamma, stop=None, ignore_eos=False,
         )  # fmt: skip

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from offload_runtime.cli.answer import load_runtime, result_record, speed_figures, stream_answer
 from offload_runtime.cli.chat_commands import EndOfChat, find_command
-from offload_runtime.cli.options import LoadOptions, decode_utf8
+from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
+from offload_runtime.cli.user_text import decode_utf8
 from offload_runtime.config import GenerationParams
 from offload_runtime.errors import OffloadError, OptionError
 

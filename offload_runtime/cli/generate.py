@@ -8,7 +8,7 @@ from contextlib import ExitStack, redirect_stdout
 import typer
 
 from offload_runtime.cli.answer import Prompt, load_runtime, result_record, speed_figures, stream_answer
-from offload_runtime.cli.options import LoadOptions
+from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_json, write_text
 from offload_runtime.config import GenerationParams
 

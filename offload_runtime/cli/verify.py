@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from offload_runtime.cli.answer import load_runtime
-from offload_runtime.cli.options import LoadOptions, decode_utf8, user_path
+from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars, status_line, write_json, write_text
+from offload_runtime.cli.user_text import decode_utf8, user_path
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:

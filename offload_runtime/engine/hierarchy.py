@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine.assembly import LoadedModels
-from offload_runtime.errors import OptionError
+from offload_runtime.engine.placing import place
+from offload_runtime.engine.plans import Plans
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, kv_cache_bytes
 from offload_runtime.kv_cache.retrieval import (
     ChunkPolicy,
@@ -21,6 +23,7 @@ from offload_runtime.kv_cache.retrieval import (
 )
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.planner import Placement
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
@@ -72,6 +75,32 @@ def check_triforce(config: ModelConfig, num_streamed_layers: int) -> None:
             f"triforce runs the target's weights between two passes, and {num_streamed_layers} of {config.num_layers} "
             "layers are streamed: raise --vram, lower --context, or use --speculation chain"
         )
+
+
+def place_with_middle(
+    plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str, options: SpeculationOptions
+) -> tuple[Plans, Placement, MiddlePlan | None]:
+    """Place everything, with TriForce's middle level where it was asked for or pays.
+
+    Raises:
+        BudgetError: It does not fit; OptionError: the middle level cannot be here.
+    """
+    target = plans.target
+    middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
+    enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
+    if options.mode == "triforce":
+        with_middle, placement = place(enlarged, budget, resident_layers, kv)
+        check_triforce(target.config, placement.num_streamed)
+        return with_middle, placement, middle
+    without, placement = place(plans, budget, resident_layers, kv)
+    if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
+        try:
+            with_middle, with_placement = place(enlarged, budget, resident_layers, "host")
+            check_triforce(target.config, with_placement.num_streamed)
+            return with_middle, with_placement, middle
+        except (BudgetError, OptionError):
+            pass  # `auto` asks for nothing: the chain it is, and the runtime's description says so
+    return without, placement, None
 
 
 def make_proposers(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from offload_runtime.config import (
     GenerationParams,
@@ -21,59 +18,40 @@ from offload_runtime.config import (
     parse_bytes,
     require_positive,
 )
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine
-from offload_runtime.engine import assembly
+from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.hierarchy import MiddlePlan, check_triforce, describe_speculation, make_proposers
-from offload_runtime.engine.plans import Plans, make_plans, place, reserve_workspace
+from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
-from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.memory import (
-    DeviceBudget,
-    check_host_memory,
-    current_device,
-    device_memory_used_by_others,
-    resolve_device,
-)
-from offload_runtime.planner import Placement
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.speculation import NoProposer
 from offload_runtime.weights import CheckpointSource
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-
-# Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
-# every row does.
-_DEFAULT_GAMMA = {("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 24}
-_CPU_DEFAULT_GAMMA = 7
 
 
 class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
-    def __init__(
-        self, sources: assembly.Sources, models: assembly.LoadedModels, proposers: Sequence[Proposer],
-        budget: DeviceBudget, engine: CopyEngine, *, default_gamma: int, max_gamma: int, placement: str,
-    ) -> None:  # fmt: skip
-        target = models.target
+    def __init__(self, loaded: LoadedRuntime, *, max_gamma: int) -> None:
+        target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
-        self.tokenizer: Any = sources.tokenizer
-        self.device = budget.device
+        self.tokenizer: Any = loaded.sources.tokenizer
+        self.device = loaded.budget.device
         self.dtype = target.weights.layer_layout.dtype
-        self.placement = placement
+        self.placement = loaded.placement
         self.load_report = (
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
         )
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        self._models = models
-        self._proposers = proposers
+        self._models = loaded.models
+        self._proposers = loaded.proposers
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
-        self._stop_copies = weakref.finalize(self, engine.close)
-        self._default_gamma = default_gamma
+        self._stop_copies = weakref.finalize(self, loaded.engine.close)
+        self._default_gamma = loaded.default_gamma
         self._max_gamma = max_gamma
         self._cache_owner: object | None = None
         self._current: TokenStream | None = None
@@ -81,11 +59,11 @@ class Runtime:
         pinned = [arena for arena in (target.weights.shared, *target.weights.layers) if arena.pinned]
         self._parts = StreamParts(
             target=target.runner,
-            proposer=proposers[0],
+            proposer=loaded.proposers[0],
             tokenizer=self.tokenizer,
-            eos_token_ids=sources.eos_token_ids,
-            engine=engine,
-            budget=budget,
+            eos_token_ids=loaded.sources.eos_token_ids,
+            engine=loaded.engine,
+            budget=loaded.budget,
             link_peak_gbps=target.link_peak_gbps,
             pinned_bytes=sum(arena.nbytes for arena in pinned),
         )
@@ -96,7 +74,7 @@ class Runtime:
         device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, on_progress: assembly.LoadProgress | None = None,
+        max_gamma: int = 63, on_progress: LoadProgress | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -122,46 +100,12 @@ class Runtime:
         """
         require_positive("max_gamma", max_gamma)
         require_positive("max_batch", max_batch)
-        options = speculation or SpeculationOptions()
-        limit_bytes = None if vram is None else parse_bytes(vram)
-        resident = _resident_layers(resident_layers)
-        chosen = resolve_device(device)
-        # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
-        others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
-        assembly.require_kernels(chosen)
-        with current_device(chosen):
-            kind = draft if draft in ("ngram", "none") else "the draft"
-            if options.mode == "none":
-                kind = draft = "none"
-            sources = assembly.open_sources(target, None if kind == draft else draft)
-            plans = make_plans(
-                sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
-                options=options, batch=max_batch,
-            )  # fmt: skip
-            budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-            plans, placement, middle = _place_with_middle(plans, budget, resident, kv, options)
-            reserve_workspace(plans, budget)
-            check_host_memory(plans.host_bytes)
-            engine = make_copy_engine(chosen)
-            try:
-                models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
-                proposers = make_proposers(kind, models, middle, options, budget, batch=max_batch)
-                source = "triforce" if middle is not None else "ngram" if models.draft is None else "model"
-                gamma = _DEFAULT_GAMMA.get((chosen.type, source), _CPU_DEFAULT_GAMMA)
-                return cls(
-                    sources, models, proposers, budget, engine,
-                    default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
-                    max_gamma=max_gamma, placement=assembly.describe_placement(models.target, plans, budget)
-                    + f"; {describe_speculation(kind, middle, options)}",
-                )  # fmt: skip
-            except BaseException as error:
-                engine.close()
-                budget.release()
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise BudgetError(
-                        f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
-                    ) from error
-                raise
+        loaded = load_runtime(
+            target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
+            resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
+            options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
+        )  # fmt: skip
+        return cls(loaded, max_gamma=max_gamma)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -259,30 +203,11 @@ class Runtime:
         Raises:
             OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            tokens = list(self.tokenizer.encode(prompt))
-        elif prompt and all(isinstance(item, Mapping) for item in prompt):
-            text = self.render_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
-            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
-        else:
-            tokens = [item for item in prompt if isinstance(item, int)]
-            if len(tokens) < len(prompt):
-                raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
-        if not tokens:
-            raise OptionError("the prompt is empty: give it at least one token")
-        outside = [token for token in tokens if not 0 <= token < self.config.vocab_size]
-        if outside:
-            raise OptionError(f"token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
-        return tokens
+        return encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
 
     def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
         """Chat messages as the text the model was trained on."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
-        except Exception as error:  # templates raise whatever they like about the messages
-            raise OptionError(f"the chat template refused the messages: {error}") from error
+        return render_chat(messages, self.tokenizer, open_answer=open_answer)
 
     def _fitting_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Token ids of a prompt that leaves room for its answer, or `ContextLengthError`."""
@@ -344,7 +269,7 @@ class Runtime:
             if model is not None:
                 model.runner.cache.close()
                 model.weights.close()
-        del self._models, self._parts
+        del self._models, self._parts, self._proposers
         gc.collect()
         budget.release()
 
@@ -355,43 +280,3 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _resident_layers(asked: int | str) -> int | None:
-    if asked == "auto":
-        return None
-    try:
-        return int(asked)
-    except (TypeError, ValueError):
-        raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None
-
-
-def _place_with_middle(
-    plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str, options: SpeculationOptions
-) -> tuple[Plans, Placement, MiddlePlan | None]:
-    """Place everything, with TriForce's middle level where it was asked for or pays.
-
-    Raises:
-        BudgetError: It does not fit; OptionError: the middle level cannot be here.
-    """
-    target = plans.target
-    middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
-    enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
-    if options.mode == "triforce":
-        with_middle, placement = place(enlarged, budget, resident_layers, kv)
-        check_triforce(target.config, placement.num_streamed)
-        return with_middle, placement, middle
-    without, placement = place(plans, budget, resident_layers, kv)
-    if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
-        try:
-            with_middle, with_placement = place(
-                enlarged,
-                budget,
-                resident_layers,
-                "host",
-            )
-            check_triforce(target.config, with_placement.num_streamed)
-            return with_middle, with_placement, middle
-        except (BudgetError, OptionError):
-            pass  # `auto` asks for nothing: the chain it is, and the runtime's description says so
-    return without, placement, None

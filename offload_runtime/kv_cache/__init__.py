@@ -1,8 +1,9 @@
 """Keys and values of committed and tentative tokens, in blocks of 256 tokens: on the device, or in host memory."""
 
 from offload_runtime.kv_cache.device import DeviceKVCache, block_bytes, kv_cache_bytes, num_blocks
-from offload_runtime.kv_cache.host import HostKVCache, prefill_workspace_bytes, ring_blocks
+from offload_runtime.kv_cache.host import HostKVCache, ring_blocks
 from offload_runtime.kv_cache.host_blocks import HostBlocks
+from offload_runtime.kv_cache.host_prefill import prefill_workspace_bytes
 from offload_runtime.kv_cache.protocol import KVCache, LayerCache
 
 __all__ = [

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 from offload_runtime.config import GB, ModelConfig, SamplingParams
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine.assembly import LoadedModel, connect_model, warm_up
-from offload_runtime.engine.plans import Plans, place, reserve_workspace, target_plan
+from offload_runtime.engine.placing import place, reserve_workspace
+from offload_runtime.engine.plans import Plans, target_plan
 from offload_runtime.errors import OffloadError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
 from offload_runtime.model import Window

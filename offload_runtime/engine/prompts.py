@@ -1,0 +1,48 @@
+"""Prompts to token ids: a text, token ids, or chat messages through the model's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload_runtime.errors import OptionError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        prompt: Text, token ids or chat messages.
+        tokenizer: The model's, of transformers.
+        vocab_size: Token ids that the model knows.
+
+    Raises:
+        OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        tokens = list(tokenizer.encode(prompt))
+    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        text = render_chat([dict(item) for item in prompt if isinstance(item, Mapping)], tokenizer, open_answer=True)
+        tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    else:
+        tokens = [item for item in prompt if isinstance(item, int)]
+        if len(tokens) < len(prompt):
+            raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
+    if not tokens:
+        raise OptionError("the prompt is empty: give it at least one token")
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:
+    """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+    except Exception as error:  # templates raise whatever they like about the messages
+        raise OptionError(f"the chat template refused the messages: {error}") from error
