@@ -171,6 +171,8 @@ class GenerationParams:
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
 DRAFT_CACHES = ("auto", "full", "streaming")
 CHUNK_POLICIES = ("retrieval", "topk", "streaming")
+# With the known token 32 rows, the most that chunks are scored by.
+MOST_GAMMA_DRAFT = 31
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ class SpeculationOptions:
                 raise OptionError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
         for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft", "refresh_steps"):
             require_positive(name, getattr(self, name))
+        if self.gamma_draft > MOST_GAMMA_DRAFT:
+            raise OptionError(f"gamma_draft must be at most {MOST_GAMMA_DRAFT}, not {self.gamma_draft}")
         if self.sink_tokens > 256:
             raise OptionError(f"sink_tokens must be at most 256, not {self.sink_tokens}")
         if self.recent_tokens < 2:

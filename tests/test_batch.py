@@ -81,3 +81,18 @@ def test_batches_that_make_no_sense(target: Path) -> None:
         with pytest.raises(ContextLengthError):
             runtime.generate_batch(["a", "b"], max_new_tokens=100_000)
         assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
+
+
+def test_what_a_batch_leaves_behind_is_not_streamed(target: Path) -> None:
+    with load(target, kv="host", max_batch=3) as runtime:
+        long = [PROMPTS[2] + PROMPTS[2][:100]] * 3  # type: ignore[operator]
+        alone = runtime.generate(long[0], max_new_tokens=8, ignore_eos=True).stats.bytes_per_pass
+        assert alone > 0
+        runtime.generate_batch(long, max_new_tokens=1)
+
+        def interrupt(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            runtime.generate_batch(long, max_new_tokens=8, ignore_eos=True, on_progress=interrupt)
+        assert runtime.generate(long[0], max_new_tokens=8, ignore_eos=True).stats.bytes_per_pass == alone

@@ -151,18 +151,23 @@ def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Pat
     with_writes.close()
 
 
-def test_an_interrupted_prefill_leaves_the_session_as_it_was(pair: tuple[ModelRunner, ModelRunner]) -> None:
+@pytest.mark.parametrize("kept", [600, 512, 40])
+@pytest.mark.parametrize("more", [100, 300, 500, 700, 900])
+def test_an_interrupted_prefill_leaves_the_session_as_it_was(
+    pair: tuple[ModelRunner, ModelRunner], kept: int, more: int
+) -> None:
+    """Wherever in the ring its last blocks come to lie."""
     reset(*pair)
     for runner in pair:
-        runner.prefill(0, random_tokens(600))
+        runner.prefill(0, random_tokens(kept))
 
     def stop(done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pair[1].prefill(0, random_tokens(500, seed=1), stop)
-    assert pair[1].cache.length(0) == 600
+        pair[1].prefill(0, random_tokens(more, seed=1), stop)
+    assert pair[1].cache.length(0) == kept
     window = Window(tuple(random_tokens(9)))
     assert same(*(runner.verify([window], [0]) for runner in pair))
     assert same(*(runner.prefill(0, random_tokens(400, seed=2)) for runner in pair))

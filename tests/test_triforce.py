@@ -11,6 +11,8 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.transcripts import loaded_proposers
+from offload_runtime.errors import OptionError
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 CONTEXT, COUNT = 700, 40
@@ -78,7 +80,7 @@ def test_every_policy(target: Path, draft: Path, expected: list[list[int]], poli
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_middle_level_that_sees_everything_is_right_in_every_generation(target: Path, device: str) -> None:
     """Also where steps are replays of what an earlier generation captured, and chunks are chosen in some steps only."""
-    options = SpeculationOptions("triforce", budget_tokens=768, refresh_steps=3)
+    options = SpeculationOptions("triforce", budget_tokens=512, refresh_steps=3)
     with Runtime.load(
         target, draft="none", device=device, dtype="fp32", context=CONTEXT, kv="host", speculation=options
     ) as runtime:
@@ -90,8 +92,32 @@ def test_a_middle_level_that_sees_everything_is_right_in_every_generation(target
 
 
 def test_a_budget_that_holds_everything_makes_the_middle_level_right(target: Path, expected: list[list[int]]) -> None:
-    options = SpeculationOptions("triforce", budget_tokens=768)
+    options = SpeculationOptions("triforce", budget_tokens=512)
     with load(target, draft="none", context=CONTEXT, kv="host", speculation=options) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19)
     assert result.tokens == expected[0]
     assert result.stats.passes == 2  # 39 tokens after the first, 20 a pass
+
+
+def test_prompts_in_a_row_on_one_runtime(target: Path, draft: Path) -> None:
+    """Long, other, short and long again: nothing retrieved for one is taken for another's."""
+    prompts = [PROMPT, PROMPT[::-1][:300], PROMPT[:20], PROMPT[100:] + PROMPT[:100]]
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with (
+        load(target, draft="none", context=CONTEXT) as plain,
+        load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime,
+    ):
+        for prompt in prompts:
+            asked = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.6, "seed": 5}
+            assert runtime.generate(prompt, **asked).tokens == plain.generate(prompt, **asked).tokens
+
+
+def test_what_triforce_cannot_do_is_refused_before_loading(target: Path) -> None:
+    with pytest.raises(OptionError, match="4096 tokens is more than the context of 700"):
+        load(target, draft="none", context=CONTEXT, speculation=SpeculationOptions("triforce")).__enter__()
+
+
+def test_verify_knows_the_hierarchy(target: Path, draft: Path) -> None:
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
+        assert set(loaded_proposers(runtime)) == {"ngram", "triforce"}

@@ -84,6 +84,8 @@ class BatchGeneration:
             logits = parts.target.prefill(member.sequence, member.prompt)
             member.push([decoder.first_token(logits)])
             member.first_token_s = member.last_token_s
+            if member.finish_reason is not None:
+                parts.target.cache.truncate(member.sequence, 0)
         first_bytes, first_round_s = parts.target.streamer.bytes_begun, time.perf_counter()
         stall_s = parts.engine.stall_seconds()
         rounds = 0

@@ -62,12 +62,17 @@ class MiddlePlan:
         )
 
 
-def check_triforce(config: ModelConfig, num_streamed_layers: int) -> None:
+def check_triforce(config: ModelConfig, num_streamed_layers: int, budget_tokens: int, context_tokens: int) -> None:
     """Refuse the middle level where it cannot be.
 
     Raises:
-        OptionError: Layers have sliding windows, or weights are streamed.
+        OptionError: Layers have sliding windows, weights are streamed, or the budget exceeds the context.
     """
+    if budget_tokens > context_tokens:
+        raise OptionError(
+            f"a retrieval budget of {budget_tokens} tokens is more than the context of {context_tokens}: lower "
+            "--budget-tokens, raise --context, or use --speculation chain"
+        )
     if any(window is not None for window in config.layer_windows):
         raise OptionError("triforce needs full attention, and this model has sliding windows: use --speculation chain")
     if num_streamed_layers:
@@ -90,13 +95,13 @@ def place_with_middle(
     enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
     if options.mode == "triforce":
         with_middle, placement = place(enlarged, budget, resident_layers, kv)
-        check_triforce(target.config, placement.num_streamed)
+        check_triforce(target.config, placement.num_streamed, options.budget_tokens, target.context_tokens)
         return with_middle, placement, middle
     without, placement = place(plans, budget, resident_layers, kv)
     if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
         try:
             with_middle, with_placement = place(enlarged, budget, resident_layers, "host")
-            check_triforce(target.config, with_placement.num_streamed)
+            check_triforce(target.config, with_placement.num_streamed, options.budget_tokens, target.context_tokens)
             return with_middle, with_placement, middle
         except (BudgetError, OptionError):
             pass  # `auto` asks for nothing: the chain it is, and the runtime's description says so

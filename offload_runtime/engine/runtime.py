@@ -188,8 +188,7 @@ class Runtime:
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
         tokens = [self._fitting_prompt(prompt, max_new_tokens) for prompt in prompts]
         most = self._check_gamma(params)
-        for sequence in range(len(self._proposers)):
-            self._models.target.runner.cache.truncate(sequence, 0)
+        self._clear_cache(range(len(self._proposers)))
         self._cache_owner, self._current = None, None
         batch = BatchGeneration(
             self._parts, self._proposers[: len(prompts)], tokens, params, gamma=most if speculate else 0
@@ -228,6 +227,7 @@ class Runtime:
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
         gamma = self._check_gamma(params)
         self._models.target.runner.cache.truncate(0, num_kept)
+        self._clear_cache(range(1, len(self._proposers)))
         self._cache_owner = owner
         self._current = TokenStream(
             self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
@@ -245,6 +245,11 @@ class Runtime:
         if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
             raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
         return gamma
+
+    def _clear_cache(self, sequences: range) -> None:
+        """Forget these sequences, which every pass would stream otherwise."""
+        for sequence in sequences:
+            self._models.target.runner.cache.truncate(sequence, 0)
 
     def owns_cache(self, owner: object) -> bool:
         """Whether what the cache holds was left there by `owner`."""

@@ -19,7 +19,7 @@ from offload_runtime.engine.runtime import Runtime
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
-from offload_runtime.speculation import DraftProposer, NgramProposer, Proposer
+from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
 
 
 class ScriptedProposer:
@@ -162,11 +162,13 @@ def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Seque
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
-    """The proposers to test on a runtime: n-gram lookup, and the draft model if there is one."""
+    """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
     own = runtime._parts.proposer
-    if isinstance(own, DraftProposer):
-        return {"ngram": NgramProposer(), "draft": own}
-    return {"ngram": own if isinstance(own, NgramProposer) else NgramProposer()}
+    names: dict[type, str] = {DraftProposer: "draft", TriForceProposer: "triforce"}
+    if type(own) in names:
+        return {"ngram": NgramProposer(), names[type(own)]: own}
+    assert isinstance(own, NgramProposer | NoProposer), f"{type(own).__name__} would go untested"
+    return {"ngram": NgramProposer()}
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:

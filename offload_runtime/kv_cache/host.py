@@ -17,7 +17,7 @@ from offload_runtime_kernels.attention import QueryRows, attention
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.kv_cache.device import block_bytes, block_shape, check_capacity, kept_from, num_blocks
 from offload_runtime.kv_cache.host_blocks import HostBlocks
@@ -140,13 +140,14 @@ class HostKVCache:
             return self._window.attend(q, rows, pieces, ring, first, scale=scale, sliding_window=sliding_window)
         out = attention(q, running.kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
         if running.write(place, rows.max_length, self._ring[place, running.sequence]):
+            running.finished_places.append(place)
             self._tell(layer, running.sequence, running.kv, 0, running.start, rows.max_length)
         return out
 
     # --- prefill
 
     def begin_prefill(self, sequence: int, count: int) -> None:
-        self._forget_prefill()
+        self._abandon_prefill()
         start, total = self._lengths[sequence], self._lengths[sequence] + count
         check_capacity(total, self.capacity_tokens)
         self._grow(sequence, total // BLOCK_TOKENS)
@@ -166,7 +167,7 @@ class HostKVCache:
     def end_prefill(self, sequence: int, count: int) -> None:
         prefill = self._prefill
         self._lengths[sequence] += count
-        self._forget_prefill()
+        self._leave_prefill()
         if prefill is not None:
             full = prefill.total // BLOCK_TOKENS
             self._ring_from[sequence] = kept_from(prefill.total)
@@ -174,10 +175,27 @@ class HostKVCache:
         for layer, data in self._resident.items():
             self._tell(layer, sequence, KVBlocks(data), sequence, self._lengths[sequence] - count)
 
-    def _forget_prefill(self) -> None:
+    def _leave_prefill(self) -> None:
         if self._prefill is not None:
+            if self._prefill.layer >= 0:  # whoever gets the workspace next must not overwrite what is still copied
+                self._writeback.compute_wait(self._prefill.written)
             self._prefill = None
             self._epoch += 1
+
+    def _abandon_prefill(self) -> None:
+        """Undo a prefill that was left in the middle: layers that were done have put its blocks into the ring."""
+        prefill = self._prefill
+        self._leave_prefill()
+        if prefill is None or not prefill.start:
+            return
+        self._writes.drain()
+        first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
+        for place in prefill.finished_places:
+            # A block that the prefill filled is on the host, what was there before included; its open block is here.
+            for block in range(first, min(num_blocks(prefill.start), full)):
+                host = self.blocks.block(place, prefill.sequence, block)
+                self._slot(place, prefill.sequence, block).copy_(host, non_blocking=True)
+        self._ring_from[prefill.sequence] = first
 
     # --- lengths
 
@@ -189,7 +207,7 @@ class HostKVCache:
         return self._lengths[sequence]
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        self._forget_prefill()
+        self._abandon_prefill()
         for sequence, count in zip(sequences, counts, strict=True):
             end = self._lengths[sequence] + count
             check_capacity(end, self.capacity_tokens)
@@ -200,6 +218,7 @@ class HostKVCache:
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             committed = self._lengths[sequence]
             end_block = num_blocks(committed + count)
+            assert end_block - self._ring_blocks <= committed // BLOCK_TOKENS, "a window larger than the ring"
             parts[sequence] = WindowPart(row, committed, end_block)
             first = max(self._ring_from[sequence], end_block - self._ring_blocks)
             if first > self._writes.arrived[sequence]:
@@ -260,7 +279,7 @@ class HostKVCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         assert 0 <= length <= self._lengths[sequence]
-        self._forget_prefill()
+        self._abandon_prefill()
         block = length // BLOCK_TOKENS
         self._writes.settle(sequence, block)
         lowest = kept_from(length)
@@ -279,5 +298,6 @@ class HostKVCache:
 
 
 def ring_blocks(window_tokens: int) -> int:
-    """Blocks of the open ring: the window, the block it begins in, and two that may still be on their way out."""
-    return num_blocks(window_tokens) + 3
+    """Blocks of the open ring: the window, with what a middle level may write beyond it, the block it begins in, and
+    two that may still be on their way out."""
+    return num_blocks(window_tokens + MOST_GAMMA_DRAFT + 1) + 3

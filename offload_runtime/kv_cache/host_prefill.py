@@ -46,6 +46,7 @@ class HostPrefill:
         self.start = start
         self.total = total
         self.layer = -1
+        self.finished_places: list[int] = []  # of layers on the host, those that all pieces have gone through
         self.written = writeback.new_event()  # the workspace's blocks have been copied
         self._read = writeback.new_event()  # they may be
         self._workspace = workspace

@@ -123,10 +123,11 @@ class RetrievedChunks:
         Layers that held such a chunk hold nothing (`num_keys` 0) until their next update.
         """
         kept_chunks = length // self.chunk_size
+        # Of all layers, whatever the host knows: updates may have been replays of a CUDA graph, which it does not see.
+        resident = self._resident[:, sequence]
+        resident.masked_fill_(resident >= kept_chunks, -1)
         for layer, reach in enumerate(self._reach):
             if reach[sequence] > kept_chunks:
-                resident = self._resident[layer, sequence]
-                resident.masked_fill_(resident >= kept_chunks, -1)
                 reach[sequence] = kept_chunks
                 self._num_chunks[layer][sequence] = 0
 

@@ -14,7 +14,9 @@ from offload_runtime.config import SamplingParams
 
 
 class Window(Protocol):
-    """The tokens that the device knows."""
+    """The tokens that the device knows, `capacity` at the most."""
+
+    capacity: int
 
     def upload(self, known: Sequence[int], end: int) -> None:
         """Begin anew with the last known tokens."""
@@ -94,6 +96,7 @@ class TriForceProposer:
         length = len(tokens)
         # The last step may write the keys of proposals beyond what is asked for.
         count = min(count, self._capacity_tokens - length - self._gamma - 1)
+        count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
         if self._draft is not None:
             count = min(count, self._draft.room(length) - self._gamma - 1)
         if count <= 0:
