@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import QueryRows
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.windowed import (
-    FarKeys,
     StreamingDraftCache,
-    WindowedCache,
     streaming_cache_bytes,
     streaming_capacity_tokens,
 )
@@ -291,54 +288,6 @@ def test_the_planner_knows_what_a_streaming_cache_takes(draft: Draft) -> None:
     longest = max(length - cache.start_for(length) for length in range(3000))
     assert longest == 4 + 500 + 255 <= cache.capacity_tokens - 64
 
-
-class Chunks:
-    """A far set of `num_keys` keys that layer 0 sees and layer 1 does not."""
-
-    def __init__(self, kv: KVBlocks, num_keys: int) -> None:
-        self._kv, self._num_keys = kv, num_keys
-
-    def keys(self, layer: int, sliding_window: int | None) -> FarKeys | None:
-        return FarKeys(self._kv, self._num_keys) if layer == 0 else None
-
-
-class Ring:
-    """Near blocks that lie in a ring."""
-
-    def __init__(self, kv: KVBlocks, blocks: range) -> None:
-        self._kv, self._blocks = kv, blocks
-
-    def store(self, layer: int) -> KVBlocks:
-        return self._kv
-
-    def blocks(self) -> range:
-        return self._blocks
-
-
-@pytest.mark.parametrize("num_keys", [1, 40, 256, 300])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_far_and_near_keys_are_one_softmax(num_keys: int, layer: int) -> None:
-    generator = torch.Generator().manual_seed(num_keys)
-    far, near = (torch.randn(2, n, 2, 2, BLOCK_TOKENS, 8, generator=generator) for n in (2, 3))
-    q = torch.randn(2, 3, 4, 8, generator=generator)
-    positions = torch.tensor([[1290, 1291, -1], [1500, 1535, 1536]], dtype=torch.int32)
-    rows = QueryRows(positions, torch.tensor([1, 0], dtype=torch.int32), max_length=1537)
-    cache = WindowedCache(Chunks(KVBlocks(far), num_keys), Ring(KVBlocks(near), range(4, 7)))
-    window = 200 if layer else None
-    out = cache.attend(layer, q, rows, scale=0.3, sliding_window=window, prefill=False)
-    for b, t in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2)):
-        position, sequence = int(positions[b, t]), int(rows.sequences[b])
-        first = 4 * BLOCK_TOKENS if window is None else max(4 * BLOCK_TOKENS, position - window + 1)
-        seen = [near[sequence, p // BLOCK_TOKENS % 3, :, :, p % BLOCK_TOKENS] for p in range(first, position + 1)]
-        if layer == 0:
-            seen += [far[sequence, p // BLOCK_TOKENS, :, :, p % BLOCK_TOKENS] for p in range(num_keys)]
-        k, v = torch.stack(seen).repeat_interleave(2, dim=2).unbind(1)  # [S, H, D]
-        weights = (torch.einsum("hd,shd->hs", q[b, t], k) * 0.3).softmax(-1)
-        torch.testing.assert_close(out[b, t], torch.einsum("hs,shd->hd", weights, v), atol=1e-5, rtol=1e-5)
-    assert not out[0, 2].any()
-
-
-# --- on a GPU
 
 GPU = torch.device("cuda")
 

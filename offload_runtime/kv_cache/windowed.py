@@ -1,77 +1,16 @@
-"""Caches that hold a part of a sequence: a far set beside near blocks, and the draft's sinks and recent tokens."""
+"""A cache that holds a part of a sequence: the draft's sinks and recent tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.kv_cache.device import DeviceKVCache, kv_cache_bytes, num_blocks
 from offload_runtime.memory import DeviceBudget
-
-
-@dataclass(frozen=True)
-class FarKeys:
-    """Keys that every query sees: slots 0 to `num_keys` - 1 of `kv`, rotated by their true positions.
-
-    No query's position may be less than `num_keys`.
-    """
-
-    kv: KVBlocks
-    num_keys: int
-
-
-class FarSet(Protocol):
-    """Chooses what a layer sees of the far part of its sequences."""
-
-    def keys(self, layer: int, sliding_window: int | None) -> FarKeys | None:
-        """None when the layer sees nothing of it, as one with a sliding window that ends before."""
-
-
-class NearSet(Protocol):
-    """The newest blocks of the sequences, where new keys are written."""
-
-    def store(self, layer: int) -> KVBlocks:
-        """A layer's blocks."""
-
-    def blocks(self) -> range:
-        """The blocks to attend to, by their absolute numbers. Read once a pass, and baked into graphs."""
-
-
-class WindowedCache:
-    """A `LayerCache` that attends to a far set and to near blocks from a start block on; nothing between them is seen.
-
-    Args:
-        far: What is seen of the far part.
-        near: The newest blocks.
-    """
-
-    def __init__(self, far: FarSet, near: NearSet) -> None:
-        self._far = far
-        self._near = near
-
-    def store(self, layer: int) -> KVBlocks:
-        return self._near.store(layer)
-
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
-        """Far keys first, then the near blocks, in order. A prefill is a window of many queries."""
-        state = AttentionState.empty(q)
-        far = self._far.keys(layer, sliding_window)
-        if far is not None and far.num_keys:
-            blocks = range(num_blocks(far.num_keys))
-            # All of them, even in a tree: its own tokens are near.
-            everything = QueryRows(rows.positions, rows.sequences, max_length=rows.max_length)
-            attend_blocks(q, far.kv, everything, blocks, state, scale=scale, num_keys=far.num_keys)
-        near = self._near.store(layer)
-        attend_blocks(q, near, rows, self._near.blocks(), state, scale=scale, sliding_window=sliding_window)
-        return finish_attention(q, rows, state)
 
 
 @dataclass
