@@ -212,10 +212,20 @@ class SpeculationOptions:
             raise OptionError(f"sink_tokens must be at most 256, not {self.sink_tokens}")
         if self.recent_tokens < 2:
             raise OptionError(f"recent_tokens must be at least 2, not {self.recent_tokens}")
-        if self.chunk_size not in (2, 4, 8, 16, 32, 64):
-            raise OptionError(f"chunk_size must be a power of two from 2 to 64, not {self.chunk_size}")
-        if self.budget_tokens % self.chunk_size:
-            nearest = max(1, self.budget_tokens // self.chunk_size) * self.chunk_size
-            raise OptionError(
-                f"budget_tokens {self.budget_tokens} is not a multiple of chunk_size {self.chunk_size}: use {nearest}"
-            )
+        chunks_of_budget(self.budget_tokens, self.chunk_size)
+
+
+def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
+    """Chunks that make up a retrieval budget.
+
+    Raises:
+        OptionError: The chunk size is not supported, or the budget is not a number of whole chunks.
+    """
+    if chunk_size not in (2, 4, 8, 16, 32, 64):
+        raise OptionError(f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
+    if budget_tokens <= 0 or budget_tokens % chunk_size:
+        raise OptionError(
+            f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
+            f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
+        )
+    return budget_tokens // chunk_size

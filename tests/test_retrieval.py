@@ -10,7 +10,7 @@ import torch
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv_cache.retrieval import (
     ChunkPolicy,
@@ -19,7 +19,6 @@ from offload_runtime.kv_cache.retrieval import (
     StreamingPolicy,
     TopKPolicy,
     chunk_means_bytes,
-    chunks_of_budget,
     retrieved_bytes,
 )
 from offload_runtime.memory import DeviceBudget, HostArena

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from bench_gumbel_argmax import measure_copy_gbps
+from bench_kernels_common import event_times_ms
 from bench_report import emit, percentiles, provenance
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams
@@ -90,18 +91,8 @@ def make_draft(
 
 
 def times_ms(run: Callable[[], object], *, repeats: int) -> list[float]:
-    """Milliseconds on the device of one `run`, `repeats` times, after three that capture."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return times
+    """Milliseconds of one `run`, `repeats` times, after three that capture."""
+    return event_times_ms(run, repeats=repeats, warmups=3)
 
 
 def step_bytes(config: ModelConfig, keys: int) -> int:

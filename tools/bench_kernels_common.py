@@ -50,9 +50,10 @@ def _in_turn(run: Callable[[int], object], count: int) -> Callable[[], object]:
     return lambda: run(next(turn) % count)
 
 
-def _event_times_ms(run: Callable[[], object], *, repeats: int) -> list[float]:
+def event_times_ms(run: Callable[[], object], *, repeats: int, warmups: int = 1) -> list[float]:
     """Milliseconds of one `run`, `repeats` times, launching included."""
-    run()
+    for _ in range(warmups):
+        run()
     times_ms = []
     for _ in range(repeats):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,7 +79,7 @@ def _measure(case: Case, *, copy_gbps: float, matmul_flops: float) -> dict[str, 
     if case.reference_in_graph:
         reference = percentiles(graph_times_ms(run, calls=2, repeats=10))
     else:
-        reference = percentiles(_event_times_ms(run, repeats=10))
+        reference = percentiles(event_times_ms(run, repeats=10))
     return {
         **case.configuration,
         "triton_ms": kernel.as_dict(),

@@ -77,7 +77,6 @@ class BatchGeneration:
             on_progress: Called with (answers finished, answers) after every pass.
         """
         parts, started_s = self._parts, time.perf_counter()
-        stall_s, first_bytes, first_round_s = 0.0, 0, 0.0
         for member in self._members:
             member.proposer.start(self._params.sampling)
             decoder = SpeculativeDecoder(parts.target, member.proposer, self._params.sampling, sequence=member.sequence)

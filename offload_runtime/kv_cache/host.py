@@ -10,7 +10,7 @@ A prefill works on one layer at a time, in a workspace of its own (see `HostPref
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention
@@ -190,11 +190,9 @@ class HostKVCache:
             return
         self._writes.drain()
         first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
-        for place in prefill.finished_places:
-            # A block that the prefill filled is on the host, what was there before included; its open block is here.
-            for block in range(first, min(num_blocks(prefill.start), full)):
-                host = self.blocks.block(place, prefill.sequence, block)
-                self._slot(place, prefill.sequence, block).copy_(host, non_blocking=True)
+        # A block that the prefill filled is on the host, what was there before included; its open block is here.
+        blocks = range(first, min(num_blocks(prefill.start), full))
+        self._bring_back(prefill.sequence, blocks, prefill.finished_places)
         self._ring_from[prefill.sequence] = first
 
     # --- lengths
@@ -251,7 +249,10 @@ class HostKVCache:
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
         self._lengths[sequence] = after = before + count
-        for block in range(before // BLOCK_TOKENS, after // BLOCK_TOKENS):
+        full = range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
+        if not full:
+            return
+        for block in full:
             self._write_open(sequence, block)
         for layer, place in self._place.items():
             self._tell(layer, sequence, KVBlocks(self._ring[place]), sequence, before)
@@ -270,6 +271,13 @@ class HostKVCache:
         """Where the ring has, or would have, a block: uint8 [block_bytes]."""
         return self._ring[place, sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
 
+    def _bring_back(self, sequence: int, blocks: range, places: Iterable[int]) -> None:
+        """Copy blocks of some layers from the host into the ring."""
+        for place in places:
+            for block in blocks:
+                host = self.blocks.block(place, sequence, block)
+                self._slot(place, sequence, block).copy_(host, non_blocking=True)
+
     def _tell(self, layer: int, sequence: int, kv: KVBlocks, row: int, before: int, after: int | None = None) -> None:
         """Tell the observers about blocks that have become full since `before` tokens."""
         after = self._lengths[sequence] if after is None else after
@@ -283,10 +291,8 @@ class HostKVCache:
         block = length // BLOCK_TOKENS
         self._writes.settle(sequence, block)
         lowest = kept_from(length)
-        for missing in range(lowest, min(self._ring_from[sequence], num_blocks(length))):
-            for place in self._place.values():
-                host = self.blocks.block(place, sequence, missing)
-                self._slot(place, sequence, missing).copy_(host, non_blocking=True)
+        missing = range(lowest, min(self._ring_from[sequence], num_blocks(length)))
+        self._bring_back(sequence, missing, self._place.values())
         self._ring_from[sequence] = min(self._ring_from[sequence], lowest)
         self._lengths[sequence] = length
         self._writes.forget(sequence, block)

@@ -11,31 +11,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.chunk_means import chunk_means, is_chunk_size
+from offload_runtime_kernels.chunk_means import chunk_means
 from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts, select_chunks
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache.device import block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.memory import DeviceBudget
-
-
-def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
-    """Chunks that make up a budget.
-
-    Raises:
-        OptionError: The chunk size is not supported, or the budget is not a number of whole chunks.
-    """
-    if chunk_size < 2 or not is_chunk_size(chunk_size):
-        raise OptionError(f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
-    if budget_tokens <= 0 or budget_tokens % chunk_size:
-        raise OptionError(
-            f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
-            f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
-        )
-    return budget_tokens // chunk_size
 
 
 class RetrievedChunks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,11 +184,7 @@ class SafetensorsCheckpoint:
 
     def shards(self) -> Iterator[Shard]:
         """One shard per file."""
-        by_path: dict[Path, list[StoredTensor]] = {}
-        for stored in self._tensors.values():
-            by_path.setdefault(stored.path, []).append(stored)
-        for path, tensors in by_path.items():
-            yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in tensors))
+        return file_shards(self._tensors.values())
 
     def tokenizer(self) -> Any:
         """transformers' tokenizer with its chat template."""
@@ -208,3 +204,12 @@ class SafetensorsCheckpoint:
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer."""
         return token_ids(self.generation_settings().get("eos_token_id")) or self._config.eos_token_ids
+
+
+def file_shards(tensors: Iterable[StoredTensor]) -> Iterator[Shard]:
+    """One shard per file that some of the tensors lie in."""
+    by_path: dict[Path, list[StoredTensor]] = {}
+    for stored in tensors:
+        by_path.setdefault(stored.path, []).append(stored)
+    for path, found in by_path.items():
+        yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in found))

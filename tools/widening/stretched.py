@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
 from offload_runtime.weights.architecture import ROPE_TYPES, model_config_from_transformers
-from offload_runtime.weights.safetensors_checkpoint import shortened
-from offload_runtime.weights.safetensors_file import DTYPES, StoredTensor, fill_from_file, read_header
+from offload_runtime.weights.safetensors_checkpoint import file_shards, shortened
+from offload_runtime.weights.safetensors_file import DTYPES, StoredTensor, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
@@ -168,11 +167,7 @@ class StretchedCheckpoint:
             kept = tuple((name, fill) for name, fill in shard.tensors if name not in self._deltas)
             if kept:
                 yield Shard(shard.path, kept)
-        by_path: dict[Path, list[StoredTensor]] = {}
-        for stored in self._deltas.values():
-            by_path.setdefault(stored.path, []).append(stored)
-        for path, tensors in by_path.items():
-            yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in tensors))
+        yield from file_shards(self._deltas.values())
 
     def tokenizer(self) -> Any:
         """The source's tokenizer, which no longer warns of texts that fit now."""
