@@ -130,6 +130,18 @@ def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelR
     assert caches[0].length(0) == caches[1].length(0)
 
 
+@pytest.mark.parametrize("more", [1, 200, 300])
+def test_a_cut_behind_what_a_short_prefill_went_on_from(pair: tuple[ModelRunner, ModelRunner], more: int) -> None:
+    """A sliding window need not reach the block before, which is kept all the same."""
+    reset(*pair)
+    for runner in pair:
+        runner.prefill(0, random_tokens(265))
+        runner.prefill(0, random_tokens(more, seed=1))
+        runner.cache.truncate(0, 1)
+    assert same(*(runner.verify([Window((7,))], [0]) for runner in pair))
+    assert same(*(runner.prefill(0, random_tokens(3, seed=2)) for runner in pair))
+
+
 def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Path) -> None:
     with_writes = assemble("llama", directory, host_kv=HostKV(piece_blocks=3, slots=3))
     runner, engine = with_writes.runner, with_writes.engine

@@ -100,7 +100,8 @@ class HostPrefill:
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:
             return False
-        for block in range(kept_from(end), num_blocks(end)):
+        # Full blocks from before are in the ring already, and here only where a sliding window reaches them.
+        for block in range(max(kept_from(end), self.start // BLOCK_TOKENS), num_blocks(end)):
             ring[block % len(ring)] = self._workspace[0, block]
         return True
 
