@@ -190,7 +190,7 @@ class SpeculationOptions:
     draft_cache: str = "auto"
     sink_tokens: int = 16
     recent_tokens: int = 512
-    chunk_size: int = 8
+    chunk_size: int = 4
     budget_tokens: int = 4096
     gamma_draft: int = 4
     refresh_steps: int = 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_runtime_kernels.chunk_scores import SPREAD_WEIGHT
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -18,8 +19,9 @@ from offload_runtime.kv_cache.retrieval import (
     RetrievedChunks,
     StreamingPolicy,
     TopKPolicy,
-    chunk_means_bytes,
+    far_keys_bytes,
     retrieved_bytes,
+    summaries_bytes,
 )
 from offload_runtime.memory import DeviceBudget, HostArena
 
@@ -78,9 +80,13 @@ def _best(scores: torch.Tensor, budget: int) -> list[int]:
     return chosen + [-1] * (budget - len(chosen))
 
 
-def _mean_key_scores(keys: torch.Tensor, queries: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    means = keys.unflatten(0, (-1, chunk_size)).mean(1)
-    return (queries @ means.T * SCALE).softmax(-1).mean(0)
+def _summary_scores(keys: torch.Tensor, queries: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    chunks = keys.unflatten(0, (-1, chunk_size))
+    mean, spread = chunks.mean(1), chunks.var(1, unbiased=False).mean(-1).half().double()
+    unit = (mean.abs().amax(-1, keepdim=True) / 127).half().double()
+    decoded = (mean / unit + 0.5).floor().clamp(-127, 127) * unit
+    above = SPREAD_WEIGHT * SCALE**2 * queries.square().sum(-1, keepdim=True) * spread
+    return (queries @ decoded.T * SCALE + above).softmax(-1).mean(0)
 
 
 def _attention_masses(keys: torch.Tensor, queries: torch.Tensor, chunk_size: int) -> torch.Tensor:
@@ -108,7 +114,7 @@ def test_the_choice_of_a_policy(
                 heads = slice(head * num_heads // num_kv_heads, (head + 1) * num_heads // num_kv_heads)
                 queries = q[b, : used[b], heads].flatten(0, 1).double().cpu()
                 keys = _keys(context, layer, b, head, available[b] * 8)
-                score = _mean_key_scores if kind is RetrievalPolicy else _attention_masses
+                score = _summary_scores if kind is RetrievalPolicy else _attention_masses
                 assert selected[b, head].tolist() == _best(score(keys, queries, 8), 12)
 
 
@@ -122,6 +128,24 @@ def test_one_sequence_at_a_time_and_nothing_to_choose_from(kind: type[RetrievalP
     assert torch.equal(policy.select(1, q[1:], [40], scale=SCALE, sequence=1), together[1:])
     assert not torch.equal(together[0], together[1])
     assert policy.select(1, q, [0, 0], scale=SCALE).tolist() == [[[-1] * 12] * 2] * 2
+
+
+def test_what_is_held_is_kept_unless_another_is_clearly_better() -> None:
+    config = _config()
+    policy = _policy(RetrievalPolicy, config)
+    _tell(policy, _context(config))
+    q = _random(1, 1, 4, 16, seed=3)
+    free = policy.select(0, q, [90], scale=SCALE)
+    after_other = policy.select(0, _random(1, 1, 4, 16, seed=4), [90], scale=SCALE)
+    same = policy.select(0, q, [90], scale=SCALE, held=free)
+    kept = policy.select(0, q, [90], scale=SCALE, held=after_other)
+    assert torch.equal(same, free) and not torch.equal(free, after_other)
+
+    def shared(left: torch.Tensor, right: torch.Tensor) -> int:
+        return int((left[..., :, None] == right[..., None, :]).sum())
+
+    assert shared(kept, after_other) > shared(free, after_other), "nothing was kept for being held"
+    assert shared(kept, free) > shared(after_other, free), "nothing was fetched"
 
 
 def test_streaming_takes_the_first_and_the_last_chunks() -> None:
@@ -254,11 +278,15 @@ def test_sizes_are_told_exactly_and_reserved() -> None:
     before_bytes = budget.reserved_bytes
     RetrievedChunks(config, torch.bfloat16, **sizes, budget=budget)
     assert budget.reserved_bytes - before_bytes == needed_bytes
-    means: dict[str, Any] = {"chunk_size": 8, "capacity_tokens": 300, "batch": 2}
-    means_bytes = chunk_means_bytes(config, torch.float16, **means)
-    assert means_bytes == NUM_LAYERS * 2 * 2 * (2 * 32) * 16 * 2
-    RetrievalPolicy(config, torch.float16, **means, budget_tokens=64, budget=budget)
-    assert budget.reserved_bytes - before_bytes == needed_bytes + means_bytes
+    far: dict[str, Any] = {"capacity_tokens": 300, "batch": 2}
+    far_bytes = summaries_bytes(config, chunk_size=8, **far)
+    assert far_bytes == NUM_LAYERS * 2 * 2 * (2 * 32) * (16 + 4)  # codes of a byte, and two numbers of two
+    RetrievalPolicy(config, torch.float16, chunk_size=8, **far, budget_tokens=64, budget=budget)
+    assert budget.reserved_bytes - before_bytes == needed_bytes + far_bytes
+    keys_bytes = far_keys_bytes(config, torch.float16, **far)
+    assert keys_bytes == NUM_LAYERS * 2 * 2 * 512 * 16 * 2
+    TopKPolicy(config, torch.float16, chunk_size=8, **far, budget_tokens=64, budget=budget)
+    assert budget.reserved_bytes - before_bytes == needed_bytes + far_bytes + keys_bytes
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a limit of a few bytes leaves no room for the CUDA context")
@@ -270,7 +298,7 @@ def test_too_little_memory_is_a_budget_error() -> None:
             config, torch.float32, budget_tokens=96, chunk_size=8, batch=2,
             budget=DeviceBudget(DEVICE, needed_bytes - 1),
         )  # fmt: skip
-    with pytest.raises(BudgetError, match="chunk means"):
+    with pytest.raises(BudgetError, match="codes of chunks"):
         _policy(RetrievalPolicy, config, budget=DeviceBudget(DEVICE, 1000))
 
 

@@ -2,8 +2,8 @@
 
     python tools/bench_chunk_scores.py [--commit HASH]
 
-The bound of the scores is reading the means and writing the scores once; that of the choice, reading the scores. The
-logits between the two kernels are not in it: with many rows they are the larger part.
+The bound of the scores is reading the summaries and writing the scores once; that of the choice, reading the scores.
+The logits between the two kernels are not in it: with many rows they are the larger part.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from offload_runtime_kernels.chunk_scores import (
     select_chunks_reference,
     select_chunks_triton,
 )
+from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries
 
 HEAD_DIM = 128
 
 
 def make_scores_case(rows: int, chunks: int, num_heads: int, num_kv_heads: int) -> Case:
     """Softmax scores of `chunks` chunks for `rows` queries of one sequence."""
-    means_bytes = num_kv_heads * chunks * HEAD_DIM * 2
-    count = num_inputs(means_bytes)
-    q, means = random_bf16(1, rows, num_heads, HEAD_DIM), random_bf16(count, 1, num_kv_heads, chunks, HEAD_DIM)
+    summaries_bytes = num_kv_heads * chunks * (HEAD_DIM + FACTOR_BYTES)
+    count = num_inputs(summaries_bytes)
+    q, shape = random_bf16(1, rows, num_heads, HEAD_DIM), (1, num_kv_heads, chunks)
+    summaries = [
+        ChunkSummaries(
+            torch.randint(-127, 128, (*shape, HEAD_DIM), dtype=torch.int8, device=DEVICE),
+            torch.rand(*shape, 2, dtype=torch.float16, device=DEVICE) / 50,
+        )
+        for _ in range(count)
+    ]
     counts = torch.full((1,), chunks, dtype=torch.int32, device=DEVICE)
     scale = HEAD_DIM**-0.5
     return Case(
         configuration={
             "step": "scores", "rows": rows, "chunks": chunks, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
-        kernel=lambda i: chunk_scores_triton(q, means[i], counts, scale=scale),
-        reference=lambda i: chunk_scores_reference(q, means[i], counts, scale=scale),
+        kernel=lambda i: chunk_scores_triton(q, summaries[i], counts, scale=scale),
+        reference=lambda i: chunk_scores_reference(q, summaries[i], counts, scale=scale),
         num_inputs=count,
-        moved_bytes=means_bytes + q.nbytes + num_kv_heads * chunks * 4,
+        moved_bytes=summaries_bytes + q.nbytes + num_kv_heads * chunks * 4,
         operations=2 * rows * num_heads * chunks * HEAD_DIM,
     )  # fmt: skip
 
@@ -64,8 +72,8 @@ if __name__ == "__main__":
         "chunk_scores",
         [
             *(partial(make_scores_case, rows, chunks, *shape)
-              for shape in heads for chunks in (4096, 15360) for rows in (1, 7, 17, 32)),
-            *(partial(make_select_case, chunks, num_kv_heads, 512)
-              for num_kv_heads in (32, 8) for chunks in (4096, 15360, 30720)),
+              for shape in heads for chunks in (8192, 30720) for rows in (1, 7, 17, 32)),
+            *(partial(make_select_case, chunks, num_kv_heads, 1024)
+              for num_kv_heads in (32, 8) for chunks in (8192, 30720)),
         ],
     )  # fmt: skip

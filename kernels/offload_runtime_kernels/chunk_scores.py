@@ -1,10 +1,16 @@
 """Scores of chunks against the current queries, and the choice of the best (TriForce, arXiv 2404.11912, section 4).
 
-    scores[b, g, c] = mean over rows r and query heads h of KV head g of softmax_c(scale * q[b, r, h] . means[b, g, c])
+    scores[b, g, c] = mean over rows r and query heads h of KV head g of softmax_c(logit[b, r, h, c])
+    logit[b, r, h, c] = scale * q[b, r, h] . mean[b, g, c] + SPREAD_WEIGHT * scale^2 * |q[b, r, h]|^2 * spread[b, g, c]
 
-The means are read once: the logits and, of every tile of chunks, maximum and sum go to a workspace, and a second kernel
-turns them into the average. The choice is one program per head, which finds the budget-th largest score bit by bit.
-No atomics: the same inputs give the same chunks. Nothing waits for the device, and shapes depend on host numbers only.
+The second term is for what a mean hides: keys that lie apart have a best one above it. (Of a Gaussian with equal
+variance in all channels, the logarithm of the mean of exp(scale * q . k) is the first term and the second with weight
+1/2.) It goes with `ChunkSummaries`; plain keys are scored without it.
+
+The summaries are read once: the logits and, of every tile of chunks, maximum and sum go to a workspace, and a second
+kernel turns them into the average. The choice is one program per head, which finds the budget-th largest score bit by
+bit. No atomics: the same inputs give the same chunks. Nothing waits for the device, and shapes depend on host numbers
+only.
 """
 
 from collections.abc import Sequence
@@ -12,7 +18,11 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 
+# Agreement with the full cache for weights 0, 0.25, 0.5, 0.75 and 1: 0.922, 0.930, 0.937, 0.943, 0.939 (chunks of 4,
+# budget 4096 of 120,000 tokens, SmolLM2-135M stretched to 128K, T = 0.6).
+SPREAD_WEIGHT = 0.75
 # Chunks of a tile of logits, of a program of the average, and tiles whose maxima are merged at once.
 _TILE_CHUNKS = 128
 _COLUMNS = 512
@@ -40,15 +50,25 @@ def row_counts(counts: Counts, batch: int, device: torch.device) -> torch.Tensor
     return out
 
 
+def _keys_of(chunks: torch.Tensor | ChunkSummaries) -> torch.Tensor:
+    return chunks.codes if isinstance(chunks, ChunkSummaries) else chunks
+
+
 def chunk_scores_reference(
-    q: torch.Tensor, means: torch.Tensor, num_chunks: torch.Tensor, *, scale: float,
+    q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, num_chunks: torch.Tensor, *, scale: float,
     rows_used: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Plain torch version of `chunk_scores`; `num_chunks` [B] on the device."""
     batch, num_rows, num_heads, _ = q.shape
-    num_kv_heads, chunks = means.shape[1:3]
-    grouped = q.float().view(batch, num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
-    logits = torch.einsum("brhgd,bhcd->bhrgc", grouped, means.float()) * scale
+    keys = _keys_of(summaries)
+    num_kv_heads, chunks = keys.shape[1:3]
+    grouped = q.float().reshape(batch, num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
+    logits = torch.einsum("brhgd,bhcd->bhrgc", grouped, keys.float()) * scale
+    if isinstance(summaries, ChunkSummaries):
+        unit, spread = summaries.factors.float().unbind(-1)  # [B, H_kv, C] each
+        squares = grouped.square().sum(-1).transpose(1, 2)  # [B, H_kv, R, G]
+        above = SPREAD_WEIGHT * scale**2 * squares[..., None] * spread[:, :, None, None]
+        logits = logits * unit[:, :, None, None] + above
     exists = torch.arange(chunks, device=q.device) < num_chunks[:, None]  # [B, C]
     # A row without any chunk would be NaN: its softmax is taken over everything and thrown away.
     exists_or_none = exists | (num_chunks == 0)[:, None]
@@ -61,13 +81,13 @@ def chunk_scores_reference(
 
 @jit(do_not_specialize=("first_head", "num_queries", "num_tiles"))
 def _chunk_logits_kernel(
-    q_ptr, means_ptr, counts_ptr, used_ptr, logits_ptr, tile_max_ptr, tile_sum_ptr,
-    first_head, num_queries, num_tiles, q_stride_batch, q_stride_row, means_stride_batch, means_stride_head,
-    scale_log2e,
+    q_ptr, keys_ptr, factors_ptr, counts_ptr, used_ptr, logits_ptr, tile_max_ptr, tile_sum_ptr,
+    first_head, num_queries, num_tiles, q_stride_batch, q_stride_row, keys_stride_batch, keys_stride_head,
+    factors_stride_batch, factors_stride_head, scale_log2e, spread_log2e,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_USED: tl.constexpr, FP32_DOT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_USED: tl.constexpr, HAS_FACTORS: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
-    # A program holds one tile of one head's means and takes the query rows past it.
+    # A program holds one tile of one head's chunks and takes the query rows past it.
     part_head = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     batch = (first_head + part_head) // NUM_KV_HEADS
@@ -80,11 +100,15 @@ def _chunk_logits_kernel(
         num_rows = 0
     chunk = tile * TILE + tl.arange(0, TILE)
     channel = tl.arange(0, D_BLOCK)
-    means = tl.load(
-        means_ptr + batch * means_stride_batch + kv_head * means_stride_head
+    keys = tl.load(
+        keys_ptr + batch * keys_stride_batch + kv_head * keys_stride_head
         + chunk[:, None].to(tl.int64) * HEAD_DIM + channel[None, :],
-        mask=(chunk[:, None] < count) & (channel[None, :] < HEAD_DIM), other=0.0,
-    )  # fmt: skip
+        mask=(chunk[:, None] < count) & (channel[None, :] < HEAD_DIM), other=0,
+    ).to(q_ptr.dtype.element_ty)  # fmt: skip
+    if HAS_FACTORS:
+        factors = factors_ptr + batch * factors_stride_batch + kv_head * factors_stride_head + chunk * 2
+        unit = tl.load(factors, mask=chunk < count, other=0.0).to(tl.float32)
+        spread = tl.load(factors + 1, mask=chunk < count, other=0.0).to(tl.float32)
     for start in range(0, num_rows, ROWS):
         row = start + tl.arange(0, ROWS)
         q_offset = (row // GROUP) * q_stride_row + (kv_head * GROUP + row % GROUP) * HEAD_DIM
@@ -93,9 +117,12 @@ def _chunk_logits_kernel(
             mask=(row[:, None] < num_rows) & (channel[None, :] < HEAD_DIM), other=0.0,
         )  # fmt: skip
         if FP32_DOT:
-            logits = tl.dot(q, tl.trans(means), input_precision="ieee") * scale_log2e
+            logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2e
         else:
-            logits = tl.dot(q, tl.trans(means)) * scale_log2e
+            logits = tl.dot(q, tl.trans(keys)) * scale_log2e
+        if HAS_FACTORS:
+            square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)  # [ROWS]
+            logits = logits * unit[None, :] + (square * spread_log2e)[:, None] * spread[None, :]
         exists = (row[:, None] < num_rows) & (chunk[None, :] < count)
         logits = tl.where(exists, logits, float("-inf"))
         out_row = part_head * (num_queries * GROUP) + row  # [ROWS] int64
@@ -155,15 +182,18 @@ def _softmax_average_kernel(
 
 
 def chunk_scores_triton(
-    q: torch.Tensor, means: torch.Tensor, num_chunks: torch.Tensor, *, scale: float,
+    q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, num_chunks: torch.Tensor, *, scale: float,
     rows_used: torch.Tensor | None = None, workspace_bytes: int = WORKSPACE_BYTES,
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `chunk_scores`; `num_chunks` [B] on the device."""
     require_triton("chunk_scores")
     batch, num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, chunks = means.shape[1:3]
+    keys = _keys_of(summaries)
+    # Triton wants a pointer for every argument; an unused one may point anywhere.
+    factors = summaries.factors if isinstance(summaries, ChunkSummaries) else keys
+    num_kv_heads, chunks = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    fp32 = means.dtype == torch.float32
+    fp32 = q.dtype == torch.float32
     tile = _TILE_CHUNKS // 2 if fp32 else _TILE_CHUNKS
     tiles = triton.cdiv(chunks, tile)
     scores = torch.empty(batch, num_kv_heads, chunks, dtype=torch.float32, device=q.device)
@@ -175,11 +205,12 @@ def chunk_scores_triton(
         for first in range(0, batch * num_kv_heads, part):
             heads = min(part, batch * num_kv_heads - first)
             _chunk_logits_kernel[(heads, tiles)](
-                q, means, num_chunks, used, logits, tile_max, tile_sum, first, num_rows, tiles, q.stride(0),
-                q.stride(1), means.stride(0), means.stride(1), scale * _LOG2E,
+                q, keys, factors, num_chunks, used, logits, tile_max, tile_sum, first, num_rows, tiles, q.stride(0),
+                q.stride(1), *keys.stride()[:2], *factors.stride()[:2], scale * _LOG2E,
+                SPREAD_WEIGHT * scale**2 * _LOG2E,
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
                 D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=_ROWS, TILE=tile,
-                HAS_USED=rows_used is not None, FP32_DOT=fp32,
+                HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys, FP32_DOT=fp32,
             )  # fmt: skip
             _softmax_average_kernel[(heads, triton.cdiv(chunks, _COLUMNS))](
                 logits, tile_max, tile_sum, num_chunks, used, scores, first, num_rows, chunks, tiles,
@@ -190,13 +221,15 @@ def chunk_scores_triton(
 
 
 def chunk_scores(
-    q: torch.Tensor, means: torch.Tensor, num_chunks: Counts, *, scale: float, rows_used: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Score every chunk by the softmax of its mean key, averaged over rows and over the query heads of its KV head.
+    q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, num_chunks: Counts, *, scale: float,
+    rows_used: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Score every chunk by its softmax, averaged over rows and over the query heads of its KV head.
 
     Args:
         q: [B, R, H, D], rotated queries, heads contiguous, R from 1 to 32.
-        means: [at least B, H_kv, C_max, D] as `chunk_means` writes them, in the dtype of q.
+        summaries: Of at least B sequences and C_max chunks; or plain keys [at least B, H_kv, C_max, D], in the dtype
+            of q, the last two dimensions contiguous.
         num_chunks: Chunks that each batch row has: one number, one for each row, or [B] int32 on the device.
         scale: Of the logits, as in attention.
         rows_used: [B] int32 on the device: only so many of a row's first queries count. None: all, padding included.
@@ -206,24 +239,36 @@ def chunk_scores(
         C is the largest count given on the host, and C_max for counts on the device.
     """
     batch, _, num_heads, head_dim = q.shape
+    most = _keys_of(summaries).shape[2]
     if not isinstance(num_chunks, torch.Tensor):
-        means = means[:, :, : num_chunks if isinstance(num_chunks, int) else max(num_chunks, default=0)]
-    means = means[:batch]
-    assert means.shape[0] == batch and means.shape[3] == head_dim and num_heads % means.shape[1] == 0
-    assert means.dtype == q.dtype and means.stride()[2:] == (head_dim, 1) and q.stride()[2:] == (head_dim, 1)
+        most = num_chunks if isinstance(num_chunks, int) else max(num_chunks, default=0)
+    if isinstance(summaries, ChunkSummaries):
+        summaries = summaries.rows(0, batch).first(most)
+    else:
+        summaries = summaries[:batch, :, :most]
+        assert summaries.dtype == q.dtype and summaries.stride()[2:] == (head_dim, 1)
+    keys = _keys_of(summaries)
+    assert keys.shape[0] == batch and keys.shape[3] == head_dim and num_heads % keys.shape[1] == 0
+    assert q.stride()[2:] == (head_dim, 1)
     assert rows_used is None or (rows_used.shape == (batch,) and rows_used.dtype == torch.int32)
     counts = row_counts(num_chunks, batch, q.device)
-    if means.shape[2] == 0:
-        return torch.empty(*means.shape[:3], dtype=torch.float32, device=q.device)
+    if keys.shape[2] == 0:
+        return torch.empty(*keys.shape[:3], dtype=torch.float32, device=q.device)
     run = chunk_scores_triton if q.is_cuda else chunk_scores_reference
-    return run(q, means, counts, scale=scale, rows_used=rows_used)
+    return run(q, summaries, counts, scale=scale, rows_used=rows_used)
 
 
-def select_chunks_reference(scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int) -> torch.Tensor:
+def select_chunks_reference(
+    scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int, held: torch.Tensor | None = None,
+    held_margin: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch version of `select_chunks`; `limits` [B] on the device."""
     chunks = scores.shape[2]
     chunk = torch.arange(chunks, device=scores.device)
     limit = limits[:, None, None]
+    if held is not None:
+        inside = (held >= 0) & (held < chunks)
+        scores.scatter_add_(2, held.clamp(0, chunks - 1).long(), inside * held_margin)
     key = scores.clamp_min(0.0).nan_to_num(nan=torch.inf)
     key = key.masked_fill(chunk == 0, torch.inf).masked_fill(chunk >= limit, -1.0)
     best = key.argsort(dim=-1, descending=True, stable=True)[..., :budget_chunks]  # stable: the lower index first
@@ -233,13 +278,21 @@ def select_chunks_reference(scores: torch.Tensor, limits: torch.Tensor, *, budge
     return ordered.masked_fill(ordered == chunks, -1).int()
 
 
-@jit(do_not_specialize=("num_chunks", "budget_chunks"))
+@jit(do_not_specialize=("num_chunks", "budget_chunks", "num_held"))
 def _select_kernel(
-    scores_ptr, limits_ptr, out_ptr, num_chunks, budget_chunks, NUM_KV_HEADS: tl.constexpr, C_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    scores_ptr, limits_ptr, held_ptr, out_ptr, num_chunks, budget_chunks, num_held, held_margin,
+    NUM_KV_HEADS: tl.constexpr, C_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
+    HAS_HELD: tl.constexpr,
 ):  # fmt: skip
     # One program holds all scores of a head. The bits of numbers that are not negative are in the order of the numbers.
     head = tl.program_id(0).to(tl.int64)
+    if HAS_HELD:
+        lane = tl.arange(0, H_BLOCK)
+        held = tl.load(held_ptr + head * num_held + lane, mask=lane < num_held, other=-1)
+        inside = (held >= 0) & (held < num_chunks)
+        place = scores_ptr + head * num_chunks + held
+        tl.store(place, tl.load(place, mask=inside, other=0.0) + held_margin, mask=inside)
+        tl.debug_barrier()  # other threads of this program read them next
     limit = tl.minimum(tl.load(limits_ptr + head // NUM_KV_HEADS), num_chunks)
     chunk = tl.arange(0, C_BLOCK)
     score = tl.load(scores_ptr + head * num_chunks + chunk, mask=chunk < limit, other=0.0)
@@ -264,27 +317,38 @@ def _select_kernel(
     tl.store(out + empty, tl.full([K_BLOCK], -1, dtype=tl.int32), mask=(empty >= wanted) & (empty < budget_chunks))
 
 
-def select_chunks_triton(scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int) -> torch.Tensor:
+def select_chunks_triton(
+    scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int, held: torch.Tensor | None = None,
+    held_margin: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of `select_chunks`; `limits` [B] on the device."""
     require_triton("select_chunks")
     batch, num_kv_heads, chunks = scores.shape
     selected = torch.empty(batch, num_kv_heads, budget_chunks, dtype=torch.int32, device=scores.device)
     block = triton.next_power_of_2(chunks)
+    num_held = 1 if held is None else held.shape[2]
     with torch.cuda.device_of(scores):
         _select_kernel[(batch * num_kv_heads,)](
-            scores, limits, selected, chunks, budget_chunks, NUM_KV_HEADS=num_kv_heads, C_BLOCK=block,
-            K_BLOCK=triton.next_power_of_2(budget_chunks), num_warps=min(32, max(1, block // 1024)),
+            scores, limits, limits if held is None else held, selected, chunks, budget_chunks, num_held, held_margin,
+            NUM_KV_HEADS=num_kv_heads, C_BLOCK=block, K_BLOCK=triton.next_power_of_2(budget_chunks),
+            H_BLOCK=triton.next_power_of_2(num_held), HAS_HELD=held is not None,
+            num_warps=min(32, max(1, block // 1024)),
         )  # fmt: skip
     return selected
 
 
-def select_chunks(scores: torch.Tensor, limits: Counts, *, budget_chunks: int) -> torch.Tensor:
+def select_chunks(
+    scores: torch.Tensor, limits: Counts, *, budget_chunks: int, held: torch.Tensor | None = None,
+    held_margin: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Choose the chunks with the highest scores; the first chunk of the sequence is always among them.
 
     Args:
-        scores: [B, H_kv, C] fp32, contiguous, not negative (what is, counts as zero).
+        scores: [B, H_kv, C] fp32, contiguous, not negative (what is, counts as zero). Where chunks are held, changed.
         limits: Chunks from here on are never chosen: one number, one for each row, or [B] int32 on the device.
         budget_chunks: K, how many to choose.
+        held: [B, H_kv, any] int32, contiguous: chunks that are at hand, none twice, -1 for none.
+        held_margin: Added to their scores: another chunk has to be better by so much to be worth fetching.
 
     Returns:
         [B, H_kv, K] int32: min(K, limit, C) chunks in ascending order, then -1. Of equal scores the lower chunk wins.
@@ -294,5 +358,6 @@ def select_chunks(scores: torch.Tensor, limits: Counts, *, budget_chunks: int) -
     counts = row_counts(limits, batch, scores.device)
     if chunks == 0:
         return torch.full((batch, num_kv_heads, budget_chunks), -1, dtype=torch.int32, device=scores.device)
+    assert held is None or (held.shape[:2] == scores.shape[:2] and held.dtype == torch.int32 and held.is_contiguous())
     run = select_chunks_triton if scores.is_cuda else select_chunks_reference
-    return run(scores, counts, budget_chunks=budget_chunks)
+    return run(scores, counts, budget_chunks=budget_chunks, held=held, held_margin=held_margin)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.chunk_means import is_chunk_size
+from offload_runtime_kernels.chunk_summaries import is_chunk_size
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)

@@ -18,8 +18,9 @@ from offload_runtime.kv_cache.retrieval import (
     RetrievedChunks,
     StreamingPolicy,
     TopKPolicy,
-    chunk_means_bytes,
+    far_keys_bytes,
     retrieved_bytes,
+    summaries_bytes,
 )
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
@@ -56,9 +57,10 @@ class MiddlePlan:
         )
         if options.policy == "streaming":
             return held
-        size = 1 if options.policy == "topk" else options.chunk_size
-        return held + chunk_means_bytes(
-            self.config, self.dtype, chunk_size=size, capacity_tokens=self.context_tokens, **common
+        if options.policy == "topk":
+            return held + far_keys_bytes(self.config, self.dtype, capacity_tokens=self.context_tokens, **common)
+        return held + summaries_bytes(
+            self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, **common
         )
 
 

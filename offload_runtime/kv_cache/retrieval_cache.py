@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -81,14 +81,13 @@ class RetrievalCache:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
         assert sliding_window is None and not prefill
         if self.refresh and self.num_available:
-            selected = self._policy.select(layer, q, [self.num_available], scale=scale, sequence=self._sequence)
+            held = self._chunks.resident(layer)[self._sequence : self._sequence + 1]
+            selected = self._policy.select(
+                layer, q, [self.num_available], scale=scale, held=held, sequence=self._sequence
+            )
             self._chunks.update(
                 layer, selected, self._source.block_table(layer), [self.num_available], sequence=self._sequence
             )
-        state = AttentionState.empty(q)
-        if self.num_keys:
-            far = KVBlocks(self._chunks.blocks(layer).data[self._sequence : self._sequence + 1])
-            own = QueryRows(rows.positions, torch.zeros_like(rows.sequences), max_length=rows.max_length)
-            attend_blocks(q, far, own, range(num_blocks(self.num_keys)), state, scale=scale, num_keys=self.num_keys)
-        attend_blocks(q, self._source.store(layer), rows, self.recent, state, scale=scale)
-        return finish_attention(q, rows, state)
+        # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
+        far = KeySource(self._chunks.blocks(layer), range(num_blocks(self.num_keys)), num_keys=self.num_keys)
+        return attend_sources(q, [far, KeySource(self._source.store(layer), self.recent)], rows, scale=scale)

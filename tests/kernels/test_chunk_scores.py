@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from offload_runtime_kernels.chunk_scores import (
+    SPREAD_WEIGHT,
     chunk_scores,
     chunk_scores_reference,
     chunk_scores_triton,
@@ -16,6 +17,7 @@ from offload_runtime_kernels.chunk_scores import (
     select_chunks_reference,
     select_chunks_triton,
 )
+from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs, random_tensor
 
@@ -36,8 +38,23 @@ def _inputs(
     return q, means
 
 
-def _expected(q: torch.Tensor, means: torch.Tensor, counts: list[int], used: list[int]) -> torch.Tensor:
+def _summaries(means: torch.Tensor) -> ChunkSummaries:
+    """Something that decodes to numbers of the same size, in a longer tensor, with spreads up to 2."""
+    codes = (means * 25).round().clamp(-127, 127).to(torch.int8)
+    units = random_tensor(*means.shape[:3], seed=7).abs() * 0.02 + 0.03
+    spreads = random_tensor(*means.shape[:3], seed=8).abs().clamp_max(2.0)
+    return ChunkSummaries(codes.contiguous(), torch.stack((units, spreads), -1).half())
+
+
+def _expected(
+    q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, counts: list[int], used: list[int]
+) -> torch.Tensor:
     """The definition, in fp64."""
+    if isinstance(summaries, ChunkSummaries):
+        unit, spread = summaries.factors.double().unbind(-1)
+        means = summaries.codes.double() * unit[..., None]
+    else:
+        means, spread = summaries, torch.zeros(summaries.shape[:3], dtype=torch.float64)
     batch, num_rows, num_heads, _ = q.shape
     num_kv_heads, chunks = means.shape[1:3]
     group = num_heads // num_kv_heads
@@ -47,7 +64,10 @@ def _expected(q: torch.Tensor, means: torch.Tensor, counts: list[int], used: lis
             continue
         for head in range(num_heads):
             for row in range(min(used[b], num_rows)):
-                logits = means[b, head // group, : counts[b]].double().cpu() @ q[b, row, head].double().cpu() * SCALE
+                query = q[b, row, head].double().cpu()
+                logits = means[b, head // group, : counts[b]].double().cpu() @ query * SCALE
+                above = SPREAD_WEIGHT * SCALE**2 * query.square().sum()
+                logits += above * spread[b, head // group, : counts[b]].cpu()
                 scores[b, head // group, : counts[b]] += logits.softmax(0) / (group * used[b])
     return scores
 
@@ -67,6 +87,24 @@ def test_scores_match_the_definition(
         scores = run(q, means, _ints(chunks), scale=SCALE)
     # Dot products of up to 96 terms in fp32 are off by a few 1e-6, and so, relatively, is their exponential.
     assert_within(scores.cpu(), _expected(q, means, [chunks], [rows]), atol=1e-30, rtol=3e-5)
+
+
+@pytest.mark.parametrize("run", SCORERS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (7, 1, 80), (4, 2, 96)])
+def test_scores_of_summaries_match_the_definition(
+    num_heads: int, num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]
+) -> None:
+    q, means = _inputs(num_heads, num_kv_heads, head_dim, rows=5, chunks=150, batch=2)
+    summaries, counts, used = _summaries(means), [150, 70], [5, 2]
+    with poisoned_outputs():
+        scores = run(q, summaries, _ints(*counts), scale=SCALE, rows_used=_ints(*used))
+    assert_within(scores.cpu(), _expected(q, summaries, counts, used), atol=1e-30, rtol=5e-5)
+    longer = ChunkSummaries(
+        *(torch.nn.functional.pad(part, (0, 0, 0, 9)) for part in (summaries.codes, summaries.factors))
+    )
+    assert_within(
+        chunk_scores(q, longer, counts, scale=SCALE, rows_used=_ints(*used)), scores.double(), atol=1e-12, rtol=5e-6
+    )
 
 
 @pytest.mark.parametrize("run", SCORERS)
@@ -166,6 +204,30 @@ def test_odd_numbers_never_cost_a_place(run: Callable[..., torch.Tensor]) -> Non
     assert selected[0][3] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("run", SELECTORS)
+def test_what_is_held_stays_unless_another_is_better_by_the_margin(run: Callable[..., torch.Tensor]) -> None:
+    scores = torch.tensor([[[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]] * 2], device=KERNEL_DEVICE)
+    # The second head holds what may not be chosen, what is no chunk, and nothing.
+    held = torch.tensor([[[1, 3, -1], [5, 90, -1]]], dtype=torch.int32, device=KERNEL_DEVICE)
+    selected = run(scores.clone(), _ints(5), budget_chunks=3, held=held, held_margin=0.15)
+    assert selected.tolist() == [[[0, 3, 4], [0, 3, 4]]]
+    selected = run(scores.clone(), _ints(5), budget_chunks=3, held=held, held_margin=0.25)
+    assert selected.tolist() == [[[0, 3, 4], [0, 3, 4]]]
+    selected = run(scores.clone(), _ints(6), budget_chunks=3, held=held, held_margin=0.25)
+    assert selected.tolist() == [[[0, 3, 5], [0, 4, 5]]]
+    selected = run(scores.clone(), _ints(6), budget_chunks=3, held=held, held_margin=0.45)
+    assert selected.tolist() == [[[0, 1, 3], [0, 4, 5]]]
+
+
+@pytest.mark.parametrize("run", SELECTORS)
+def test_a_huge_margin_keeps_all_that_is_held(run: Callable[..., torch.Tensor]) -> None:
+    scores = random_tensor(2, 3, 700, seed=9).softmax(-1)
+    held = torch.stack([torch.randperm(699)[:40] + 1 for _ in range(6)]).view(2, 3, 40).int().to(KERNEL_DEVICE)
+    selected = run(scores, _ints(700, 700), budget_chunks=41, held=held, held_margin=2.0)
+    expected = torch.nn.functional.pad(held, (1, 0)).sort(-1).values
+    assert torch.equal(selected, expected)
+
+
 def test_limits_from_the_host() -> None:
     scores = random_tensor(2, 2, 30, seed=5).softmax(-1)
     _check_selection(scores, [9, 30], 5, lambda s, limits, budget_chunks: select_chunks(
@@ -186,6 +248,10 @@ def test_scores_in_half_precision(dtype: torch.dtype) -> None:
         # Products of 16-bit numbers are exact in fp32, so only the sums and the exponential differ.
         expected = chunk_scores_reference(q, means, counts, scale=SCALE, rows_used=used)
         assert_within(scores, expected, atol=1e-12, rtol=2e-4)
+        summaries = _summaries(means.float())
+        scores = chunk_scores_triton(q, summaries, counts, scale=SCALE, rows_used=used)
+        expected = chunk_scores_reference(q, summaries, counts, scale=SCALE, rows_used=used)
+        assert_within(scores, expected, atol=1e-12, rtol=5e-4)
 
 
 @pytest.mark.gpu
