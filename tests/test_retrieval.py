@@ -24,6 +24,7 @@ from offload_runtime.kv_cache.retrieval import (
     summaries_bytes,
 )
 from offload_runtime.memory import DeviceBudget, HostArena
+from tests.helpers.score_bins import score_bin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_LAYERS, NUM_BLOCKS, SCALE = 2, 3, 0.4
@@ -75,7 +76,7 @@ def _policy(
 def _best(scores: torch.Tensor, budget: int) -> list[int]:
     """Chunk 0 and the highest scores, then -1."""
     count = len(scores)
-    others = sorted(range(1, count), key=lambda chunk: (-float(scores[chunk]), chunk))
+    others = sorted(range(1, count), key=lambda chunk: (-score_bin(float(scores[chunk])), chunk))
     chosen = sorted([*range(min(1, count)), *others[: budget - 1]])
     return chosen + [-1] * (budget - len(chosen))
 

@@ -8,9 +8,13 @@ variance in all channels, the logarithm of the mean of exp(scale * q . k) is the
 1/2.) It goes with `ChunkSummaries`; plain keys are scored without it.
 
 The summaries are read once: the logits and, of every tile of chunks, maximum and sum go to a workspace, and a second
-kernel turns them into the average. The choice is one program per head, which finds the budget-th largest score bit by
-bit. No atomics: the same inputs give the same chunks. Nothing waits for the device, and shapes depend on host numbers
-only.
+kernel turns them into the average.
+
+The choice sorts nothing. Scores fall into bins, 16 to an octave; every part of a head's chunks counts its bins, one
+program finds the bin that the budget-th score falls into and where each part's chunks go, and the parts write them.
+Scores of one bin count as equal: they differ by 6 % at most, far less than what a summary knows about its chunk.
+
+No atomics: the same inputs give the same chunks. Nothing waits for the device, and shapes depend on host numbers only.
 """
 
 from collections.abc import Sequence
@@ -25,13 +29,19 @@ from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 SPREAD_WEIGHT = 0.75
 # Chunks of a tile of logits, of a program of the average, and tiles whose maxima are merged at once.
 _TILE_CHUNKS = 128
-_COLUMNS = 512
-_TILES = 64
+_COLUMNS = 2048
+_TILES = 256
 _ROWS = 16  # query rows at a time, the fewest that the matrix units take
 # Most workspace for logits; heads whose logits would take more are done in parts.
 WORKSPACE_BYTES = 64 << 20
 _LOG2E = 1.4426950408889634
-_FORCED = tl.constexpr(0x7FFFFFFF)  # above the bits of every number
+# Of a score's bits the exponent and the first four of the mantissa are its bin, counted from 2^-31.
+_SHIFT = tl.constexpr(19)
+_FIRST_BIN = tl.constexpr((127 - 31) << 4)
+_BINS = tl.constexpr(512)
+# A head's chunks are chosen from in at most so many parts, of at least so many chunks.
+_MOST_PARTS = 32
+_PART_CHUNKS = 512
 
 Counts = int | Sequence[int] | torch.Tensor
 
@@ -113,26 +123,27 @@ def _chunk_logits_kernel(
         row = start + tl.arange(0, ROWS)
         q_offset = (row // GROUP) * q_stride_row + (kv_head * GROUP + row % GROUP) * HEAD_DIM
         q = tl.load(
-            q_ptr + batch * q_stride_batch + q_offset[:, None] + channel[None, :],
-            mask=(row[:, None] < num_rows) & (channel[None, :] < HEAD_DIM), other=0.0,
-        )  # fmt: skip
+            q_ptr + batch * q_stride_batch + q_offset[None, :] + channel[:, None],
+            mask=(row[None, :] < num_rows) & (channel[:, None] < HEAD_DIM),
+            other=0.0,
+        )  # [D, ROWS]: the keys stay in registers, on the side of the product that may
         if FP32_DOT:
-            logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2e
+            logits = tl.dot(keys, q, input_precision="ieee") * scale_log2e
         else:
-            logits = tl.dot(q, tl.trans(keys)) * scale_log2e
+            logits = tl.dot(keys, q) * scale_log2e
         if HAS_FACTORS:
-            square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)  # [ROWS]
-            logits = logits * unit[None, :] + (square * spread_log2e)[:, None] * spread[None, :]
-        exists = (row[:, None] < num_rows) & (chunk[None, :] < count)
+            square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=0)  # [ROWS]
+            logits = logits * unit[:, None] + (square * spread_log2e)[None, :] * spread[:, None]
+        exists = (row[None, :] < num_rows) & (chunk[:, None] < count)
         logits = tl.where(exists, logits, float("-inf"))
         out_row = part_head * (num_queries * GROUP) + row  # [ROWS] int64
         # Rows of whole tiles, so that every store is aligned and needs no mask over chunks.
-        out = logits_ptr + out_row[:, None] * (num_tiles * TILE) + chunk[None, :]
-        tl.store(out, logits, mask=row[:, None] + tl.zeros([ROWS, TILE], dtype=tl.int32) < num_rows)
-        best = tl.max(logits, axis=1)
+        out = logits_ptr + out_row[None, :] * (num_tiles * TILE) + chunk[:, None]
+        tl.store(out, logits, mask=row[None, :] + tl.zeros([TILE, ROWS], dtype=tl.int32) < num_rows)
+        best = tl.max(logits, axis=0)
         # Rows that are padding have no maximum, and -inf - -inf is NaN.
         pivot = tl.where(row < num_rows, best, 0.0)
-        total = tl.sum(tl.exp2(logits - pivot[:, None]), axis=1)
+        total = tl.sum(tl.exp2(logits - pivot[None, :]), axis=0)
         tl.store(tile_max_ptr + out_row * num_tiles + tile, best, mask=row < num_rows)
         tl.store(tile_sum_ptr + out_row * num_tiles + tile, total, mask=row < num_rows)
 
@@ -211,11 +222,12 @@ def chunk_scores_triton(
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
                 D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=_ROWS, TILE=tile,
                 HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys, FP32_DOT=fp32,
+                num_warps=2,
             )  # fmt: skip
             _softmax_average_kernel[(heads, triton.cdiv(chunks, _COLUMNS))](
                 logits, tile_max, tile_sum, num_chunks, used, scores, first, num_rows, chunks, tiles,
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=_ROWS, COLUMNS=_COLUMNS, TILE=tile, TILES=_TILES,
-                HAS_USED=rows_used is not None,
+                HAS_USED=rows_used is not None, num_warps=2,
             )  # fmt: skip
     return scores
 
@@ -258,6 +270,12 @@ def chunk_scores(
     return run(q, summaries, counts, scale=scale, rows_used=rows_used)
 
 
+def _bins(scores: torch.Tensor) -> torch.Tensor:
+    """The bin of each score, int32; what is no number is in the last."""
+    bits = scores.clamp_min(0.0).view(torch.int32)  # of numbers that are not negative, in their order
+    return ((bits >> 19) - ((127 - 31) << 4)).clamp(0, 511)
+
+
 def select_chunks_reference(
     scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int, held: torch.Tensor | None = None,
     held_margin: float = 0.0,
@@ -269,8 +287,7 @@ def select_chunks_reference(
     if held is not None:
         inside = (held >= 0) & (held < chunks)
         scores.scatter_add_(2, held.clamp(0, chunks - 1).long(), inside * held_margin)
-    key = scores.clamp_min(0.0).nan_to_num(nan=torch.inf)
-    key = key.masked_fill(chunk == 0, torch.inf).masked_fill(chunk >= limit, -1.0)
+    key = _bins(scores).masked_fill(chunk == 0, 512).masked_fill(chunk >= limit, -1)
     best = key.argsort(dim=-1, descending=True, stable=True)[..., :budget_chunks]  # stable: the lower index first
     best = torch.nn.functional.pad(best, (0, budget_chunks - best.shape[2]), value=chunks)
     kept = limit.clamp(max=chunks).expand(*scores.shape[:2], 1) > torch.arange(budget_chunks, device=scores.device)
@@ -278,43 +295,88 @@ def select_chunks_reference(
     return ordered.masked_fill(ordered == chunks, -1).int()
 
 
-@jit(do_not_specialize=("num_chunks", "budget_chunks", "num_held"))
-def _select_kernel(
-    scores_ptr, limits_ptr, held_ptr, out_ptr, num_chunks, budget_chunks, num_held, held_margin,
-    NUM_KV_HEADS: tl.constexpr, C_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
-    HAS_HELD: tl.constexpr,
-):  # fmt: skip
-    # One program holds all scores of a head. The bits of numbers that are not negative are in the order of the numbers.
+@jit(do_not_specialize=("num_chunks", "num_held"))
+def _add_margin_kernel(scores_ptr, held_ptr, num_chunks, num_held, held_margin, H_BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    if HAS_HELD:
-        lane = tl.arange(0, H_BLOCK)
-        held = tl.load(held_ptr + head * num_held + lane, mask=lane < num_held, other=-1)
-        inside = (held >= 0) & (held < num_chunks)
-        place = scores_ptr + head * num_chunks + held
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + held_margin, mask=inside)
-        tl.debug_barrier()  # other threads of this program read them next
+    lane = tl.arange(0, H_BLOCK)
+    held = tl.load(held_ptr + head * num_held + lane, mask=lane < num_held, other=-1)
+    inside = (held >= 0) & (held < num_chunks)
+    place = scores_ptr + head * num_chunks + held
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + held_margin, mask=inside)
+
+
+@jit
+def _load_bins(scores_ptr, first_score, chunk, limit):
+    # The first chunk has the last bin, which no score below 2 reaches. -1 for what may not be chosen.
+    score = tl.load(scores_ptr + first_score + chunk, mask=chunk < limit, other=0.0)
+    bits = tl.maximum(score.to(tl.int32, bitcast=True), 0)
+    found = tl.minimum(tl.maximum((bits >> _SHIFT) - _FIRST_BIN, 0), _BINS - 1)
+    # NaN with its sign set looks like a negative number.
+    found = tl.where((chunk == 0) | (score != score), _BINS - 1, found)
+    return tl.where(chunk < limit, found, -1)
+
+
+@jit(do_not_specialize=("num_chunks", "num_parts"))
+def _count_bins_kernel(
+    scores_ptr, limits_ptr, counted_ptr, num_chunks, num_parts, NUM_KV_HEADS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     limit = tl.minimum(tl.load(limits_ptr + head // NUM_KV_HEADS), num_chunks)
-    chunk = tl.arange(0, C_BLOCK)
-    score = tl.load(scores_ptr + head * num_chunks + chunk, mask=chunk < limit, other=0.0)
-    key = tl.maximum(score.to(tl.int32, bitcast=True), 0)
-    key = tl.where(chunk == 0, _FORCED, key)
-    # Chunks from the limit on have key 0, and no more are wanted than lie before them: a tie goes to the lower.
-    wanted = tl.minimum(limit, budget_chunks)
-    # The largest threshold that `wanted` keys reach, one bit at a time from the highest.
-    threshold = 0
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        reaching = tl.sum((key >= candidate).to(tl.int32), axis=0)
-        threshold = tl.where(reaching >= wanted, candidate, threshold)
-    above = key > threshold
-    equal = key == threshold
-    missing = wanted - tl.sum(above.to(tl.int32), axis=0)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing))
-    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    out = out_ptr + head * budget_chunks
-    tl.store(out + place, chunk, mask=chosen)
+    chunk = part * COLUMNS + tl.arange(0, COLUMNS)
+    found = _load_bins(scores_ptr, head * num_chunks, chunk, limit)
+    number = tl.arange(0, _BINS)
+    counted = tl.histogram(tl.maximum(found, 0), _BINS)
+    counted -= tl.where(number == 0, tl.sum((found < 0).to(tl.int32), axis=0), 0)
+    tl.store(counted_ptr + (head * num_parts + part) * _BINS + number, counted)
+
+
+@jit(do_not_specialize=("num_chunks", "budget_chunks", "num_parts"))
+def _threshold_kernel(
+    counted_ptr, limits_ptr, plan_ptr, out_ptr, num_chunks, budget_chunks, num_parts,
+    NUM_KV_HEADS: tl.constexpr, PARTS: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    wanted = tl.minimum(tl.minimum(tl.load(limits_ptr + head // NUM_KV_HEADS), num_chunks), budget_chunks)
+    number = tl.arange(0, _BINS)
+    part = tl.arange(0, PARTS)
+    counted = tl.load(
+        counted_ptr + (head * num_parts + part[:, None]) * _BINS + number[None, :],
+        mask=part[:, None] + tl.zeros([PARTS, _BINS], dtype=tl.int32) < num_parts, other=0,
+    )  # fmt: skip
+    total = tl.sum(counted, axis=0)
+    reached = tl.sum(total, axis=0) - tl.cumsum(total, axis=0) + total  # scores in this bin and above
+    # The highest bin down to which there are enough.
+    threshold = tl.max(tl.where(reached >= wanted, number, 0), axis=0)
+    above = tl.sum(tl.where(number[None, :] > threshold, counted, 0), axis=1)  # [PARTS]
+    equal = tl.sum(tl.where(number[None, :] == threshold, counted, 0), axis=1)
+    missing = wanted - tl.sum(above, axis=0)
+    equal_before = tl.minimum(tl.cumsum(equal, axis=0) - equal, missing)
+    quota = tl.minimum(missing - equal_before, equal)  # of those equal to the threshold, how many a part gives
+    first = tl.cumsum(above, axis=0) - above + equal_before
+    plan = plan_ptr + (head * num_parts + part) * 3
+    tl.store(plan, threshold + tl.zeros_like(first), mask=part < num_parts)
+    tl.store(plan + 1, quota, mask=part < num_parts)
+    tl.store(plan + 2, first, mask=part < num_parts)
     empty = tl.arange(0, K_BLOCK)
-    tl.store(out + empty, tl.full([K_BLOCK], -1, dtype=tl.int32), mask=(empty >= wanted) & (empty < budget_chunks))
+    out = out_ptr + head * budget_chunks + empty
+    tl.store(out, tl.full([K_BLOCK], -1, dtype=tl.int32), mask=(empty >= wanted) & (empty < budget_chunks))
+
+
+@jit(do_not_specialize=("num_chunks", "budget_chunks", "num_parts"))
+def _write_chosen_kernel(
+    scores_ptr, limits_ptr, plan_ptr, out_ptr, num_chunks, budget_chunks, num_parts,
+    NUM_KV_HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    limit = tl.minimum(tl.load(limits_ptr + head // NUM_KV_HEADS), num_chunks)
+    chunk = part * COLUMNS + tl.arange(0, COLUMNS)
+    found = _load_bins(scores_ptr, head * num_chunks, chunk, limit)
+    plan = plan_ptr + (head * num_parts + part) * 3
+    threshold, quota, first = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
+    equal = found == threshold
+    chosen = (found > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= quota))
+    place = first + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(out_ptr + head * budget_chunks + place, chunk, mask=chosen)
 
 
 def select_chunks_triton(
@@ -324,16 +386,29 @@ def select_chunks_triton(
     """Triton version of `select_chunks`; `limits` [B] on the device."""
     require_triton("select_chunks")
     batch, num_kv_heads, chunks = scores.shape
+    heads = batch * num_kv_heads
+    columns = max(_PART_CHUNKS, triton.next_power_of_2(triton.cdiv(chunks, _MOST_PARTS)))
+    parts = triton.cdiv(chunks, columns)
     selected = torch.empty(batch, num_kv_heads, budget_chunks, dtype=torch.int32, device=scores.device)
-    block = triton.next_power_of_2(chunks)
-    num_held = 1 if held is None else held.shape[2]
+    counted = torch.empty(heads, parts, 512, dtype=torch.int32, device=scores.device)
+    plan = torch.empty(heads, parts, 3, dtype=torch.int32, device=scores.device)
     with torch.cuda.device_of(scores):
-        _select_kernel[(batch * num_kv_heads,)](
-            scores, limits, limits if held is None else held, selected, chunks, budget_chunks, num_held, held_margin,
-            NUM_KV_HEADS=num_kv_heads, C_BLOCK=block, K_BLOCK=triton.next_power_of_2(budget_chunks),
-            H_BLOCK=triton.next_power_of_2(num_held), HAS_HELD=held is not None,
-            num_warps=min(32, max(1, block // 1024)),
+        if held is not None:
+            num_held = held.shape[2]
+            _add_margin_kernel[(heads,)](
+                scores, held, chunks, num_held, held_margin, H_BLOCK=triton.next_power_of_2(num_held)
+            )
+        _count_bins_kernel[(heads, parts)](
+            scores, limits, counted, chunks, parts, NUM_KV_HEADS=num_kv_heads, COLUMNS=columns
+        )
+        _threshold_kernel[(heads,)](
+            counted, limits, plan, selected, chunks, budget_chunks, parts,
+            NUM_KV_HEADS=num_kv_heads, PARTS=triton.next_power_of_2(parts),
+            K_BLOCK=triton.next_power_of_2(budget_chunks), num_warps=8,
         )  # fmt: skip
+        _write_chosen_kernel[(heads, parts)](
+            scores, limits, plan, selected, chunks, budget_chunks, parts, NUM_KV_HEADS=num_kv_heads, COLUMNS=columns
+        )
     return selected
 
 
@@ -351,7 +426,8 @@ def select_chunks(
         held_margin: Added to their scores: another chunk has to be better by so much to be worth fetching.
 
     Returns:
-        [B, H_kv, K] int32: min(K, limit, C) chunks in ascending order, then -1. Of equal scores the lower chunk wins.
+        [B, H_kv, K] int32: min(K, limit, C) chunks in ascending order, then -1. Of scores of one bin (a sixteenth of
+        an octave) the lower chunk wins; what is less than 2^-31 is in the first, what is no number in the last.
     """
     assert scores.dtype == torch.float32 and scores.is_contiguous() and budget_chunks > 0
     batch, num_kv_heads, chunks = scores.shape

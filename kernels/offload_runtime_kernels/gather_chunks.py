@@ -1,7 +1,7 @@
 """Bring newly chosen chunks of keys and values into a small device cache, straight from the blocks they lie in.
 
 A chunk that is chosen again stays where it is. The j-th newly chosen chunk takes the j-th place that is free: first the
-assignment (one program per head, comparing the old list with the new), then the copies. A block is addressed by a
+assignment (one program per head, looking up the old list in the new), then the copies. A block is addressed by a
 pointer, so it may lie in device memory or in page-locked host memory, which the GPU reads over the link. A head's
 chunk is contiguous in a block, keys and values each: 2 KiB for 8 tokens of 128 channels in 16 bits.
 """
@@ -16,7 +16,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
 _ALIGNMENT = 16  # bytes of the widest load
-_COMPARED = 16384  # pairs of entries that a program compares at a time
 # Programs of a head that share its copies: enough for a tenth of 512 places in one go, few where nothing moves.
 _GATHER_PROGRAMS = 64
 
@@ -98,26 +97,31 @@ def gather_chunks_reference(
 
 @jit(do_not_specialize=("num_places",))
 def _assign_kernel(
-    selected_ptr, resident_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_moved_ptr, num_places,
-    K_BLOCK: tl.constexpr, COMPARED: tl.constexpr,
+    selected_ptr, resident_ptr, present_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_moved_ptr, num_places,
+    K_BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     selected_ptr += head * num_places
     resident_ptr += head * num_places
+    present_ptr += head * num_places
     lane = tl.arange(0, K_BLOCK)
     selected = tl.load(selected_ptr + lane, mask=lane < num_places, other=-1)
     resident = tl.load(resident_ptr + lane, mask=lane < num_places, other=-1)
     count = tl.sum((selected >= 0).to(tl.int32), axis=0)
-    # A chunk in a place that is no longer in use has to move into one that is. -2 equals nothing.
-    resident = tl.where((lane < count) & (resident >= 0), resident, -2)
-    kept = tl.zeros([K_BLOCK], dtype=tl.int32)
-    present = tl.zeros([K_BLOCK], dtype=tl.int32)
-    for start in range(0, num_places, COMPARED):
-        other = start + tl.arange(0, COMPARED)
-        new = tl.load(selected_ptr + other, mask=other < num_places, other=-1)
-        old = tl.load(resident_ptr + other, mask=other < count, other=-2)
-        kept = tl.maximum(kept, tl.max((resident[:, None] == new[None, :]).to(tl.int32), axis=1))
-        present = tl.maximum(present, tl.max((selected[:, None] == old[None, :]).to(tl.int32), axis=1))
+    tl.store(present_ptr + lane, tl.zeros([K_BLOCK], dtype=tl.int32), mask=lane < num_places)
+    # How many chosen chunks lie before each resident one: the selection is in order, so it is halved step by step.
+    before = tl.zeros([K_BLOCK], dtype=tl.int32)
+    for step in tl.static_range(STEPS):
+        probe = before + (K_BLOCK >> step) - 1
+        other = tl.load(selected_ptr + probe, mask=probe < count, other=2147483647)
+        before = tl.where(other < resident, before + (K_BLOCK >> step), before)
+    found = tl.load(selected_ptr + before, mask=before < count, other=-2) == resident
+    # A chunk in a place that is no longer in use has to move into one that is.
+    kept = found & (lane < count) & (resident >= 0)
+    tl.debug_barrier()  # the zeros before the ones, and the ones before they are read by other threads
+    tl.store(present_ptr + before, tl.full([K_BLOCK], 1, tl.int32), mask=kept)
+    tl.debug_barrier()
+    present = tl.load(present_ptr + lane, mask=lane < num_places, other=0)
     free = ((lane < num_places) & (kept == 0)).to(tl.int32)
     moved = ((selected >= 0) & (present == 0)).to(tl.int32)
     num_free = tl.sum(free, axis=0)
@@ -170,14 +174,14 @@ def gather_chunks_triton(
     batch, num_kv_heads, num_places = selected.shape
     head_dim = data.head_dim
     heads = batch * num_kv_heads
-    places, arrivals = torch.empty(2, heads, num_places, dtype=torch.int32, device=selected.device)
+    present, places, arrivals = torch.empty(3, heads, num_places, dtype=torch.int32, device=selected.device)
     num_free = torch.empty(heads, dtype=torch.int32, device=selected.device)
     num_moved = torch.empty(batch, num_kv_heads, dtype=torch.int32, device=selected.device)
     block, lanes = triton.next_power_of_2(num_places), triton.next_power_of_2(chunk_size * head_dim)
     with torch.cuda.device_of(data.data):
         _assign_kernel[(heads,)](
-            selected, resident, places, arrivals, num_free, num_moved, num_places,
-            K_BLOCK=block, COMPARED=max(1, min(32, _COMPARED // block)), num_warps=8,
+            selected, resident, present, places, arrivals, num_free, num_moved, num_places,
+            K_BLOCK=block, STEPS=block.bit_length(), num_warps=4,
         )  # fmt: skip
         _gather_kernel[(heads, min(num_places, _GATHER_PROGRAMS))](
             source.pointers, data.data, resident, places, arrivals, num_free, num_places,
@@ -194,8 +198,8 @@ def gather_chunks(
     """Make `data` hold the selected chunks, moving only those that it does not hold yet.
 
     Args:
-        selected: [B, H_kv, K] int32, contiguous: chunks of each head, none twice, -1 for none; they fill the first
-            places, as many as there are, without a gap.
+        selected: [B, H_kv, K] int32, contiguous: chunks of each head in ascending order, none twice, then -1 for
+            none; they fill the first places, as many as there are, without a gap.
         resident: [B, H_kv, K] int32, contiguous, updated in place: the chunk in every place, -1 for none.
         source: Where the blocks of those chunks lie.
         data: [B, at least K * chunk_size / 256, 2, H_kv, 256, D], written in place; place i is the tokens from

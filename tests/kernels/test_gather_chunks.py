@@ -147,15 +147,6 @@ def test_kernel_and_reference_choose_the_same_places() -> None:
         assert torch.equal(ours.data.data.nan_to_num(nan=7e7), reference.data.data.nan_to_num(nan=7e7))
 
 
-@pytest.mark.parametrize("run", GATHERERS)
-def test_an_order_that_is_not_ascending_will_do(run: Callable[..., torch.Tensor]) -> None:
-    setup = _setup(batch=1, num_kv_heads=1, places=5)
-    for chunks in ([9, 3, 20, -1, -1], [50, 20, 9, 4, 80]):
-        selected = torch.tensor([[chunks]], dtype=torch.int32, device=KERNEL_DEVICE)
-        run(selected, setup.resident, setup.source, setup.data, chunk_size=8)
-    assert setup.resident.tolist() == [[[9, 50, 20, 4, 80]]]
-
-
 def test_rows_of_a_table_are_the_table() -> None:
     setup = _setup(batch=3)
     row = setup.source.rows(1, 3)
