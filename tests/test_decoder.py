@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from offload_runtime_kernels.attention import attention_reference, attention_triton
+from offload_runtime_kernels.few_row_linear import MOST_ROWS, few_row_linear
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.model import RopeTable, RowBuilder, Window
+from offload_runtime.model import RopeTable, RowBuilder, Window, few_rows
 from offload_runtime.model.linear import padded_rows, tiled_linear
 from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.runners.passes import window_pass
 from offload_runtime.weights.architecture import model_config_from_transformers
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
@@ -21,6 +24,7 @@ from tests.helpers.models import (
     BUILDERS,
     LENGTH_DEPENDENT_BUILDERS,
     SHORT_LENGTH,
+    VOCAB_SIZE,
     all_logits,
     cached_logits,
     random_model,
@@ -73,6 +77,53 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     _assert_logits(_window_logits(runner, tokens[33:45]), expected[33:45])
     runner.cache.commit(0, 4)
     _assert_logits(runner.prefill(0, tokens[37:50]), expected[49:50])
+    made.close()
+
+
+def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of a window's pass that promises no bits."""
+    runner.cache.begin_window([0], [len(tokens)])
+    rows = runner._rows.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
+    return window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)[0]
+
+
+def _check_passes_of_few_rows(runner: ModelRunner, name: str, *, most: float) -> None:
+    """Passes of one, two, many and more than the fused products' rows, on each other's keys and on ordinary ones."""
+    model, tokens = random_model(name), random_tokens(MOST_ROWS + 30)
+    expected = all_logits(model, tokens)
+    start = 0
+    for count in (1, 1, 2, 12, MOST_ROWS + 1, 5):
+        part = slice(start, start + count)
+        few = _few_row_logits(runner, tokens[part])
+        _assert_logits(few, expected[part], most=most)
+        runner.cache.commit(0, count)
+        start += count
+    _assert_logits(_window_logits(runner, tokens[start:]), expected[start:], most=most)
+    runner.cache.truncate(0, 0)
+    runner.prefill(0, tokens[:20])
+    _assert_logits(_few_row_logits(runner, tokens[20 : 20 + MOST_ROWS]), expected[20 : 20 + MOST_ROWS], most=most)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_passes_of_few_rows_match_transformers(name: str, tmp_path: Path) -> None:
+    made = make_runner(random_model(name), tmp_path, slots=2)
+    _check_passes_of_few_rows(made.runner, name, most=1e-5)
+    made.close()
+
+
+def test_passes_of_few_rows_take_the_fused_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int]] = []
+
+    def fused(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        taken.append((x.shape[0], weight.shape[0]))
+        return few_row_linear(x, weight, **options)
+
+    monkeypatch.setattr(few_rows, "few_row_linear", fused)
+    made = make_runner(random_model("llama"), tmp_path)
+    _few_row_logits(made.runner, random_tokens(MOST_ROWS))
+    assert taken == [(MOST_ROWS, m) for m in (144, 48, 160, 48)] * 4 + [(MOST_ROWS, VOCAB_SIZE)]
+    _few_row_logits(made.runner, random_tokens(MOST_ROWS + 1))
+    assert len(taken) == 17
     made.close()
 
 
@@ -203,6 +254,14 @@ def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
     tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])[0]
     _assert_logits(tree, expected[37:46], most=GPU_ERROR)
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BUILDERS)
+def test_passes_of_few_rows_match_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
+    made = make_runner(random_model(name), tmp_path, slots=2, device=CUDA)
+    _check_passes_of_few_rows(made.runner, name, most=GPU_ERROR)
     made.close()
 
 

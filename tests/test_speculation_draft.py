@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
 
 import pytest
 import torch
@@ -135,17 +137,20 @@ class NanDraft:
     """A draft whose logits of the token at position 12 are NaN the first time."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.cache, self.decoder, self.streamer = runner.cache, runner.decoder, runner.streamer
-        self.prefill = runner.prefill
+        self.cache, self.streamer = runner.cache, runner.streamer
+        self.prefill, self.run_rows = runner.prefill, runner.run_rows
+        self.decoder = copy(runner.decoder)
+        self.decoder.attend = self._attend
+        self._true_attend = runner.decoder.attend
         self._broken = False
 
-    def run_rows(self, rows: PassRows) -> torch.Tensor:
-        logits = self._runner.run_rows(rows)
-        if self._broken or int(rows.query.positions.max()) != 11:
-            return logits
+    def _attend(self, index: int, weights: Any, qkv: torch.Tensor, rows: PassRows, cache: Any) -> torch.Tensor:
+        mixed = self._true_attend(index, weights, qkv, rows, cache)
+        # Behind the last layer's keys, so that none of them are NaN.
+        if self._broken or index + 1 < self.decoder.config.num_layers or int(rows.query.positions.max()) != 11:
+            return mixed
         self._broken = True
-        return logits * float("nan")
+        return mixed * float("nan")
 
 
 def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
@@ -156,16 +161,32 @@ def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
     assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
 
 
-class InterruptedDraft(NanDraft):
-    """A draft whose passes are interrupted whenever `countdown` reaches zero."""
+class InterruptedDraft:
+    """A draft, and the streamer of its weights, whose passes are interrupted whenever `countdown` reaches zero."""
 
     countdown = -1
 
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.cache, self.decoder, self.prefill = runner.cache, runner.decoder, runner.prefill
+        self.num_streamed = runner.streamer.num_streamed
+
+    @property
+    def streamer(self) -> InterruptedDraft:
+        return self
+
+    def layers(self) -> Any:
+        self._count()
+        return self._runner.streamer.layers()
+
     def run_rows(self, rows: PassRows) -> torch.Tensor:
+        self._count()
+        return self._runner.run_rows(rows)
+
+    def _count(self) -> None:
         self.countdown -= 1
         if self.countdown == 0:
             raise KeyboardInterrupt
-        return self._runner.run_rows(rows)
 
 
 def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> None:

@@ -4,8 +4,8 @@
 
 The bound is reading the keys and values once, or the operations on the keys that each query sees. The reference is
 torch's SDPA under a dense mask. It is given the tree as a chain: the work is the same, and finding the tree's slots
-would wait for the device. The reference of pieces is SDPA over everything at once, and that of retrieved keys SDPA over
-as many keys in one row.
+would wait for the device. The reference of pieces is SDPA over everything at once, and that of several sources SDPA
+over as many keys in one row.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
 from offload_runtime_kernels.attention import (
     AttentionState,
+    KeySource,
     QueryRows,
     attend_blocks_triton,
+    attend_sources_triton,
     attention_reference,
     attention_triton,
     finish_attention_triton,
@@ -105,7 +107,7 @@ def make_pieces_case(queries: int, context: int, piece_tokens: int, num_heads: i
     )  # fmt: skip
 
 
-def make_retrieval_case(queries: int, retrieved: int, recent: int, num_heads: int, num_kv_heads: int) -> Case:
+def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int, num_kv_heads: int) -> Case:
     """The middle level: retrieved keys, all of them seen, and the newest blocks of a sequence of 120K tokens."""
     start = 480 * BLOCK_TOKENS  # first position of the newest blocks
     kv_bytes = _kv_bytes(retrieved + recent, num_kv_heads)
@@ -116,19 +118,16 @@ def make_retrieval_case(queries: int, retrieved: int, recent: int, num_heads: in
     rows, chain = (_rows(queries, first + recent - queries, tree=False) for first in (start, retrieved))
     newest = range(start // BLOCK_TOKENS, start // BLOCK_TOKENS + near.shape[2])
 
-    def in_two(i: int) -> torch.Tensor:
-        state = AttentionState.empty(q)
-        kv = KVBlocks(far[i])
-        attend_blocks_triton(q, kv, rows, range(kv.num_blocks), state, scale=SCALE, num_keys=retrieved)
-        attend_blocks_triton(q, KVBlocks(near[i]), rows, newest, state, scale=SCALE)
-        return finish_attention_triton(q, state)
+    def from_two(i: int) -> torch.Tensor:
+        chosen = KeySource(KVBlocks(far[i]), range(far.shape[2]), num_keys=retrieved)
+        return attend_sources_triton(q, [chosen, KeySource(KVBlocks(near[i]), newest)], rows, scale=SCALE)
 
     return Case(
         configuration={
-            "mode": "retrieval", "queries": queries, "retrieved": retrieved, "recent": recent, "num_heads": num_heads,
+            "mode": "sources", "queries": queries, "retrieved": retrieved, "recent": recent, "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
         },
-        kernel=in_two,
+        kernel=from_two,
         reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, scale=SCALE),
         num_inputs=count,
         moved_bytes=kv_bytes + 2 * q.nbytes,
@@ -149,6 +148,6 @@ if __name__ == "__main__":
             *(partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes),
             partial(make_case, "window", 17, 122880, 32, 32),
             partial(make_pieces_case, 17, 122880, 8192, 32, 32),
-            partial(make_retrieval_case, 17, 4096, 512, 32, 32),
+            *(partial(make_sources_case, queries, 4096, 600, 32, 32) for queries in (1, 5, 17)),
         ],
     )

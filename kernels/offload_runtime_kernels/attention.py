@@ -12,15 +12,25 @@ through a tree gives the bits of a chain. Splits may come in several calls (`att
 does not fit: what passes between them is what the merge keeps anyway, and one binary of each kernel serves whole
 caches, pieces and rings.
 
+Where no bits are promised, all keys of a query may also come from several caches in one call (`attend_sources`).
+
 Prefill runs the same loop without splits: as independent of how the prompt is cut into pieces.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from offload_runtime_kernels.attention_cpu import attend_blocks_cpu, attention_reference, finish_attention_cpu
-from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.attention_cpu import (
+    attend_blocks_cpu,
+    attend_sources_cpu,
+    attention_reference,
+    finish_attention_cpu,
+)
+from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_triton import (
     attend_blocks_triton,
+    attend_sources_triton,
     attention_triton,
     finish_attention_triton,
 )
@@ -28,9 +38,12 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 __all__ = [
     "AttentionState",
+    "KeySource",
     "QueryRows",
     "attend_blocks",
     "attend_blocks_triton",
+    "attend_sources",
+    "attend_sources_triton",
     "attention",
     "attention_reference",
     "attention_triton",
@@ -105,3 +118,25 @@ def finish_attention(q: torch.Tensor, rows: QueryRows, state: AttentionState) ->
     """
     assert rows.positions.shape == q.shape[:2]  # padding rows have seen nothing, which is enough to make them zero
     return finish_attention_triton(q, state) if q.is_cuda else finish_attention_cpu(q, state)
+
+
+def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
+    """Attend to the keys of several caches as if they were one: sum over all of them, one softmax.
+
+    A key is visible when its position in its own source is at most the query's and below the source's `num_keys`: a
+    source of other keys than those of the positions, such as retrieved ones, needs fewer of them than there are
+    positions before the window. The order of the sources decides the order of sums, so the bits are not those of
+    `attention`. Enqueues one launch a source and one more on the current stream; fit for a CUDA graph.
+
+    Args:
+        q: [B, T, H, D], contiguous.
+        sources: Hold keys and values in the dtype of `q`, finite as for `attention`; those without blocks count for
+            nothing.
+        rows: The queries' positions, no tree, and batch rows where a source has none of its own.
+        scale: As for `attention`.
+
+    Returns:
+        [B, T, H, D] in the dtype of `q`; zero for padding rows and where no source has a key.
+    """
+    run = attend_sources_triton if q.is_cuda else attend_sources_cpu
+    return run(q, sources, rows, scale=scale)

@@ -5,9 +5,12 @@ threads, which in 16 bits shows in every other text. So a window works on one qu
 query's position alone says which shapes there are, how they are aligned and how threads share them.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
-from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _LOG2_E = 1.4426950408889634
@@ -76,6 +79,16 @@ def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor
     """CPU version of `finish_attention`."""
     unseen = state.best == float("-inf")
     return (state.acc / state.total[..., None]).masked_fill_(unseen[..., None], 0).to(q.dtype)
+
+
+def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
+    """CPU version of `attend_sources`; reads positions on the host."""
+    assert rows.ancestors is None
+    state = AttentionState.empty(q)
+    for source in sources:
+        own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
+        attend_blocks_cpu(q, source.kv, own, source.blocks, state, scale=scale, num_keys=source.num_keys)
+    return finish_attention_cpu(q, state)
 
 
 def _fp32_block(block: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,14 @@ from offload_runtime_kernels._jit import jit, tl
 @jit(
     do_not_specialize=(
         "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query", "end_query",
-        "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys", "first_block",
-        "num_blocks",
+        "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys", "direct",
+        "first_block", "num_blocks",
     )
 )  # fmt: skip
 def attention_kernel(
-    q_ptr, kv_ptr, out_ptr, lse_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, out_ptr, lse_ptr, final_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, first_partial, num_ancestors, sliding_window, num_keys,
-    scale_log2e, first_block, num_blocks,
+    direct, scale_log2e, first_block, num_blocks,
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KV: tl.constexpr, TREE: tl.constexpr,
@@ -105,9 +105,14 @@ def attention_kernel(
         partial_row = batch * (end_query - first_query) + (query - first_query)
         split_rows = (split - first_partial).to(tl.int64) * num_rows + partial_row
         partial = (split_rows * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-        tl.store(out_ptr + partial[:, None] + channel[None, :], out, mask=out_mask)
+        # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a
+        # merge would add the first split to a positive zero.
+        to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0
+        final = (out + 0.0).to(final_ptr.dtype.element_ty)
+        tl.store(final_ptr + row_offset[:, None] + channel[None, :], final, mask=out_mask & to_final[:, None])
+        tl.store(out_ptr + partial[:, None] + channel[None, :], out, mask=out_mask & (to_final[:, None] == 0))
         lse = tl.where(total == 0.0, float("-inf"), best + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse_ptr + split_rows * (NUM_KV_HEADS * GROUP) + head, lse, mask=row_valid)
+        tl.store(lse_ptr + split_rows * (NUM_KV_HEADS * GROUP) + head, lse, mask=row_valid & (to_final == 0))
     else:
         tl.store(out_ptr + row_offset[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -139,8 +144,8 @@ def merge_kernel(
     for split in range(num_splits):
         index = (split * num_rows + row) * NUM_HEADS + head
         lse = tl.load(lse_ptr + index)
-        seen = lse + tl.zeros_like(acc) > float("-inf")
-        part = tl.load(partial_ptr + index * HEAD_DIM + channel, mask=inside & seen, other=0.0)
+        part = tl.load(partial_ptr + index * HEAD_DIM + channel, mask=inside, other=0.0)  # does not wait for `lse`
+        part = tl.where(lse + tl.zeros_like(acc) > float("-inf"), part, 0.0)
         new_best = tl.maximum(best, lse)
         pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp2(best - pivot)
@@ -155,3 +160,38 @@ def merge_kernel(
     tl.store(acc_ptr + target, acc, mask=inside & (finish + tl.zeros_like(channel) == 0))
     tl.store(best_ptr + state, best, mask=finish == 0)
     tl.store(total_ptr + state, total, mask=finish == 0)
+
+
+# Splits by the handful: their loads wait for nothing but each other, where the merge above waits for each in turn.
+@jit(do_not_specialize=("num_splits", "num_rows", "num_queries", "first_query", "end_query"))
+def join_kernel(
+    partial_ptr, lse_ptr, out_ptr, num_splits, num_rows, num_queries, first_query, end_query,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channel = tl.arange(0, D_BLOCK)
+    inside = channel < HEAD_DIM
+    best = tl.full([], float("-inf"), dtype=tl.float32)
+    total = tl.full([], 0.0, dtype=tl.float32)
+    acc = tl.zeros([D_BLOCK], dtype=tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        there = split < num_splits
+        index = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
+        lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + index[:, None] * HEAD_DIM + channel[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        )
+        new_best = tl.maximum(best, tl.max(lse, axis=0))
+        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(lse - pivot)
+        shrink = tl.exp2(best - pivot)
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        best = new_best
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    part_queries = end_query - first_query
+    query = (row // part_queries) * num_queries + first_query + row % part_queries
+    target = (query * NUM_HEADS + head) * HEAD_DIM + channel
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=inside)

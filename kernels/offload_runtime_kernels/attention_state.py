@@ -1,8 +1,10 @@
-"""What the calls of attention pass around: which keys a query sees, and how far its softmax has got."""
+"""What the calls of attention pass around: which keys a query sees, where they lie, how far its softmax has got."""
 
 from dataclasses import dataclass
 
 import torch
+
+from offload_runtime_kernels.kv_blocks import KVBlocks
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,24 @@ class QueryRows:
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     min_committed: int = 0
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """One of several places that hold keys of the same queries.
+
+    `kv`: where they lie. `blocks`: absolute numbers of consecutive 256-token blocks in it that count; nothing is read
+    of the others. `num_keys`: positions from here on hold no key; None for no such limit. `sequences` [B] int32, on the
+    device: the queries' batch rows in `kv`; None for those of the query rows.
+    """
+
+    kv: KVBlocks
+    blocks: range
+    num_keys: int | None = None
+    sequences: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.blocks.step == 1 and self.blocks.start >= self.kv.first_block
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Launches of the attention kernels: in parts that fit a workspace, over whole caches, pieces and rings."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from offload_runtime_kernels._jit import triton
-from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
-from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.attention_kernels import attention_kernel, join_kernel, merge_kernel
+from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 TILE_TOKENS = 64
@@ -20,6 +20,8 @@ WORKSPACE_BYTES = 64 << 20
 # Splits of one launch at least, before queries are done in parts as well: enough programs to fill a GPU.
 LEAST_SPLITS = 16
 _NO_LIMIT = (1 << 31) - 1
+# Splits that one program of a join reads at a time: 64 registers a thread at 128 channels.
+_JOINED_SPLITS = 16
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -53,6 +55,17 @@ def _merge(
     )  # fmt: skip
 
 
+def _split_bytes(q: torch.Tensor) -> int:
+    """Bytes of one split's result for one query of every sequence."""
+    return q.shape[0] * q.shape[2] * (q.shape[3] + 1) * 4
+
+
+def _blocks_with_keys(blocks: range, rows: QueryRows, num_keys: int | None) -> range:
+    """Those of `blocks` in which a query may see a key."""
+    last = triton.cdiv(rows.max_length if num_keys is None else min(num_keys, rows.max_length), SPLIT_TOKENS)
+    return range(blocks.start, min(blocks.stop, last))
+
+
 @dataclass(frozen=True)
 class _Call:
     """What the launches of one call share."""
@@ -73,9 +86,19 @@ class _Call:
 
     def run(
         self, out: torch.Tensor, lse: torch.Tensor, queries: range, splits: range | None, *, first_partial: int = 0,
-        tree: bool = False,
+        tree: bool = False, final: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Enqueue one launch over `splits` (None: the whole range in one loop) on the current stream."""
+        """Enqueue one launch on the current stream.
+
+        Args:
+            out: [splits, B * queries, H, D] fp32; without splits the result [B, T, H, D].
+            lse: [splits, B * queries, H] fp32; not touched without splits.
+            queries: Those of the T queries that attend.
+            splits: Of the keys; None for the whole range in one loop.
+            first_partial: The split whose result comes first in `out`.
+            tree: Each query has keys of its own.
+            final: [B, T, H, D], written instead of `out` and `lse` when there is one split and no other.
+        """
         batch, num_queries, num_heads, head_dim = self.q.shape
         rows, num_kv_heads = self.rows, self.kv.num_kv_heads
         group = num_heads // num_kv_heads
@@ -88,12 +111,13 @@ class _Call:
         channels = max(16, triton.next_power_of_2(head_dim))
         row_bytes = channels * self.q.element_size()
         attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
-            self.q, self.kv.data, out, lse, rows.positions, rows.sequences,
+            self.q, self.kv.data, out, lse, self.q if final is None else final, rows.positions, rows.sequences,
             rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
             num_queries, queries.start, queries.stop, batch * len(queries),
             splits.start if splits is not None else 0, first_partial,
             rows.ancestors.shape[2] if rows.ancestors is not None else 0, self.sliding_window or 0, self.num_keys,
-            self.scale * 1.4426950408889634, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3],
+            int(final is not None), self.scale * 1.4426950408889634, self.kv.first_block, self.kv.num_blocks,
+            *self.kv.data.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
             D_BLOCK=channels, ROWS=rows_per_program, TILE=TILE_TOKENS if row_bytes <= 512 else 32,
             SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
@@ -103,7 +127,7 @@ class _Call:
     def attend(self, blocks: range, state: AttentionState | None, out: torch.Tensor | None) -> None:
         """Merge `blocks` into `state`, or, without one, into nothing and write `out`."""
         batch, num_queries, num_heads, head_dim = self.q.shape
-        split_bytes = batch * num_heads * (head_dim + 1) * 4  # of one query
+        split_bytes = _split_bytes(self.q)
         most_queries = max(1, WORKSPACE_BYTES // (split_bytes * min(max(1, len(blocks)), LEAST_SPLITS)))
         for queries in _parts(range(num_queries), most_queries):
             most_splits = max(1, WORKSPACE_BYTES // (split_bytes * len(queries)))
@@ -115,6 +139,9 @@ class _Call:
                 between = AttentionState.empty(self.q) if len(blocks) > most_splits else AttentionState(lse, lse, lse)
             else:
                 between = state
+            if state is None and len(blocks) == 1:
+                self._partials(partial, lse, queries, blocks, final=out)
+                continue
             for splits in _parts(blocks, most_splits):
                 self._partials(partial, lse, queries, splits)
                 _merge(
@@ -123,13 +150,16 @@ class _Call:
                     finish=out is not None and splits.stop == blocks.stop,
                 )  # fmt: skip
 
-    def _partials(self, partial: torch.Tensor, lse: torch.Tensor, queries: range, splits: range) -> None:
+    def _partials(
+        self, partial: torch.Tensor, lse: torch.Tensor, queries: range, splits: range, *,
+        final: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Each split's own result: where all keys are committed for all queries of a program, else query by query."""
         shared = splits.stop if self.rows.ancestors is None else self.rows.min_committed // SPLIT_TOKENS
         shared = min(max(shared, splits.start), splits.stop)
         for part, tree in ((range(splits.start, shared), False), (range(shared, splits.stop), True)):
             if part:
-                self.run(partial, lse, queries, part, first_partial=splits.start, tree=tree)
+                self.run(partial, lse, queries, part, first_partial=splits.start, tree=tree, final=final)
 
 
 def attention_triton(
@@ -153,8 +183,7 @@ def attend_blocks_triton(
 ) -> None:  # fmt: skip
     """Triton version of `attend_blocks`."""
     assert state.best.is_contiguous() and state.acc.is_contiguous() and state.acc.shape == q.shape
-    last = triton.cdiv(rows.max_length if num_keys is None else min(num_keys, rows.max_length), SPLIT_TOKENS)
-    seen = range(blocks.start, min(blocks.stop, last))
+    seen = _blocks_with_keys(blocks, rows, num_keys)
     if seen:
         call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT if num_keys is None else num_keys)
         call.attend(seen, state, None)
@@ -165,4 +194,40 @@ def finish_attention_triton(q: torch.Tensor, state: AttentionState) -> torch.Ten
     out = torch.empty_like(q)
     # No splits: what stands for their results is never read.
     _merge(state.acc, state.best, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
+    return out
+
+
+def attend_sources_triton(
+    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float
+) -> torch.Tensor:
+    """Triton version of `attend_sources`: one launch a source, and one that joins what they found."""
+    assert rows.ancestors is None
+    calls: list[tuple[_Call, range]] = []
+    for source in sources:
+        splits = _blocks_with_keys(source.blocks, rows, source.num_keys)
+        if splits:
+            own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
+            limit = _NO_LIMIT if source.num_keys is None else source.num_keys
+            calls.append((_Call(q, source.kv, own, scale, None, limit), splits))
+    num_splits = sum(len(splits) for _, splits in calls)
+    if not num_splits:
+        return torch.zeros_like(q)
+    out = torch.empty_like(q)
+    batch, num_queries, num_heads, head_dim = q.shape
+    # All splits of a query at once, in whatever memory that takes: 64 MiB for a million keys and 32 heads.
+    for queries in _parts(range(num_queries), max(1, WORKSPACE_BYTES // (_split_bytes(q) * num_splits))):
+        num_rows = batch * len(queries)
+        partial = torch.empty((num_splits, num_rows, num_heads, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
+        before = 0  # splits of the sources before
+        for call, splits in calls:
+            final = out if num_splits == 1 else None
+            call.run(partial, lse, queries, splits, first_partial=splits.start - before, final=final)
+            before += len(splits)
+        if num_splits > 1:
+            join_kernel[(num_rows, num_heads)](
+                partial, lse, out, num_splits, num_rows, num_queries, queries.start, queries.stop,
+                NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim),
+                SPLITS=_JOINED_SPLITS, num_warps=1,
+            )  # fmt: skip
     return out

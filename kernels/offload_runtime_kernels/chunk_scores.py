@@ -89,6 +89,40 @@ def chunk_scores_reference(
     return (total / used.clamp_min(1)[:, None, None]).where(exists[:, None], 0.0)
 
 
+@jit
+def _rows_of_logits(
+    q_ptr, keys, unit, spread, out_ptr, tile_max_ptr, tile_sum_ptr, start, num_rows, num_tiles, q_stride_row,
+    scale_log2e, spread_log2e, chunk_exists,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    row = start + tl.arange(0, ROWS)
+    channel = tl.arange(0, D_BLOCK)
+    q_offset = (row // GROUP) * q_stride_row + (row % GROUP) * HEAD_DIM
+    q = tl.load(
+        q_ptr + q_offset[None, :] + channel[:, None],
+        mask=(row[None, :] < num_rows) & (channel[:, None] < HEAD_DIM),
+        other=0.0,
+    )  # [D, ROWS]: the keys stay in registers, on the side of the product that may
+    if FP32_DOT:
+        logits = tl.dot(keys, q, input_precision="ieee") * scale_log2e
+    else:
+        logits = tl.dot(keys, q) * scale_log2e
+    if HAS_FACTORS:
+        square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=0)  # [ROWS]
+        logits = logits * unit[:, None] + (square * spread_log2e)[None, :] * spread[:, None]
+    logits = tl.where((row[None, :] < num_rows) & chunk_exists[:, None], logits, float("-inf"))
+    # Rows of whole tiles, so that every store is aligned and needs no mask over chunks.
+    out = out_ptr + row.to(tl.int64)[None, :] * (num_tiles * TILE)
+    tl.store(out, logits, mask=row[None, :] + tl.zeros([TILE, ROWS], dtype=tl.int32) < num_rows)
+    best = tl.max(logits, axis=0)
+    # Rows that are padding have no maximum, and -inf - -inf is NaN.
+    pivot = tl.where(row < num_rows, best, 0.0)
+    total = tl.sum(tl.exp2(logits - pivot[None, :]), axis=0)
+    tl.store(tile_max_ptr + row * num_tiles, best, mask=row < num_rows)
+    tl.store(tile_sum_ptr + row * num_tiles, total, mask=row < num_rows)
+
+
 @jit(do_not_specialize=("first_head", "num_queries", "num_tiles"))
 def _chunk_logits_kernel(
     q_ptr, keys_ptr, factors_ptr, counts_ptr, used_ptr, logits_ptr, tile_max_ptr, tile_sum_ptr,
@@ -96,10 +130,11 @@ def _chunk_logits_kernel(
     factors_stride_batch, factors_stride_head, scale_log2e, spread_log2e,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_USED: tl.constexpr, HAS_FACTORS: tl.constexpr, FP32_DOT: tl.constexpr,
+    ONE_STEP: tl.constexpr,
 ):  # fmt: skip
     # A program holds one tile of one head's chunks and takes the query rows past it.
-    part_head = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
+    part_head = tl.program_id(1).to(tl.int64)
     batch = (first_head + part_head) // NUM_KV_HEADS
     kv_head = (first_head + part_head) % NUM_KV_HEADS
     count = tl.load(counts_ptr + batch)
@@ -119,33 +154,25 @@ def _chunk_logits_kernel(
         factors = factors_ptr + batch * factors_stride_batch + kv_head * factors_stride_head + chunk * 2
         unit = tl.load(factors, mask=chunk < count, other=0.0).to(tl.float32)
         spread = tl.load(factors + 1, mask=chunk < count, other=0.0).to(tl.float32)
-    for start in range(0, num_rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        q_offset = (row // GROUP) * q_stride_row + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-        q = tl.load(
-            q_ptr + batch * q_stride_batch + q_offset[None, :] + channel[:, None],
-            mask=(row[None, :] < num_rows) & (channel[:, None] < HEAD_DIM),
-            other=0.0,
-        )  # [D, ROWS]: the keys stay in registers, on the side of the product that may
-        if FP32_DOT:
-            logits = tl.dot(keys, q, input_precision="ieee") * scale_log2e
-        else:
-            logits = tl.dot(keys, q) * scale_log2e
-        if HAS_FACTORS:
-            square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=0)  # [ROWS]
-            logits = logits * unit[:, None] + (square * spread_log2e)[None, :] * spread[:, None]
-        exists = (row[None, :] < num_rows) & (chunk[:, None] < count)
-        logits = tl.where(exists, logits, float("-inf"))
-        out_row = part_head * (num_queries * GROUP) + row  # [ROWS] int64
-        # Rows of whole tiles, so that every store is aligned and needs no mask over chunks.
-        out = logits_ptr + out_row[None, :] * (num_tiles * TILE) + chunk[:, None]
-        tl.store(out, logits, mask=row[None, :] + tl.zeros([TILE, ROWS], dtype=tl.int32) < num_rows)
-        best = tl.max(logits, axis=0)
-        # Rows that are padding have no maximum, and -inf - -inf is NaN.
-        pivot = tl.where(row < num_rows, best, 0.0)
-        total = tl.sum(tl.exp2(logits - pivot[None, :]), axis=0)
-        tl.store(tile_max_ptr + out_row * num_tiles + tile, best, mask=row < num_rows)
-        tl.store(tile_sum_ptr + out_row * num_tiles + tile, total, mask=row < num_rows)
+    else:
+        unit = tl.full([TILE], 1.0, dtype=tl.float32)
+        spread = tl.zeros([TILE], dtype=tl.float32)
+    out_ptr = logits_ptr + part_head * (num_queries * GROUP) * (num_tiles * TILE) + chunk[:, None]
+    in_tiles = part_head * (num_queries * GROUP) * num_tiles + tile
+    q_ptr += batch * q_stride_batch + kv_head * (GROUP * HEAD_DIM)
+    if ONE_STEP:
+        _rows_of_logits(
+            q_ptr, keys, unit, spread, out_ptr, tile_max_ptr + in_tiles, tile_sum_ptr + in_tiles, 0, num_rows,
+            num_tiles, q_stride_row, scale_log2e, spread_log2e, chunk < count, GROUP, HEAD_DIM, D_BLOCK, ROWS, TILE,
+            HAS_FACTORS, FP32_DOT,
+        )  # fmt: skip
+    else:
+        for start in range(0, num_rows, ROWS):
+            _rows_of_logits(
+                q_ptr, keys, unit, spread, out_ptr, tile_max_ptr + in_tiles, tile_sum_ptr + in_tiles, start, num_rows,
+                num_tiles, q_stride_row, scale_log2e, spread_log2e, chunk < count, GROUP, HEAD_DIM, D_BLOCK, ROWS,
+                TILE, HAS_FACTORS, FP32_DOT,
+            )  # fmt: skip
 
 
 @jit(do_not_specialize=("first_head", "num_queries", "num_chunks", "num_tiles"))
@@ -215,14 +242,14 @@ def chunk_scores_triton(
     with torch.cuda.device_of(q):
         for first in range(0, batch * num_kv_heads, part):
             heads = min(part, batch * num_kv_heads - first)
-            _chunk_logits_kernel[(heads, tiles)](
+            _chunk_logits_kernel[(tiles, heads)](
                 q, keys, factors, num_chunks, used, logits, tile_max, tile_sum, first, num_rows, tiles, q.stride(0),
                 q.stride(1), *keys.stride()[:2], *factors.stride()[:2], scale * _LOG2E,
                 SPREAD_WEIGHT * scale**2 * _LOG2E,
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
                 D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=_ROWS, TILE=tile,
                 HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys, FP32_DOT=fp32,
-                num_warps=2,
+                ONE_STEP=num_rows * group <= _ROWS, num_warps=2,
             )  # fmt: skip
             _softmax_average_kernel[(heads, triton.cdiv(chunks, _COLUMNS))](
                 logits, tile_max, tile_sum, num_chunks, used, scores, first, num_rows, chunks, tiles,

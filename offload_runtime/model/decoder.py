@@ -44,15 +44,15 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, shared: Weights) -> None:
         self.config = config
-        self._embedding = shared["embedding"]
-        self._final_norm = shared["final_norm"]
-        self._lm_head = shared.get("lm_head", shared["embedding"])
+        self.embedding = shared["embedding"]
+        self.final_norm = shared["final_norm"]
+        self.lm_head = shared.get("lm_head", shared["embedding"])
         self._attention_scale = config.head_dim**-0.5
 
     def embed(self, rows: PassRows, tile_rows: int) -> torch.Tensor:
         """The residual stream at the bottom: [N padded to tiles, H]; padding rows are zero."""
-        hidden = self._embedding.new_zeros(padded_rows(rows.num_rows, tile_rows), self.config.hidden_size)
-        torch.index_select(self._embedding, 0, rows.tokens, out=hidden[: rows.num_rows])
+        hidden = self.embedding.new_zeros(padded_rows(rows.num_rows, tile_rows), self.config.hidden_size)
+        torch.index_select(self.embedding, 0, rows.tokens, out=hidden[: rows.num_rows])
         return hidden
 
     def layer(
@@ -76,7 +76,7 @@ class Decoder:
         eps = self.config.rms_norm_eps
         normed = add_rms_norm(residual, delta, weights["input_norm"], eps)
         qkv = tiled_linear(normed, weights["qkv"], weights.get("qkv_bias"), tile_rows)
-        mixed = self._attend(index, weights, qkv, rows, cache)
+        mixed = self.attend(index, weights, qkv, rows, cache)
         delta = tiled_linear(mixed, weights["o"], weights.get("o_bias"), tile_rows)
         normed = add_rms_norm(residual, delta, weights["post_norm"], eps)
         gate_up = tiled_linear(normed, weights["gate_up"], weights.get("gate_up_bias"), tile_rows)
@@ -102,13 +102,24 @@ class Decoder:
         # A copy in any case: the addition is done in place.
         residual = torch.nn.functional.pad(residual, (0, 0, 0, padding)).contiguous()
         delta = _padded(delta, padding)
-        normed = add_rms_norm(residual, delta, self._final_norm, self.config.rms_norm_eps)
-        return tiled_linear(normed, self._lm_head, None, tile_rows)[:count]
+        normed = add_rms_norm(residual, delta, self.final_norm, self.config.rms_norm_eps)
+        return tiled_linear(normed, self.lm_head, None, tile_rows)[:count]
 
-    def _attend(
+    def attend(
         self, index: int, weights: Weights, qkv: torch.Tensor, rows: PassRows, cache: LayerCache
     ) -> torch.Tensor:
-        """Rotate, store, attend: [N, q_size], zero in padding rows."""
+        """Rotate queries and keys, store keys and values, attend.
+
+        Args:
+            index: Which layer.
+            weights: Its packed tensors.
+            qkv: [N, qkv_size], the fused projection of the rows; N may be padded.
+            rows: The pass.
+            cache: Where keys and values live.
+
+        Returns:
+            [N, q_size], contiguous; zero in padding rows.
+        """
         config = self.config
         norm = HeadNorm(weights["q_norm"], weights["k_norm"], config.rms_norm_eps) if config.qk_norm else None
         q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, cache.store(index), norm)

@@ -7,8 +7,6 @@ the prompt it was prefilled with): what plain decoding through transformers uses
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offload_runtime.config import ModelConfig
 
@@ -29,6 +27,9 @@ class RopeTable:
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
         assert self._type in SUPPORTED_ROPE_TYPES, self._type
+        # Not at the top: transformers takes longer to import than a plan may take.
+        from transformers import LlamaConfig
+
         self._hf_config = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
@@ -54,21 +55,10 @@ class RopeTable:
         """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
         return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
 
-    def device_angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions that only the device knows; fit for a CUDA graph.
-
-        Args:
-            positions: [N] int32, device.
-            frequencies: [D/2] fp32, device.
-
-        Returns:
-            cos, sin: [N, D/2] fp32, device, multiplied by the attention scaling.
-        """
-        angle = positions[:, None] * frequencies
-        cos, sin = angle.cos(), angle.sin()
-        if self._scaling != 1:
-            cos, sin = cos.mul_(self._scaling), sin.mul_(self._scaling)
-        return cos, sin
+    @property
+    def scaling(self) -> float:
+        """What cosines and sines are multiplied by: the attention scaling."""
+        return self._scaling
 
     def angles(
         self, positions: torch.Tensor, *, host_positions: list[int], prompt_length: int
@@ -112,6 +102,8 @@ class RopeTable:
         if self._type == "default":  # transformers keeps this one inside each model
             exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
             return self._send(1.0 / (float(self._parameters["rope_theta"]) ** exponents)), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
         return self._send(inv_freq.float()), float(scaling)
 

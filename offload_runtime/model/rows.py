@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
+from offload_runtime_kernels.window_steps import StepRows
 
 from offload_runtime.model.rope import RopeTable
 
@@ -52,6 +53,24 @@ class PassRows:
     full: RopeRows
     plain: RopeRows
     prefill: bool
+
+    @classmethod
+    def of_step(cls, step: StepRows, sequences: torch.Tensor, *, max_length: int) -> PassRows:
+        """Rows of one sequence whose tokens and positions only the device knows; fit for a CUDA graph.
+
+        Args:
+            step: The rows; their positions are also the slots of their keys, negative ones are padding.
+            sequences: [T] int32, device, the batch row in the cache, T times.
+            max_length: At least the largest position + 1.
+        """
+        positions = step.positions
+        return cls(
+            tokens=step.tokens,
+            query=QueryRows(positions=positions[None], sequences=sequences[:1], max_length=max_length),
+            full=RopeRows(step.cos, step.sin, positions, positions, sequences),
+            plain=RopeRows(None, None, positions, positions, sequences),
+            prefill=False,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,29 +149,6 @@ class RowBuilder:
             full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
             plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
             prefill=prompt_length > 0,
-        )
-
-    def on_device(
-        self, tokens: torch.Tensor, positions: torch.Tensor, sequences: torch.Tensor, *, rotated: torch.Tensor,
-        frequencies: torch.Tensor, max_length: int,
-    ) -> PassRows:  # fmt: skip
-        """Rows of one sequence whose tokens and positions only the device knows; fit for a CUDA graph.
-
-        Args:
-            tokens: [T] int32.
-            positions: [T] int32, consecutive, also the slots of their keys; negative for padding.
-            sequences: [T] int32, the batch row in the cache, T times.
-            rotated: [T] int32, the positions to rotate by.
-            frequencies: [D/2] fp32, of the rotation.
-            max_length: At least the largest position + 1.
-        """
-        cos, sin = self._rope.device_angles(rotated, frequencies)
-        return PassRows(
-            tokens=tokens,
-            query=QueryRows(positions=positions[None], sequences=sequences[:1], max_length=max_length),
-            full=RopeRows(cos, sin, positions, positions, sequences),
-            plain=RopeRows(None, None, positions, positions, sequences),
-            prefill=False,
         )
 
     def _upload(self, *parts: list[int]) -> list[torch.Tensor]:

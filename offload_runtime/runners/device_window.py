@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from offload_runtime_kernels.window_steps import (
+    WINDOW_HEADER_WORDS,
+    StepRotation,
+    StepRows,
+    accept,
+    put_token,
+    step_rows,
+)
 
-# In front of the tokens in the one block that is copied: end, base, origin, and one word that fills up 16 bytes.
-_HEADER_WORDS = 4
 # A window of the target and what a draft says beyond it.
 WINDOW_CAPACITY_TOKENS = 2048
 
@@ -29,9 +35,9 @@ class DeviceWindow:
         assert capacity > 0
         self.capacity = capacity
         self.base_host = 0  # as of the last upload
-        self._state = torch.zeros(_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
-        self.end, self.base, self._origin = self._state[0:1], self._state[1:2], self._state[2:3]
-        self.tokens = self._state[_HEADER_WORDS:]
+        self._state = torch.zeros(WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
+        self.end, self.base = self._state[0:1], self._state[1:2]
+        self.tokens = self._state[WINDOW_HEADER_WORDS:]
 
     def upload(self, known: Sequence[int], end: int) -> None:
         """Begin anew with the sequence's last known tokens, in one copy on the current stream; never waits.
@@ -42,7 +48,7 @@ class DeviceWindow:
         """
         assert 0 < len(known) <= min(end, self.capacity)
         self.base_host = base = end - len(known)
-        host = torch.tensor([end, base, base - _HEADER_WORDS, 0, *known], dtype=torch.int32)
+        host = torch.tensor([end, base, base - WINDOW_HEADER_WORDS, 0, *known], dtype=torch.int32)
         if self._state.is_cuda:
             host = host.pin_memory()  # the allocator keeps it until the copy is done
         self._state[: len(host)].copy_(host, non_blocking=True)
@@ -58,18 +64,27 @@ class DeviceWindow:
         """`end`, and all tokens from `base` to it, in one copy. Waits for what the current stream has to do."""
         state: list[int] = self._state.tolist()
         end, base = state[0], state[1]
-        return end, state[_HEADER_WORDS : _HEADER_WORDS + end - base]
+        return end, state[WINDOW_HEADER_WORDS : WINDOW_HEADER_WORDS + end - base]
 
-    def gather(self, positions: torch.Tensor) -> torch.Tensor:
-        """The tokens at absolute `positions` ([N] int32, device): [N] int32. One position before `base` may be asked
-        for, and gives nonsense: the padding row of a sequence of one token."""
-        return self._state.index_select(0, positions - self._origin)
+    def rows(
+        self, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
+        place: torch.Tensor | None = None,
+    ) -> StepRows:  # fmt: skip
+        """The rows of `count` positions from `start` ([1] int32, device) + `offset` on: see `step_rows`. One position
+        before `base` may be asked for, and gives nonsense: the padding row of a sequence of one token."""
+        return step_rows(self._state, start, count, rotation, offset=offset, last_token=last_token, place=place)
 
-    def put(self, position: torch.Tensor, token: torch.Tensor) -> None:
-        """Write `token` ([1], device) at the absolute `position` ([1] int32, device)."""
-        self._state.scatter_(0, (position - self._origin).long(), token.to(torch.int32))
+    def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
+        """Write `token` ([1] int64, device) at the absolute `position` ([1] int32, device), and the position behind it
+        into `cursor` ([1] int32, device), which may be `position` itself."""
+        put_token(self._state, position, token, cursor)
+
+    def accept(self, samples: torch.Tensor, counts: torch.Tensor) -> None:
+        """Move `end` behind the proposals that `samples` ([n + 1] int64, device, of positions from `end` on) confirm
+        and the first sample that was not proposed; `counts` [2] int64 gains a step and what it accepted."""
+        accept(self._state, samples, counts)
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS) -> int:
     """Bytes of a `DeviceWindow`."""
-    return 4 * (_HEADER_WORDS + capacity)
+    return 4 * (WINDOW_HEADER_WORDS + capacity)

@@ -6,45 +6,39 @@ samples the next one with the target's noise and writes it into the window behin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import ModelConfig, SamplingParams
 from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
-from offload_runtime.model import PassRows, RopeTable, RowBuilder, Window
+from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
 from offload_runtime.runners.device_window import DeviceWindow
+from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.sampling import sample
 
-# More new tokens than this go through the draft as a prompt.
+# More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
 _CATCH_UP_TOKENS = 32
 # The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
 # its cache, and the rest is written a second time.
 _REWRITTEN_TOKENS = 2
 
 
-class DraftDecoder(Protocol):
-    """Of a decoder only its shape is needed."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The draft's shape."""
-
-
 class DraftRunner(Protocol):
     """What is needed of the runner of a small model."""
 
     @property
-    def decoder(self) -> DraftDecoder:
+    def decoder(self) -> Decoder:
         """Its maths."""
 
     @property
     def streamer(self) -> Any:
-        """Its weights; `num_streamed` is asked for."""
+        """Its weights: a `LayerStreamer`."""
 
     @property
     def cache(self) -> Any:
@@ -55,6 +49,18 @@ class DraftRunner(Protocol):
 
     def run_rows(self, rows: PassRows) -> torch.Tensor:
         """Logits [B, T, V] of a pass over prepared rows; never waits."""
+
+
+@runtime_checkable
+class ChoosingCache(Protocol):
+    """A cache that has to know which step it serves, as the host decides what a step attends to."""
+
+    def begin_step(self, *, first: bool) -> Hashable:
+        """The next pass is the first step behind the window that was announced, or a later one.
+
+        Returns:
+            All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
+        """
 
 
 class DraftModel:
@@ -77,12 +83,14 @@ class DraftModel:
     ) -> None:  # fmt: skip
         self._runner = runner
         self._streaming = streaming = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
+        self._choosing = runner.cache if isinstance(runner.cache, ChoosingCache) else None
         self._capacity_tokens: int = runner.cache.capacity_tokens
         self._sequence = sequence
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
         self._params = SamplingParams()
         self._cached: list[int] = []  # the leading tokens whose keys the cache holds, or held before it let go of them
+        self._shown = 0  # leading tokens that were compared with these since the start
         self._device = device = runner.cache.store(0).data.device
         self.window = window or DeviceWindow(device)
         fixed_length = None if streaming is None else streaming.capacity_tokens
@@ -92,17 +100,16 @@ class DraftModel:
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window; the tensors never move.
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)  # the position that is sampled next
-        offsets = torch.arange(-_REWRITTEN_TOKENS, 0, dtype=torch.int32).to(device)
-        self._offsets = {True: offsets, False: offsets[-1:]}
-        self._owners = torch.full_like(offsets, sequence)
-        self._frequencies = self._rope.frequencies(1).clone()
+        self._owners = torch.full((_REWRITTEN_TOKENS,), sequence, dtype=torch.int32, device=device)
+        self._rotation = StepRotation(self._rope.frequencies(1).clone(), self._rope.scaling)
         self._frequency_set = 0
         self._place = torch.zeros(2, dtype=torch.int32, device=device)  # start and RoPE shift of a streaming cache
         self._place_host = (0, 0)
 
     def start(self, params: SamplingParams) -> None:
-        """Choose tokens this way from now on."""
+        """Choose tokens this way from now on. Until the next start a sequence only grows."""
         self._params = params
+        self._shown = 0
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
@@ -123,7 +130,7 @@ class DraftModel:
         self.window.upload(tokens[-_REWRITTEN_TOKENS:], len(tokens))
         self.steps(count, longest=len(tokens))
         proposals = self.window.read(len(tokens), count)  # the only wait for the device
-        self.learned([*tokens, *proposals[:-1]])
+        self.learned([*tokens[-_REWRITTEN_TOKENS:], *proposals[:-1]])
         bad = next((index for index, token in enumerate(proposals) if token < 0), count)
         return proposals[:bad]  # a draft with NaN logits has nothing to say
 
@@ -131,9 +138,12 @@ class DraftModel:
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
         target = max(0, len(tokens) - _REWRITTEN_TOKENS)
-        known = min(_common_prefix(self._cached, tokens), target)
+        # What was compared before is not compared again: that takes milliseconds of a long context.
+        same = min(self._shown, len(self._cached), target)
+        known = same + _common_prefix(self._cached[same:], tokens[same:target])
         # First, so that an interruption never leaves it longer than the cache.
-        cached, self._cached = self._cached[:known], []
+        cached, self._cached = self._cached, []
+        del cached[known:]
         if self._must_begin_anew(len(tokens), known):
             self._begin_anew(tokens[:target], self._start_for(len(tokens)))
         else:
@@ -142,7 +152,8 @@ class DraftModel:
             self._set_length(known)
             self._cached = cached
             self._feed(tokens[known:target])
-        self._cached = list(tokens[:target])
+        cached += tokens[known:target]
+        self._cached, self._shown = cached, len(tokens)
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: int) -> None:
@@ -158,32 +169,34 @@ class DraftModel:
         assert count > 0 and length <= self._capacity_tokens
         self._set_frequencies(length)
         self._set_place()
-        self._begin_pass(0)
+        self._begin_pass(length - self._runner.cache.length(self._sequence))
         reach = self._reach(length)
         for step in range(count):
-            self.graphs.run((step == 0, reach, self._params), partial(self._step, step == 0, reach, self._params))
+            first = step == 0
+            choice = None if self._choosing is None else self._choosing.begin_step(first=first)
+            self.graphs.run((first, reach, choice, self._params), partial(self._step, first, reach, self._params))
 
-    def learned(self, tokens: Sequence[int]) -> None:
-        """Steps have written the keys of all of `tokens`, which were not known to the host before."""
-        self._set_length(len(tokens))
-        self._cached = list(tokens)
+    def learned(self, newest: Sequence[int]) -> None:
+        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
+        self._set_length(len(self._cached) + len(newest))
+        self._cached += newest
 
     def _step(self, first: bool, reach: int, params: SamplingParams) -> None:
-        """Sample the token at the cursor from those before it, and advance. Captured: no tensor of the host."""
-        if first:
-            self._cursor.copy_(self.window.end)
-        positions = self._cursor + self._offsets[first]
-        tokens = self.window.gather(positions).clamp_(0, self._last_token)  # -1 marks NaN logits and is no row
-        indices = positions if self._streaming is None else positions - self._place[0]
-        rows = self._rows.on_device(
-            tokens, indices, self._owners[: len(positions)],
-            rotated=indices if self._streaming is None else indices + self._place[1],
-            frequencies=self._frequencies, max_length=reach,
+        """Sample the token at the cursor, of a first step at the window's end, from those before it, and advance.
+
+        Captured: no tensor of the host.
+        """
+        cursor, count = (self.window.end, _REWRITTEN_TOKENS) if first else (self._cursor, 1)
+        step = self.window.rows(
+            cursor, count, self._rotation, offset=-count, last_token=self._last_token,
+            place=None if self._streaming is None else self._place,
         )  # fmt: skip
-        logits = self._runner.run_rows(rows)[0, -1:]  # [1, V]
-        token = sample(logits[:, : self._vocab_size], params, self._cursor, self._owners[:1])
-        self.window.put(self._cursor, token)
-        self._cursor.add_(1)
+        rows = PassRows.of_step(step, self._owners[:count], max_length=reach)
+        # A guess promises no bits: the quickest products will do.
+        runner = self._runner
+        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)[0, -1:]  # [1, V]
+        token = sample(logits[:, : self._vocab_size], params, cursor, self._owners[:1])
+        self.window.put(cursor, token, self._cursor)
 
     def _reach(self, length: int) -> int:
         """Keys that attention looks at; on CUDA a power of two of blocks, so that few graphs are needed."""
@@ -197,7 +210,7 @@ class DraftModel:
         """Rotate by the frequencies of a sequence of `length` tokens."""
         chosen = self._rope.frequency_set(length)
         if chosen != self._frequency_set:
-            self._frequencies.copy_(self._rope.frequencies(length))
+            self._rotation.frequencies.copy_(self._rope.frequencies(length))
             self._frequency_set = chosen
 
     def _set_place(self) -> None:

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 
 from offload_runtime.kv_cache import KVCache, LayerCache
-from offload_runtime.model import Decoder, PassRows, RowBuilder, Window
+from offload_runtime.model import (
+    Decoder,
+    PassRows,
+    RowBuilder,
+    Window,
+    few_row_embed,
+    few_row_head,
+    few_row_layer,
+)
 from offload_runtime.streaming import LayerStreamer
 
 
@@ -124,8 +132,26 @@ class Layers(Protocol):
         """Iterate over one pass: (layer index, its weights on the device), in order."""
 
 
-def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassRows, tile_rows: int) -> torch.Tensor:
-    """One decoding pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
+def window_pass(
+    decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassRows, tile_rows: int | None
+) -> torch.Tensor:
+    """One decoding pass over prepared rows. Commits nothing and never waits for the device.
+
+    Args:
+        decoder: The maths.
+        layers: The weights.
+        cache: Keys and values.
+        rows: Which tokens, and where.
+        tile_rows: Height of the matrix products; None takes the quickest way, whose bits depend on the number of rows.
+
+    Returns:
+        Logits [B, T, V].
+    """
+    if tile_rows is None:
+        residual = few_row_embed(decoder, rows)
+        for index, weights in layers.layers():
+            few_row_layer(decoder, index, weights, residual, rows, cache)
+        return few_row_head(decoder, residual).view(*rows.shape, -1)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
     logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
     return logits.view(*rows.shape, -1)

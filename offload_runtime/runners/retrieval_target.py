@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
-from offload_runtime.model import Decoder, RopeTable, RowBuilder
+from offload_runtime.model import Decoder, PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
@@ -43,15 +44,13 @@ class RetrievalTarget:
         self._window = window
         self._gamma = gamma
         self._rope = rope
-        self._rows = RowBuilder(rope, device)
         self._decoder = decoder
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
         self._graphs = StepGraphs(device)
         self._params = SamplingParams()
-        self._offsets = torch.arange(-1, gamma, dtype=torch.int32).to(device)
-        self._owners = torch.full_like(self._offsets, sequence)
-        self._frequencies = rope.frequencies(1).clone()
+        self._owners = torch.full((gamma + 1,), sequence, dtype=torch.int32, device=device)
+        self._rotation = StepRotation(rope.frequencies(1).clone(), rope.scaling)
         self._frequency_set = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # steps, accepted proposals
 
@@ -73,7 +72,7 @@ class RetrievalTarget:
         """Steps will put up to `count` tokens behind `length`; whether the chunks must be chosen anew."""
         chosen = self._rope.frequency_set(length)
         if chosen != self._frequency_set:
-            self._frequencies.copy_(self._rope.frequencies(length))
+            self._rotation.frequencies.copy_(self._rope.frequencies(length))
             self._frequency_set = chosen
         return self.cache.begin_window(count)
 
@@ -93,18 +92,8 @@ class RetrievalTarget:
     def _step(self, num_proposals: int, params: SamplingParams) -> None:
         """Captured: no tensor of the host."""
         window, count = self._window, num_proposals + 1
-        positions = window.end + self._offsets[:count]
-        tokens = window.gather(positions).clamp_(0, self._last_token)
-        rows = self._rows.on_device(
-            tokens, positions, self._owners[:count], rotated=positions, frequencies=self._frequencies,
-            max_length=self.cache.recent.stop * BLOCK_TOKENS,
-        )  # fmt: skip
-        # No padding: the middle level promises no bits, so its products only have to be quick.
-        logits = window_pass(self._decoder, self._layers, self.cache, rows, count)[0]  # [T, V]
-        samples = sample(logits, params, positions + 1, self._owners[:count])
-        matches = window.gather(positions[1:]) == samples[:-1]
-        accepted = matches.int().cumprod(0).sum(0, keepdim=True)  # [1]
-        window.put(window.end + accepted.int(), samples.gather(0, accepted))
-        window.end.add_(accepted.int() + 1)
-        self._counts[:1].add_(1)
-        self._counts[1:].add_(accepted)
+        step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
+        rows = PassRows.of_step(step, self._owners[:count], max_length=self.cache.recent.stop * BLOCK_TOKENS)
+        # The middle level promises no bits, so its products only have to be quick.
+        logits = window_pass(self._decoder, self._layers, self.cache, rows, None)[0]  # [T, V]
+        window.accept(sample(logits, params, step.following, self._owners[:count]), self._counts)

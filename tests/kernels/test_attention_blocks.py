@@ -184,6 +184,22 @@ def test_no_blocks_change_nothing_and_no_keys_give_zero(version: Version) -> Non
     assert torch.equal(version.pieces(case, rows, cut), version.all_at_once(case, rows))
 
 
+@versions
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
+    version: Version, window: int | None
+) -> None:
+    case = _case()
+    for rows in (chain_rows((100, 251), (4, 5)), chain_rows((0, 30), (1, 5))):
+        expected = version.pieces(case, rows, [(case.kv, range(1))], window)
+        assert torch.equal(version.all_at_once(case, rows, window), expected)
+        assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
+    tree_case = _case(len(TREE_PARENTS), batch=1)
+    tree = tree_rows(TREE_PARENTS, (200,), slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))
+    expected = version.pieces(tree_case, tree, [(tree_case.kv, range(1))], window)
+    assert torch.equal(version.all_at_once(tree_case, tree, window), expected)
+
+
 def test_a_piece_is_not_taken_for_the_whole() -> None:
     case, rows = _case(3, batch=1), chain_rows((300,), (3,))
     with pytest.raises(AssertionError):
@@ -244,6 +260,14 @@ def test_attending_in_pieces_can_be_captured_in_a_graph() -> None:
     graph.replay()
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_bits_of_the_only_block_in_bf16() -> None:
+    for width, start in ((1, 0), (1, 255), (17, 200), (64, 150)):
+        case, rows = _big_case(width), chain_rows((start,), (width,))
+        expected = TRITON.pieces(case, rows, [(case.kv, range(1))])
+        assert torch.equal(TRITON.all_at_once(case, rows).view(torch.int16), expected.view(torch.int16))
 
 
 def _num_binaries() -> int:

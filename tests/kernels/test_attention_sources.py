@@ -1,0 +1,219 @@
+"""Attention over several caches at once: the softmax is that of all their keys in one row.
+
+Everything runs on the CPU path and in Triton's interpreter without a GPU, natively with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels import attention_triton as launches
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attend_sources_triton, attention
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from tests.helpers.attention_cases import AttentionCase, chain_rows, int32, piece, ring
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs
+
+Attend = Callable[..., torch.Tensor]
+versions = pytest.mark.parametrize("attend", [attend_sources, attend_sources_triton], ids=["public", "triton"])
+
+# Retrieved keys, and the newest two blocks of a sequence in whose second one the queries lie.
+RECENT, START = range(5, 7), 6 * BLOCK_TOKENS + 70
+
+
+def _case(
+    num_queries: int, *, batch: int = 1, num_kv_heads: int = 2, group: int = 2, head_dim: int = 16,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> AttentionCase:  # fmt: skip
+    return AttentionCase.random(
+        batch=batch, num_queries=num_queries, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim,
+        capacity=7 * BLOCK_TOKENS, dtype=dtype, seed=seed,
+    )  # fmt: skip
+
+
+def _front(case: AttentionCase, num_keys: int) -> KVBlocks:
+    """The first keys of a case's cache, NaN behind them."""
+    data = case.kv.data.clone()
+    places = torch.arange(data.shape[1] * BLOCK_TOKENS, device=KERNEL_DEVICE).view(1, -1, 1, 1, BLOCK_TOKENS, 1)
+    return KVBlocks(data.masked_fill(places >= num_keys, float("nan")))
+
+
+def _retrieval(case: AttentionCase, num_keys: int) -> list[KeySource]:
+    """Retrieved keys, which are another cache's, before the newest blocks in a ring."""
+    other = _case(1, batch=case.kv.data.shape[0], num_kv_heads=case.kv.num_kv_heads, head_dim=case.kv.head_dim,
+                  dtype=case.q.dtype, seed=7)  # fmt: skip
+    far = KeySource(_front(other, num_keys), range(-(-num_keys // BLOCK_TOKENS)), num_keys=num_keys)
+    return [far, KeySource(ring(case.kv, RECENT, 3), RECENT)]
+
+
+def _expected(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
+    """In fp64, query by query, over the visible keys of all sources in a row: [B, T, H, D]."""
+    out = torch.zeros(case.q.shape, dtype=torch.float64, device=KERNEL_DEVICE)
+    for b in range(case.q.shape[0]):
+        for t, position in enumerate(rows.positions[b].tolist()):
+            found: list[torch.Tensor] = []
+            for source in sources:
+                limit = position + 1 if source.num_keys is None else source.num_keys
+                end = min(position + 1, limit, source.blocks.stop * BLOCK_TOKENS)
+                places = int32(list(range(source.blocks.start * BLOCK_TOKENS, end)))
+                owner = (rows.sequences if source.sequences is None else source.sequences)[b]
+                found.append(torch.stack(source.kv.at(owner, places)).double())  # [2, S, H_kv, D]
+            k, v = torch.cat(found, dim=1)
+            if len(k):
+                q = case.q[b, t].double().unflatten(0, (k.shape[1], -1))  # [H_kv, G, D]
+                weights = (torch.einsum("hgd,shd->hgs", q, k) * case.scale).softmax(-1)
+                out[b, t] = torch.einsum("hgs,shd->hgd", weights, v).flatten(0, 1)
+    return out
+
+
+def _run(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
+    with poisoned_outputs():
+        return attend(case.q, sources, rows, scale=case.scale)
+
+
+def _check(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
+    out = _run(attend, case, sources, rows)
+    assert out.dtype == case.q.dtype
+    # Weights and result are rounded to the dtype; fp32 adds the order of a few thousand terms.
+    atol = 1e-5 if case.q.dtype == torch.float32 else 3 * UNIT_ROUNDOFF[case.q.dtype]
+    assert_within(out, _expected(case, sources, rows), atol=atol * case.largest_value)
+    return out
+
+
+@versions
+@pytest.mark.parametrize("num_keys", [8, 256, 300])
+@pytest.mark.parametrize(("num_queries", "num_kv_heads", "group"), [(1, 3, 1), (5, 2, 2), (17, 1, 4), (3, 1, 20)])
+def test_retrieved_keys_and_the_newest_blocks(
+    attend: Attend, num_queries: int, num_kv_heads: int, group: int, num_keys: int
+) -> None:
+    case = _case(num_queries, num_kv_heads=num_kv_heads, group=group)
+    _check(attend, case, _retrieval(case, num_keys), chain_rows((START,), (num_queries,)))
+
+
+@versions
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_any_number_of_sources_in_any_order(attend: Attend, order: tuple[int, ...]) -> None:
+    case, rows = _case(4, head_dim=24), chain_rows((START,), (4,))
+    third = _case(1, head_dim=24, seed=9)
+    sources = [*_retrieval(case, 300), KeySource(piece(third.kv, range(1, 4)), range(2, 4), num_keys=900)]
+    _check(attend, case, [sources[index] for index in order], rows)
+
+
+@versions
+def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend) -> None:
+    case = _case(3, batch=2)
+    rows = chain_rows((START, START - 200), (3, 2), sequences=(1, 0))
+    far, near = _retrieval(case, 300)
+    plain = _check(attend, case, [far, near], rows)
+    assert bool((plain[1, 2] == 0).all()), "padding"
+    own = KeySource(far.kv, far.blocks, num_keys=300, sequences=int32([0, 0]))
+    out = _check(attend, case, [own, near], rows)
+    assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
+
+
+@versions
+def test_sources_without_keys_change_nothing(attend: Attend) -> None:
+    case, rows = _case(3), chain_rows((START,), (3,))
+    far, near = _retrieval(case, 300)
+    beyond = KeySource(case.kv, range(1, 3), num_keys=256)  # its blocks are all behind its last key
+    unreached = KeySource(KVBlocks(case.kv.data.new_full(case.kv.data.shape, float("nan"))), range(7, 9))
+    out = _run(attend, case, [KeySource(case.kv, range(0)), far, beyond, near, unreached], rows)
+    assert torch.equal(out, _run(attend, case, [far, near], rows))
+    for empty in ([], [beyond], [KeySource(case.kv, range(3, 3)), unreached]):
+        assert torch.equal(_run(attend, case, empty, rows), torch.zeros_like(case.q))
+
+
+@versions
+def test_a_single_block_is_the_whole_answer(attend: Attend) -> None:
+    case, rows = _case(5, batch=2), chain_rows((40, 30), (5, 3))
+    _check(attend, case, [KeySource(case.kv, range(1))], rows)
+    later = chain_rows((START, START - 50), (5, 3))
+    _check(attend, case, [KeySource(ring(case.kv, range(6, 7), 2), range(6, 7))], later)
+
+
+@versions
+def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> None:
+    case, rows = _case(5), chain_rows((START,), (5,))
+    out = _check(attend, case, [KeySource(case.kv, range(7))], rows)
+    expected = attention(case.q, case.kv, rows, scale=case.scale)
+    assert_within(out, expected, atol=1e-5 * case.largest_value)
+
+
+def test_queries_in_parts_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = _case(5, batch=2), chain_rows((START, START - 3), (5, 4))
+    sources = _retrieval(case, 300)
+    per_query = 4 * 2 * 4 * (16 + 1) * 4  # splits, sequences, heads, channels and log-sum-exp, bytes
+    for workspace_bytes in (1, 2 * per_query, 3 * per_query):
+        monkeypatch.setattr(launches, "WORKSPACE_BYTES", workspace_bytes)
+        _check(attend_sources_triton, case, sources, rows)
+
+
+def test_more_splits_than_a_join_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rows = _case(2), chain_rows((START,), (2,))
+    for at_a_time in (1, 2, 4, 8):
+        monkeypatch.setattr(launches, "_JOINED_SPLITS", at_a_time)
+        _check(attend_sources_triton, case, _retrieval(case, 700), rows)  # 3 + 2 splits
+
+
+class _Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel: Any, log: list[str], name: str) -> None:
+        self._kernel, self._log, self._name = kernel, log, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._log.append(self._name)
+        return self._kernel[grid]
+
+
+def test_one_launch_a_source_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    for name in ("attention_kernel", "merge_kernel", "join_kernel"):
+        monkeypatch.setattr(launches, name, _Counted(getattr(launches, name), log, name))
+    case, rows = _case(3), chain_rows((START,), (3,))
+    _run(attend_sources_triton, case, [*_retrieval(case, 300), KeySource(case.kv, range(0))], rows)
+    assert log == ["attention_kernel", "attention_kernel", "join_kernel"]
+    log.clear()
+    _run(attend_sources_triton, case, [KeySource(case.kv, range(1))], chain_rows((40,), (3,)))
+    assert log == ["attention_kernel"]
+
+
+def test_a_tree_is_refused() -> None:
+    case, rows = _case(3), chain_rows((START,), (3,))
+    tree = QueryRows(rows.positions, rows.sequences, rows.max_length, int32([START]), int32([[[0]] * 3]), START)
+    for attend in (attend_sources, attend_sources_triton):
+        with pytest.raises(AssertionError):
+            attend(case.q, _retrieval(case, 300), tree, scale=case.scale)
+
+
+# From here on: natively, at the shapes of real models.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_queries", [1, 5, 17])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(32, 1), (8, 8)])
+def test_half_precision(num_kv_heads: int, group: int, num_queries: int, dtype: torch.dtype) -> None:
+    case = _case(num_queries, num_kv_heads=num_kv_heads, group=group, head_dim=128, dtype=dtype)
+    for num_keys in (1000, 1536):
+        _check(attend_sources_triton, case, _retrieval(case, num_keys), chain_rows((START,), (num_queries,)))
+    _check(attend_sources_triton, case, [KeySource(case.kv, range(6, 7))], chain_rows((START,), (num_queries,)))
+
+
+@pytest.mark.gpu
+def test_in_a_graph_positions_may_move() -> None:
+    case = _case(5, num_kv_heads=8, group=4, head_dim=128, dtype=torch.bfloat16)
+    sources = [*_retrieval(case, 1000)[:1], KeySource(case.kv, RECENT)]
+    rows = chain_rows((START,), (5,), max_length=7 * BLOCK_TOKENS)
+    attend_sources(case.q, sources, rows, scale=case.scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_sources(case.q, sources, rows, scale=case.scale)
+    for start in (START, START + 60, START - 100):
+        rows.positions.copy_(torch.arange(start, start + 5, device=KERNEL_DEVICE)[None])
+        graph.replay()
+        assert torch.equal(out, attend_sources(case.q, sources, rows, scale=case.scale))
+        assert_within(out, _expected(case, sources, rows), atol=3 * UNIT_ROUNDOFF[torch.bfloat16] * case.largest_value)

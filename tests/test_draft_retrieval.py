@@ -1,0 +1,246 @@
+"""A draft that retrieves: what its passes attend to, from its first token on and after any cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.errors import ContextLengthError
+from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.kv_cache.retrieval import ChunkPolicy
+from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache, retrieved_draft_bytes
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs
+from tests.helpers.assembly import CPU, Assembled, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+
+SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
+CAPACITY, CHUNK, FEW, ALL = 1400, 8, 96, 1408
+NOISY = SamplingParams(temperature=0.8, seed=5)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A small random model."""
+
+    made: Assembled
+    device: torch.device
+
+    def draft(self, budget_tokens: int | None, params: SamplingParams = NOISY, *, sequence: int = 0) -> Draft:
+        """A loop over a new cache that retrieves so much, or over a full one."""
+        config, budget = self.made.runner.decoder.config, DeviceBudget(self.device, None)
+        cache: DeviceKVCache | RetrievedDraftCache
+        if budget_tokens is None:
+            cache = DeviceKVCache(config, torch.float32, capacity_tokens=CAPACITY, batch=2, budget=budget)
+        else:
+            cache = RetrievedDraftCache(
+                config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK, batch=2,
+                budget=budget,
+            )  # fmt: skip
+        rows = RowBuilder(RopeTable(config, self.device), self.device)
+        runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, SHAPE)
+        return Draft(runner, loop(runner, params, sequence=sequence))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A runner with a cache of its own, and a loop over it."""
+
+    runner: ModelRunner
+    model: DraftModel
+
+
+def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, sequence: int = 0) -> DraftModel:
+    """A loop that knows nothing yet."""
+    model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
+    model.start(params)
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
+    hf_model = random_model("llama-gqa", seed=7)
+    made = make_runner(hf_model, tmp_path_factory.mktemp("draft"), shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    yield Base(made, CPU)
+    made.close()
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One layer of a pass that is no prefill: what was asked, what the cache held before and after, the answer."""
+
+    layer: int
+    q: torch.Tensor  # [T, H, D]
+    positions: torch.Tensor  # [T]
+    first_recent: int
+    keys_values: torch.Tensor  # [2, H_kv, S, D]
+    held_before: torch.Tensor  # [H_kv, K] int32
+    held: torch.Tensor  # the same
+    out: torch.Tensor  # [T, H, D]
+
+    def choice(self, policy: ChunkPolicy) -> torch.Tensor:
+        """[H_kv, K]: what its own queries choose."""
+        available = self.first_recent // CHUNK
+        return policy.select(
+            self.layer, self.q[None], [available], scale=self.q.shape[2] ** -0.5, held=self.held_before[None]
+        )[0]
+
+    def expected(self) -> torch.Tensor:
+        """[T, H, D]: attention to the chunks that were held, and to everything recent, in plain torch."""
+        keys, values = self.keys_values
+        place, out = torch.arange(keys.shape[1]), []
+        for head in range(self.q.shape[1]):
+            group = head * keys.shape[0] // self.q.shape[1]
+            chosen = torch.isin(place // CHUNK, self.held[group]) & (place < self.first_recent)
+            seen = (chosen | (place >= self.first_recent)) & (place <= self.positions[:, None])
+            scores = (self.q[:, head] @ keys[group].T * self.q.shape[2] ** -0.5).masked_fill(~seen, -torch.inf)
+            out.append(scores.softmax(-1) @ values[group])
+        return torch.stack(out, 1)
+
+
+def recorded(cache: RetrievedDraftCache, monkeypatch: pytest.MonkeyPatch) -> list[Attended]:
+    """From now on what layers ask of sequence 0, other than in a prefill."""
+    attend, seen = cache.attend, []
+
+    def record(layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool, **others: Any) -> torch.Tensor:
+        before = cache._chunks.resident(layer)[0].clone()
+        out = attend(layer, q, rows, prefill=prefill, **others)
+        if not prefill:
+            first_recent = max(0, cache.length(0) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
+            stored = cache.store(layer).data[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
+            held = cache._chunks.resident(layer)[0].clone()
+            positions = rows.positions[0].clone()
+            seen.append(Attended(layer, q[0].clone(), positions, first_recent, stored, before, held, out[0].clone()))
+        return out
+
+    monkeypatch.setattr(cache, "attend", record)
+    return seen
+
+
+def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, tokens, stale, far = base.draft(FEW), random_tokens(760, seed=1), [], set[int]()
+    asked = recorded(draft.runner.cache, monkeypatch)
+    policy, layers, steps = draft.runner.cache.observers[0], base.made.runner.decoder.config.num_layers, 5
+    for turn in range(12):  # over 768 tokens, where the far part grows
+        asked.clear()
+        guesses = draft.model.propose(tokens, steps)
+        assert len(asked) in (steps * layers, (steps + 1) * layers)  # with tokens that are fed before the steps
+        for number, one in enumerate(asked, start=-len(asked)):
+            far.add(one.first_recent)
+            torch.testing.assert_close(one.out, one.expected(), atol=1e-5, rtol=1e-4)
+            chosen = one.choice(policy)
+            overlap = float((one.held[:, :, None] == chosen[:, None]).any(2).float().mean())
+            if number < -(steps - 1) * layers:
+                assert overlap > 0.95, "not its own choice"
+            else:
+                stale.append(overlap)
+                assert torch.equal(one.held, asked[number + len(asked) - layers].held)
+        tokens = [*tokens, *guesses[:2], *random_tokens(1 + 7 * (turn % 3), seed=turn)]
+    assert sum(stale) / len(stale) < 0.75, "any choice would do"
+    assert far == {BLOCK_TOKENS, 2 * BLOCK_TOKENS}
+
+
+def play(draft: Draft, full: Draft, tokens: list[int], turns: int) -> list[int]:
+    """Rounds whose guesses, accepted up to every place in turn, must be the full cache's."""
+    for turn in range(turns):
+        guesses = draft.model.propose(tokens, 7)
+        assert guesses == full.model.propose(tokens, 7), f"behind {len(tokens)} tokens"
+        tokens = [*tokens, *guesses[: 5 * turn % 8], *random_tokens(1 + 3 * (turn % 5), seed=turn)]
+    return tokens
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
+def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: SamplingParams) -> None:
+    draft, full = base.draft(ALL, params), base.draft(None, params)
+    for start in (1, 2, 240, 500, 755):  # nothing far, then blocks that become far
+        play(draft, full, random_tokens(start, seed=start), turns=8)
+
+
+def test_a_context_that_budget_and_recent_blocks_hold_is_a_full_cache(base: Base) -> None:
+    play(base.draft(264), base.draft(None), random_tokens(505, seed=1), turns=12)
+
+
+def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
+    hf_model = random_model("qwen2-window", seed=7)
+    made = make_runner(hf_model, tmp_path, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    windows = Base(made, CPU)
+    play(windows.draft(ALL), windows.draft(None), random_tokens(750, seed=1), turns=5)
+    made.close()
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> None:
+    draft, full = base.draft(ALL, sequence=sequence), base.draft(None, sequence=sequence)
+    tokens = random_tokens(1300, seed=2)
+    for length, new in ((1290, 0), (600, 0), (600, 20), (610, 500), (1290, 4), (300, 30), (300, 800), (1, 700)):
+        play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], turns=2)
+
+
+def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
+    one, alone = base.draft(FEW), base.draft(FEW)
+    other = loop(one.runner, sequence=1)
+    tokens = random_tokens(770, seed=3)
+    for turn in range(6):
+        assert len(other.propose(random_tokens(600 + 30 * turn, seed=4), 5)) == 5
+        guesses = one.model.propose(tokens, 6)
+        assert guesses == alone.model.propose(tokens, 6)
+        tokens = [*tokens, *guesses[:turn], turn]
+
+
+def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
+    config, budget = base.made.runner.decoder.config, DeviceBudget(CPU, None)
+    sizes = {"capacity_tokens": 700, "budget_tokens": FEW, "chunk_size": CHUNK, "batch": 3}
+    cache = RetrievedDraftCache(config, torch.bfloat16, **sizes, budget=budget)
+    assert budget.reserved_bytes == retrieved_draft_bytes(config, torch.bfloat16, **sizes)
+    assert budget.reserved_bytes > 3 * 768 * config.kv_bytes_per_token(2) and cache.pinned_bytes == 0
+    with pytest.raises(ContextLengthError, match="701 tokens"):
+        cache.begin_window([2], [701])
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def gpu_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
+    hf_model = random_model("llama-gqa", seed=7)
+    made = make_runner(hf_model, tmp_path_factory.mktemp("gpu"), shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=GPU)
+    yield Base(made, GPU)
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=5)], ids=str)
+def test_replays_say_what_eager_steps_say(gpu_base: Base, params: SamplingParams) -> None:
+    said: list[list[int]] = []
+    num_graphs = []
+    for graphed in (True, False):
+        model = gpu_base.draft(FEW, params).model
+        if not graphed:
+            model.graphs = StepGraphs(CPU)
+        tokens = random_tokens(500, seed=1)
+        for turn in range(110):
+            guesses = model.propose(tokens, 7)
+            tokens = [*tokens, *guesses[: turn % 8], turn % VOCAB_SIZE]
+            if turn == 80:
+                tokens = tokens[:600]  # chunks that were held are written anew
+        said.append(tokens)
+        num_graphs.append(model.graphs.num_graphs)
+    assert said[0] == said[1]
+    assert num_graphs[0] >= 6 and num_graphs[1] == 0
+
+
+@pytest.mark.gpu
+def test_replays_of_a_budget_that_holds_everything_say_what_a_full_cache_says(gpu_base: Base) -> None:
+    play(gpu_base.draft(ALL), gpu_base.draft(None), random_tokens(480, seed=1), turns=60)

@@ -1,0 +1,203 @@
+"""A draft that retrieves, in the whole engine: no guess changes a token, and where `auto` takes it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload_runtime.cli.options import DraftCache
+from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.hierarchy import place_with_middle
+from offload_runtime.engine.plans import ModelPlan, Plans, draft_plan, target_plan
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.memory import DeviceBudget
+from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+CPU = torch.device("cpu")
+CONTEXT, COUNT = 900, 16
+LONG = [3 + (7 * i * i + i // 5) % 290 for i in range(760)]
+SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
+MODES = {
+    "chain": SpeculationOptions("chain", "retrieval", budget_tokens=96),
+    "triforce": SpeculationOptions("triforce", "retrieval", budget_tokens=96, gamma_draft=3),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
+
+
+@pytest.fixture(scope="module")
+def noisy(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+def everything(runtime: Runtime) -> list[list[int]]:
+    """Tokens of single prompts, long, short and long again, of a batch, and of a conversation."""
+    said, asked = [], {"max_new_tokens": COUNT, "ignore_eos": True}
+    for sampling in SAMPLINGS:
+        for prompt in (LONG, LONG[100:120], LONG[:620]):
+            said.append(runtime.generate(prompt, **asked, **sampling).tokens)
+        said += [result.tokens for result in runtime.generate_batch([LONG[50:], LONG[90:700]], **asked, **sampling)]
+        conversation = runtime.conversation()
+        for text in ("the quick brown fox " * 70, "a link, a layer", "jumps over the lazy dog " * 9):
+            turn = conversation.say(text, max_new_tokens=12, **sampling)
+            for _ in turn:
+                pass
+            said.append(turn.result.tokens)
+            conversation_length = conversation.num_tokens
+        assert conversation_length > 2 * 256, "nothing was far"
+    return said
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    with load(target, draft="none", context=CONTEXT, max_batch=2) as runtime:
+        return everything(runtime)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_tokens_are_those_of_plain_decoding(
+    target: Path, noisy: Path, expected: list[list[int]], mode: str
+) -> None:
+    kv = "host" if mode == "triforce" else "auto"
+    with load(target, draft=noisy, context=CONTEXT, max_batch=2, kv=kv, speculation=MODES[mode]) as runtime:
+        assert "the draft retrieves 96 tokens a head of its own KV cache" in runtime.placement
+        assert everything(runtime) == expected
+
+
+NODES = range(100, 196)
+
+
+def write_lookup(directory: Path) -> Path:
+    """A model that says what it finds in its context: behind node n the node n + 1, if that is anywhere to be seen.
+
+    One layer and one head. A node's key is its own unit vector and its query that of the next one, in channels that
+    hardly rotate; the value is the token itself.
+    """
+    tokenizer, dim = byte_level_tokenizer(), 128
+    channels = [*range(16, 64), *range(80, 128)]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=4 * dim, intermediate_size=8, num_hidden_layers=1, head_dim=dim,
+        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e30},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    parts = [slice(part * dim, (part + 1) * dim) for part in range(4)]  # own vector, the next one's, norm, output
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.zero_()
+        embedding, layer = model.model.embed_tokens.weight, model.model.layers[0].self_attn
+        embedding[:, parts[2].start] = 1.0  # others than nodes need a norm as well
+        for index, node in enumerate(NODES):
+            embedding[node, parts[0].start + channels[index]] = 1.0
+            embedding[node, parts[1].start + channels[(index + 1) % len(NODES)]] = 1.0
+            model.lm_head.weight[node, parts[3].start + channels[index]] = 1.0
+        eye = torch.eye(dim)
+        layer.q_proj.weight[:, parts[1]] = 3 * eye
+        layer.k_proj.weight[:, parts[0]] = 3 * eye
+        layer.v_proj.weight[:, parts[0]] = eye
+        layer.o_proj.weight[parts[3]] = eye
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_only_a_draft_that_retrieves_finds_what_is_far_back(tmp_path: Path) -> None:
+    lookup = write_lookup(tmp_path / "lookup")
+    prompt = [5] * 160 + list(NODES) + [6] * 560 + [NODES[0]]
+    asked = {"max_new_tokens": 60, "ignore_eos": True, "gamma": 7}
+    passes = {}
+    for cache in ("full", "retrieval", "streaming"):
+        options = SpeculationOptions("chain", cache, budget_tokens=16, chunk_size=8, recent_tokens=64, sink_tokens=8)
+        with load(lookup, draft=lookup, context=CONTEXT, speculation=options) as runtime:
+            result = runtime.generate(prompt, **asked)
+        assert result.tokens == list(NODES[1:61])
+        passes[cache] = result.stats.passes
+    # Seven guesses and a token of the target's own, all of one chunk; the other one of the budget is the text's first.
+    assert passes == {"full": 8, "retrieval": 8, "streaming": 59}
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, dim: int, longest: int) -> ModelConfig:
+    """A plain Llama."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=hidden, intermediate_size=inner, num_layers=layers,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, vocab_size=49152, max_position_embeddings=longest,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+
+
+LARGE, SMALL = llama(4096, 11008, 32, 32, 32, 128, 131072), llama(576, 1536, 30, 9, 3, 64, 65536)
+
+
+def plans(context: int, draft_cache: str = "auto") -> Plans:
+    """A 7B and a 135M whose positions reach 65536, bf16 on the CPU; nothing is allocated."""
+    options = SpeculationOptions("chain", draft_cache)
+    target = target_plan(LARGE, torch.bfloat16, CPU, context=context, window=64)
+    return Plans(target, draft_plan(SMALL, torch.bfloat16, CPU, context=context, window=64, options=options))
+
+
+def placed_draft(
+    limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto"
+) -> ModelPlan | None:
+    """The draft of `plans` as it is placed beside everything else."""
+    budget, options = DeviceBudget(CPU, limit_bytes), SpeculationOptions("chain", draft_cache)
+    return place_with_middle(plans(context, draft_cache), budget, resident, kv, options).plans.draft
+
+
+def kind(draft: ModelPlan | None) -> str:
+    assert draft is not None and (draft.retrieval is None or draft.streaming is None)
+    return "retrieval" if draft.retrieval is not None else "streaming" if draft.streaming is not None else "full"
+
+
+def test_auto_retrieves_where_positions_and_memory_allow_it() -> None:
+    assert [kind(plans(context).draft) for context in (8192, 8193, 65536, 65537)] == [
+        "full", "retrieval", "retrieval", "streaming",
+    ]  # fmt: skip
+    draft = plans(65536).draft
+    assert draft is not None and draft.kv_bytes > 65536 * SMALL.kv_bytes_per_token(2)
+    assert kind(placed_draft(None, 65536)) == kind(placed_draft(10 * draft.kv_bytes, 65536)) == "retrieval"
+    assert placed_draft(10 * draft.kv_bytes - 1, 65536) == plans(65536, "streaming").draft
+    assert kind(placed_draft(10 * draft.kv_bytes - 1, 65536, "retrieval")) == "retrieval"
+
+
+def test_auto_gives_way_where_a_streaming_cache_fits() -> None:
+    def fits(limit_bytes: int, draft_cache: str) -> bool:
+        try:
+            return placed_draft(limit_bytes, 32768, draft_cache, resident=32, kv="gpu") is not None
+        except BudgetError:
+            return False
+
+    def least(draft_cache: str) -> int:
+        return bisect_left(range(100 * 10**9), True, key=lambda limit_bytes: fits(limit_bytes, draft_cache))
+
+    retrieval, streaming, draft = least("retrieval"), least("streaming"), plans(32768).draft
+    assert draft is not None and draft.kv_bytes < streaming / 10, "its share is no obstacle"
+    assert kind(placed_draft(retrieval, 32768, resident=32, kv="gpu")) == "retrieval"
+    assert kind(placed_draft(retrieval - 1, 32768, resident=32, kv="gpu")) == "streaming"
+    assert least("auto") == streaming
+
+
+def test_a_draft_whose_positions_do_not_reach_is_refused() -> None:
+    assert kind(plans(65536, "retrieval").draft) == "retrieval"
+    with pytest.raises(OptionError, match=r"all 65537 tokens .* made for 65536: use --draft-cache streaming"):
+        plans(65537, "retrieval")
+
+
+def test_the_runtime_says_what_auto_took(target: Path) -> None:
+    models = [write_checkpoint(target.parent / str(layers), context=16384, num_layers=layers) for layers in (1, 14)]
+    for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("270MB", "streaming draft cache of the 16")):
+        with load(models[0], draft=models[1], context=9000, vram=vram) as runtime:
+            assert said in runtime.placement
+
+
+def test_the_command_line_knows_every_cache() -> None:
+    assert tuple(cache.value for cache in DraftCache) == DRAFT_CACHES
