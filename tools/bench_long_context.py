@@ -25,31 +25,26 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
 sys.path.append(str(ROOT))
 
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # noqa: E402
-from widening.checkpoint import WidenedCheckpoint  # noqa: E402
-from widening.shapes import SHAPES  # noqa: E402
-from widening.stretched import StretchedCheckpoint  # noqa: E402
+from long_context.decoding import compare  # noqa: E402
+from long_context.internals import (  # noqa: E402
+    budget_of,
+    bytes_written_back,
+    engine_of,
+    finish_writing_back,
+    pinned_bytes,
+    proposers_of,
+    runner_of,
+    set_variant,
+    target_cache,
+)
+from long_context.options import add_common_options, settings_of, sources  # noqa: E402
+from long_context.session import Session  # noqa: E402
 
 from offload_runtime.config import GB, SamplingParams, SpeculationOptions  # noqa: E402
 from offload_runtime.engine import Runtime  # noqa: E402
 from offload_runtime.errors import OffloadError  # noqa: E402
 from offload_runtime.kv_cache import HostKVCache  # noqa: E402
-from offload_runtime.model import Window  # noqa: E402
-from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder, TriForceProposer  # noqa: E402
-from offload_runtime.weights import CheckpointSource, open_checkpoint  # noqa: E402
-
-STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
-STRETCHED_TOKENS = 131072
-
-
-def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, CheckpointSource]:
-    """Target and draft."""
-    small = StretchedCheckpoint(
-        open_checkpoint(arguments.source), arguments.delta, rope=STRETCH, max_position_embeddings=STRETCHED_TOKENS
-    )
-    if arguments.shape == "none":
-        return small, small
-    device = torch.device(arguments.device)
-    return WidenedCheckpoint(small, SHAPES[arguments.shape], arguments.noise, device=device), small
+from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
 
 
 class Bench:
@@ -58,37 +53,28 @@ class Bench:
     def __init__(self, runtime: Runtime, prompt: Sequence[int]) -> None:
         self.runtime = runtime
         self.prompt = list(prompt)
-        self.runner = runtime._models.target.runner
-        self.engine = runtime._parts.engine
-        self.cuda = runtime.device.type == "cuda"
+        self.session = Session(runtime)
         self.first_token = 0
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def back(self) -> None:
-        """Cut the cache to the prompt."""
-        self.runner.cache.truncate(0, len(self.prompt))
-        self.synchronize()
+    @property
+    def start(self) -> list[list[int]]:
+        """The prompt and the token that follows it."""
+        return [[*self.prompt, self.first_token]]
 
     def prefill(self) -> dict[str, Any]:
         """Time and bytes of the prompt's way into the cache."""
-        cache, config = self.runner.cache, self.runner.decoder.config
-        before = self.engine.bytes_copied
-        written = cache._writeback.bytes_copied if isinstance(cache, HostKVCache) else 0
+        runner, cache, engine = runner_of(self.runtime), target_cache(self.runtime), engine_of(self.runtime)
+        config, before, written = runner.decoder.config, engine.bytes_copied, bytes_written_back(cache)
         started = time.perf_counter()
-        logits = self.runner.prefill(0, self.prompt)
-        tokens = SpeculativeDecoder(self.runner, NoProposer(), SamplingParams()).first_token(logits)
-        self.synchronize()
+        logits = self.session.fill(0, self.prompt)
+        assert logits is not None, "the cache was empty"
+        self.first_token = SpeculativeDecoder(runner, NoProposer(), SamplingParams()).first_token(logits)
+        self.session.synchronize()
         elapsed_s = time.perf_counter() - started
-        self.first_token = tokens
-        if isinstance(cache, HostKVCache):
-            cache._writeback.drain()
-            written = cache._writeback.bytes_copied - written
+        finish_writing_back(cache)
+        written = bytes_written_back(cache) - written
         count = len(self.prompt)
-        weights = self.runner.streamer.bytes_per_pass
+        weights = runner.streamer.bytes_per_pass
         kv_bytes = config.kv_bytes_per_token(self.runtime.dtype.itemsize) * count
         # Two operations a weight and token, and four a channel and pair of tokens.
         matrices = config.num_layers * (
@@ -98,7 +84,7 @@ class Bench:
         return {
             "tokens": count,
             "s": elapsed_s,
-            "link_bytes": self.engine.bytes_copied - before + written,
+            "link_bytes": engine.bytes_copied - before + written,
             "weights_and_kv_bytes": weights + (kv_bytes if written else 0),
             "operations": operations,
             "tflop_per_s": operations / elapsed_s / 1e12,
@@ -109,14 +95,7 @@ class Bench:
         """Passes of the full target over windows."""
         rows = []
         for width in widths:
-            self.back()
-            window, times_s, nbytes = Window(tuple(self.prompt[:width])), [], 0
-            for number in range(passes + 2):
-                before, started = self.runner.streamer.bytes_begun, time.perf_counter()
-                self.runner.verify([window], [0])[0].argmax(-1).tolist()
-                if number >= 2:
-                    times_s.append(time.perf_counter() - started)
-                    nbytes = self.runner.streamer.bytes_begun - before
+            times_s, nbytes = self.session.pass_times_s(self.start, width, passes)
             median = percentiles(times_s).median
             gbps = nbytes / median / GB
             rows.append(
@@ -130,60 +109,17 @@ class Bench:
 
     def decode(self, proposer: Proposer, params: SamplingParams, gamma: int, count: int) -> dict[str, Any]:
         """Decode `count` tokens behind the prompt."""
-        self.back()
-        proposer.start(params)
-        decoder = SpeculativeDecoder(self.runner, proposer, params)
-        tokens = [*self.prompt, self.first_token]
-        decoder.round(tokens, gamma)  # captures graphs, fetches chunks
-        self.back()
-        middle = proposer._middle if isinstance(proposer, TriForceProposer) else None
-        before = middle.counts if middle is not None else (0, 0)
-        started, passes = time.perf_counter(), 0
-        while len(tokens) - len(self.prompt) <= count:
-            tokens += decoder.round(tokens, gamma).tokens
-            passes += 1
-        elapsed_s = time.perf_counter() - started
-        new = len(tokens) - len(self.prompt) - 1
-        steps, accepted = middle.counts if middle is not None else (0, 0)
-        steps, accepted = steps - before[0], accepted - before[1]
+        done = self.session.decode(self.start, [proposer], params, gamma=gamma, count=count)
         return {
-            "gamma": gamma, "temperature": params.temperature, "tokens": new, "passes": passes,
-            "tokens_per_pass": new / passes, "s_per_token": elapsed_s / new, "s_per_pass": elapsed_s / passes,
-            "middle_steps_per_pass": steps / passes, "draft_accepted_per_step": accepted / steps if steps else None,
-            "text": tokens[len(self.prompt) :],
+            "gamma": gamma, "temperature": params.temperature, "tokens": done.num_tokens, "passes": done.passes,
+            "tokens_per_pass": done.tokens_per_pass, "s_per_token": done.s_per_token,
+            "s_per_pass": done.elapsed_s / done.passes, **done.acceptance(),
+            "text": [self.first_token, *done.texts[0]],
         }  # fmt: skip
 
-    def steps_ms(self, proposer: TriForceProposer, repeats: int = 20) -> dict[str, float]:
+    def steps_ms(self, proposer: Proposer) -> dict[str, float]:
         """Times of single steps of the two inner levels, replayed as in decoding."""
-        self.back()
-        proposer.start(SamplingParams(0.6))
-        SpeculativeDecoder(self.runner, proposer, SamplingParams(0.6)).round([*self.prompt, self.first_token], 24)
-        self.back()
-        tokens, gamma, found = [*self.prompt, self.first_token], proposer._gamma, {}
-        middle, draft = proposer._middle, proposer._draft
-        for name, refresh in (("middle_step_ms", False), ("middle_step_with_refresh_ms", True)):
-            times_ms = []
-            middle.begin(len(tokens), 64)
-            for _ in range(repeats):
-                proposer._window.upload(tokens[-2:], len(tokens))
-                self.synchronize()
-                started = time.perf_counter()
-                middle.step(gamma, refresh=refresh)
-                self.synchronize()
-                times_ms.append(1e3 * (time.perf_counter() - started))
-            found[name] = percentiles(times_ms).median
-        if draft is not None:
-            draft.catch_up(tokens)
-            times_ms = []
-            for _ in range(repeats):
-                proposer._window.upload(tokens[-2:], len(tokens))
-                self.synchronize()
-                started = time.perf_counter()
-                draft.steps(gamma, longest=len(tokens))
-                self.synchronize()
-                times_ms.append(1e3 * (time.perf_counter() - started) / gamma)
-            found["draft_step_ms"] = percentiles(times_ms).median
-        return found
+        return self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=24)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -211,8 +147,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report["windows"] = bench.windows(arguments.windows, arguments.passes, peak_gbps)
         for row in report["windows"]:
             _show("pass", row)
-        proposer = runtime._proposers[0]
-        assert isinstance(proposer, TriForceProposer)
+        proposer = proposers_of(runtime)[0]
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])
         report["decoding"] = []
@@ -221,35 +156,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             plain = bench.decode(NoProposer(), params, 0, arguments.plain_tokens)
             _show("plain", plain)
             for gamma_draft, refresh_steps, gamma in arguments.variants:
-                proposer._gamma, proposer._refresh_steps = gamma_draft, refresh_steps
+                set_variant(proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)
                 row = bench.decode(proposer, params, gamma, arguments.tokens)
                 row |= {"gamma_draft": gamma_draft, "refresh_steps": refresh_steps}
-                count = min(len(plain["text"]), len(row["text"]))
-                row["identical_to_plain"] = row["text"][:count] == plain["text"][:count]
+                row["identical_to_plain"] = compare([plain["text"]], [row["text"]]).identical
                 row["times_plain"] = plain["s_per_token"] / row["s_per_token"]
                 report["decoding"].append({**row, "plain_s_per_token": plain["s_per_token"]})
                 _show("triforce", row)
-        report["peak_vram_bytes"] = runtime._parts.budget.peak_bytes()
-        report["pinned_bytes"] = runner_bytes(runtime)
-    settings = {key: _setting(value) for key, value in vars(arguments).items() if key not in ("out", "commit")}
+        report["peak_vram_bytes"] = budget_of(runtime).peak_bytes()
+        report["pinned_bytes"] = pinned_bytes(runtime)
+    settings = settings_of(arguments, without=("out", "commit"))
     return {**report, "settings": settings, **provenance(torch.device(arguments.device), commit=arguments.commit)}
-
-
-def runner_bytes(runtime: Runtime) -> int:
-    """Pinned bytes of weights and KV cache."""
-    return runtime._parts.pinned_bytes + runtime._models.target.runner.cache.pinned_bytes
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items() if key != "text"}
     print(f"{name}: {json.dumps(shown)}", flush=True)
-
-
-def _setting(value: Any) -> str:
-    """A setting as text; of files the name alone."""
-    if isinstance(value, list):
-        return ", ".join(_setting(part) for part in value)
-    return value.name if isinstance(value, Path) else str(value)
 
 
 def _numbers(text: str) -> list[int]:
@@ -267,22 +189,7 @@ def _triples(text: str) -> list[tuple[int, int, int]]:
 def main() -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True)
-    parser.add_argument("--delta", type=Path, nargs="*", default=[])
-    parser.add_argument("--shape", default="llama2-7b", help="or none: the stretched source itself")
-    parser.add_argument("--noise", type=float, default=0.05)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--context", type=int, default=122880)
-    parser.add_argument("--kv", default="host")
-    parser.add_argument("--vram")
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--draft", default="model", choices=("model", "none"))
-    parser.add_argument("--draft-cache", default="streaming")
-    parser.add_argument("--recent", type=int, default=512)
-    parser.add_argument("--budget", type=int, default=4096)
-    parser.add_argument("--chunk-size", type=int, default=8)
-    parser.add_argument("--policy", default="retrieval")
+    add_common_options(parser)
     parser.add_argument("--windows", type=_numbers, default=[1, 17, 64])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument(
@@ -290,10 +197,6 @@ def main() -> int:
         help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
     )  # fmt: skip
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--plain-tokens", type=int, default=8)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     try:
         emit(run(arguments), arguments.out)

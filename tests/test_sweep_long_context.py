@@ -1,0 +1,358 @@
+"""Sweeps over long contexts on a tiny model: every row is plain decoding's text, and an interrupted sweep goes on."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.kv_blocks import KVBlocks
+
+from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.speculation import NoProposer, Round
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+import sweep_long_context  # noqa: E402
+from long_context import needle as needle_module  # noqa: E402
+from long_context import rows as rows_module  # noqa: E402
+from long_context import session as session_module  # noqa: E402
+from long_context.decoding import Decoding, compare, target_acceptance  # noqa: E402
+from long_context.internals import proposers_of, target_cache, tell_again  # noqa: E402
+from long_context.needle import NeedleTest  # noqa: E402
+from long_context.plot import draw  # noqa: E402
+from long_context.rig import Rig  # noqa: E402
+from long_context.rows import Lengths, RowMeasurement, bound, starts_of  # noqa: E402
+from long_context.session import Session  # noqa: E402
+from long_context.sweeps import Setting, points_of  # noqa: E402
+from sweep_long_context import main, stretches  # noqa: E402
+
+TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
+OPTIONS = SpeculationOptions("triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3)
+TOKENS = [3 + (7 * i * i + i // 5) % 290 for i in range(900)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "source", num_layers=2, context=2048)
+
+
+@pytest.fixture(scope="module")
+def draft(source: Path) -> Path:
+    return write_noisy_copy(source, source.parent / "draft", noise=0.03)
+
+
+@pytest.fixture(autouse=True)
+def fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of single times are nothing that tests look at."""
+    monkeypatch.setattr(session_module, "_TIMED_STEPS", 2)
+    monkeypatch.setattr(rows_module, "_PASSES", 1)
+    monkeypatch.setattr(needle_module, "_SEEDS", range(1, 2))
+
+
+@pytest.fixture
+def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs the command on the tiny model."""
+    text = tmp_path / "novel.txt"
+    text.write_text(TEXT * 60)
+    fixed = f"--source {source} --shape none --text {text} --device cpu --dtype fp32 --context 900 --budget 128"
+    short = "--chunk-size 8 --recent 64 --gamma 7 --gamma-draft 3 --tokens 8 --starts 2 --commit abc"
+
+    def run(*words: str) -> int:
+        return main([*words, *fixed.split(), *short.split()])
+
+    return run
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """The settings of rows that were really measured."""
+    settings: list[Setting] = []
+    measure = RowMeasurement.measure
+
+    def spy(self: RowMeasurement, setting: Setting) -> dict[str, Any]:
+        settings.append(setting)
+        return measure(self, setting)
+
+    monkeypatch.setattr(RowMeasurement, "measure", spy)
+    return settings
+
+
+@pytest.fixture(params=["gpu", "host"], ids=["kv-gpu", "kv-host"])
+def runtime(request: pytest.FixtureRequest, source: Path, draft: Path) -> Iterator[Runtime]:
+    with load(source, draft=draft, context=1024, kv=request.param, speculation=OPTIONS) as loaded:
+        yield loaded
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["value"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_a_sweep_goes_on_where_it_stopped(
+    sweep: Callable[..., int], measured: list[Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "t.json"
+    interrupted = sweep_long_context.print_row
+    calls: list[str] = []
+
+    def interrupt(name: str, row: dict[str, Any], *, heading: bool) -> None:
+        calls.append(row["value"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        interrupted(name, row, heading=heading)
+
+    monkeypatch.setattr(sweep_long_context, "print_row", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sweep("temperature", "--values", "0,0.6,1", "--out", str(out))
+    assert list(rows_of(out)) == ["0", "0.6"]
+    monkeypatch.setattr(sweep_long_context, "print_row", interrupted)
+    measured.clear()
+    assert sweep("temperature", "--values", "0,0.6,1", "--out", str(out)) == 0
+    assert [setting.temperature for setting in measured] == [1.0]
+    rows = rows_of(out)
+    assert list(rows) == ["0", "0.6", "1"]
+    for row in rows.values():
+        assert row["identical_to_plain"] and row["compared_tokens"] >= 16
+        assert 0 < row["accepted"] <= row["proposed"] and 0 < row["draft_acceptance"] <= 1
+        assert row["tokens_per_pass"] == pytest.approx(row["tokens"] / row["passes"])
+        assert row["accepted"] + row["passes"] == row["tokens"]
+    measured.clear()
+    assert sweep("temperature", "--values", "1", "--out", str(out), "--refresh-steps", "2") == 0
+    assert len(measured) == 1 and list(rows_of(out)) == ["1"]  # of other settings nothing is kept
+
+
+def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+    loads: list[Runtime] = []
+    make = sweep_long_context.load
+    monkeypatch.setattr(sweep_long_context, "load", lambda *a, **k: loads.append(make(*a, **k)) or loads[-1])
+    small = {
+        "budget": ("64", "512"), "chunk": ("16",), "context": ("900", "300"), "gamma": ("4", "d5"),
+        "policy": ("topk", "chain"), "needle": ("0.9", "0.1"),
+    }  # fmt: skip
+    for name, values in small.items():
+        monkeypatch.setitem(sweep_long_context.SWEEPS, name, replace(sweep_long_context.SWEEPS[name], values=values))
+    assert sweep(*small, "--out", str(tmp_path / "{sweep}.json")) == 0
+    assert len(loads) == 1
+    found = {name: rows_of(tmp_path / f"{name}.json") for name in small}
+    assert {name: tuple(rows) for name, rows in found.items()} == small
+    assert all(row["identical_to_plain"] for rows in found.values() for row in rows.values())
+    # 512 tokens hold all that is far, so the middle level is wrong only where rounding decides.
+    assert found["budget"]["512"]["acceptance_judged"] > 0.95 > found["budget"]["64"]["acceptance_judged"]
+    assert found["policy"]["chain"]["middle_steps_per_pass"] == 0
+    assert found["gamma"]["4"]["accepted"] <= found["gamma"]["4"]["passes"] * 4
+    for row in found["needle"].values():
+        assert row["prompt_tokens"] == 900 and row["number_log_probability"] < 0
+        assert 0 <= row["policies"]["streaming"]["agreement"] < row["policies"]["topk"]["agreement"] <= 1
+
+
+def test_batches(sweep: Callable[..., int], tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    assert sweep("batch", "--values", "2x400,3x300", "--out", str(out), "--temperature", "0") == 0
+    rows = rows_of(out)
+    for label, batch in (("2x400", 2), ("3x300", 3)):
+        assert rows[label]["identical_to_plain"]
+        assert rows[label]["tokens"] >= 2 * 8 * batch
+        assert rows[label]["tokens_per_pass"] > batch
+
+
+def test_a_row_that_is_not_plain_decoding_fails_the_command(
+    sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Session.decode
+
+    def lie(self: Session, start: Any, proposers: Any, *rest: Any, **options: Any) -> Decoding:
+        done = decode(self, start, proposers, *rest, **options)
+        if isinstance(proposers[0], NoProposer):
+            return done
+        return replace(done, texts=tuple((*text[:5], text[5] + 1, *text[6:]) for text in done.texts))
+
+    monkeypatch.setattr(Session, "decode", lie)
+    out = tmp_path / "g.json"
+    assert sweep("gamma", "--values", "9", "--out", str(out)) == 1
+    row = rows_of(out)["9"]
+    assert not row["identical_to_plain"] and row["first_difference"] == [0, 5]
+    monkeypatch.setattr(Session, "decode", decode)
+    assert sweep("gamma", "--values", "9", "--out", str(out)) == 1  # the row is still there, and still wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["context", "--values", "4K"], "more than --context 900"),
+        (["policy", "--values", "best"], "policy must be"),
+        (["temperature", "budget", "--out", "x.json"], "put {sweep} in its name"),
+        (["temperature", "budget", "--values", "1"], "--values belongs to one sweep"),
+        (["gamma", "--draft", "none"], "varies the draft, and there is none"),
+        (["temperature", "--values", "warm"], "'warm' is not a number"),
+        (["budget", "--values", "8K"], "8192 tokens is more than the context"),
+        (["batch", "--values", "9x5K"], "lower --context or take a longer text"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert sweep(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_of_something_else_are_left_alone(
+    sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for content in ("{}", '{"benchmark": "sweep_long_context", "sweep": "budget", "rows": []}', "not json"):
+        out = tmp_path / "other.json"
+        out.write_text(content)
+        assert sweep("temperature", "--out", str(out)) == 2
+        assert "--out" in capsys.readouterr().err and out.read_text() == content
+
+
+def test_plots_need_matplotlib_before_anything_is_measured(
+    sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sweep_long_context, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    assert sweep("temperature", "--plot", "t.png") == 2
+    assert "offload-runtime[plots]" in capsys.readouterr().err
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    speeds = [{"value": value, "times_plain": 1.5, "bound_times_plain": 2.0} for value in ("1K", "2K")]
+    shares = {name: {"agreement": 0.5} for name in CHUNK_POLICIES}
+    for name, rows in (("budget", speeds), ("needle", [{"value": "0.5", "policies": shares}])):
+        draw({"sweep": name, "rows": rows}, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(StorageError, match="name another --plot"):
+        draw({"sweep": "budget", "rows": speeds}, tmp_path / "budget.nonsense")
+
+
+def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtime) -> None:
+    """Its acceptance is that of the loaded one at every level, after other hierarchies have been there."""
+    start, params = [TOKENS[:700]], SamplingParams(0.6, seed=3)
+    session = Session(runtime)
+    expected = session.decode(start, proposers_of(runtime), params, gamma=8, count=24)
+    rig = Rig(runtime, "model")
+    for options in (replace(OPTIONS, policy="topk", chunk_size=16), replace(OPTIONS, mode="chain"), OPTIONS):
+        proposers = rig.build(options)
+        found = session.decode(start, proposers, params, gamma=8, count=24)
+        assert compare(expected.texts, found.texts).identical
+    assert found.rounds == expected.rounds
+    assert (found.middle_steps, found.draft_accepted) == (expected.middle_steps, expected.draft_accepted)
+    assert 0 < found.draft_accepted < found.draft_proposed  # both levels are put to the test
+    assert any(played.num_accepted < played.num_proposed for played in found.rounds)
+
+
+class Recorder:
+    """An observer that keeps a copy of every block it is told about."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        for block in blocks:
+            self.blocks[layer, block] = kv.data[row, (block - kv.first_block) % kv.num_blocks].clone()
+
+
+@pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
+def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
+    first, again = Recorder(), Recorder()
+    with load(source, draft="none", context=1536, kv=kv.removeprefix("kv-")) as runtime:
+        cache = target_cache(runtime)
+        cache.observers.append(first)
+        Session(runtime).fill(0, [token % 290 + 3 for token in range(1300)])
+        if isinstance(cache, HostKVCache):
+            cache._piece_blocks = 3  # the last of five blocks come in a piece of two
+        cache.observers[:] = [again]
+        tell_again(runtime)
+    assert set(again.blocks) == {(layer, block) for layer in range(2) for block in range(5)} == set(first.blocks)
+    assert all(torch.equal(again.blocks[key], data) for key, data in first.blocks.items())
+
+
+def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
+    session, rig, params = Session(runtime), Rig(runtime, "model"), SamplingParams(1.0, seed=5)
+    proposers = rig.build(OPTIONS)
+    # At and off the ends of blocks, forth again, and another text that begins alike.
+    texts = [TOKENS[:800], TOKENS[:513], TOKENS[:256], TOKENS[:700], [*TOKENS[:300], *TOKENS[100:400]]]
+    found = [session.decode([text], proposers, params, gamma=10, count=20).texts[0][:20] for text in texts]
+    fresh = [runtime.generate(text, max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True) for text in texts]
+    assert [list(text) for text in found] == [result.tokens for result in fresh]
+
+
+def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
+    loaded = [weakref.ref(proposer) for proposer in proposers_of(runtime)]
+    policies = [weakref.ref(observer) for observer in target_cache(runtime).observers]
+    before = runtime._parts.budget.reserved_bytes
+    rig = Rig(runtime, "model")
+    gc.collect()
+    assert not any(ref() for ref in (*loaded, *policies))
+    without = runtime._parts.budget.reserved_bytes
+    rig.build(replace(OPTIONS, policy="topk"))
+    rig.build(OPTIONS)
+    assert len(target_cache(runtime).observers) == 1
+    assert without < before == runtime._parts.budget.reserved_bytes
+    with pytest.raises(OptionError, match="more than the context"):
+        rig.build(replace(OPTIONS, budget_tokens=2048))
+
+
+def test_acceptance_is_counted_by_depth() -> None:
+    rounds = [Round([1, 2, 3], 3, 2), Round([1, 2, 3, 4], 3, 3), Round([1], 2, 0), Round([1], 0, 0)]
+    found = target_acceptance(rounds)
+    assert (found["proposed"], found["accepted"]) == (8, 5)
+    assert found["acceptance"] == 5 / 8 and found["acceptance_judged"] == 5 / 7
+    assert found["accepted_by_depth"] == [2 / 3, 2 / 3, 1 / 2]
+    assert target_acceptance([Round([1], 0, 0)])["acceptance"] is None
+
+
+def test_the_bound_is_a_pass_and_its_steps() -> None:
+    setting = Setting(replace(OPTIONS, refresh_steps=2), 0.6, 900, 9, 8)
+    row = {
+        "pass_s": 0.1, "middle_steps_per_pass": 5.0, "middle_step_ms": 4.0, "middle_step_with_refresh_ms": 8.0,
+        "draft_step_ms": 1.0, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025, "proposed": 60,
+        "passes": 10,
+    }  # fmt: skip
+    found = bound(row, setting)  # a pass of 100 ms and 5 steps of (4 + 8) / 2 + 3 * 1 ms, for 8 tokens
+    assert found["bound_tok_per_s"] == pytest.approx(8 / 0.145)
+    assert found["bound_times_plain"] == pytest.approx(8 * 0.05 / 0.145)
+    assert found["share_of_bound"] == pytest.approx(0.145 / 8 / 0.025)
+    chain = bound(row, replace(setting, options=replace(OPTIONS, mode="chain")))  # 6 steps of the draft
+    assert chain["bound_tok_per_s"] == pytest.approx(8 / 0.106)
+
+
+def test_starts_and_stretches() -> None:
+    starts = starts_of([TOKENS], 800, 4)
+    ends = [len(start[0]) for start in starts]
+    assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4 and 750 <= ends[-1] < ends[0] < 800
+    apart = stretches(TOKENS, 300, 3)
+    assert [part[0] for part in apart] == [TOKENS[0], TOKENS[300], TOKENS[600]]
+    overlapping = stretches(TOKENS, 800, 3)
+    assert len({tuple(part) for part in overlapping}) == 3 and all(len(part) == 800 for part in overlapping)
+    with pytest.raises(OptionError, match="need more text"):
+        stretches(TOKENS, 900, 2)
+
+
+def test_longer_contexts_come_first() -> None:
+    base = Setting(OPTIONS, 0.6, 900, 9, 8)
+    assert [point.label for point in points_of("context", base, ["4K", "120K", "300"])] == ["120K", "4K", "300"]
+    assert [point.setting.context_tokens for point in points_of("context", base, None)][:2] == [122880, 65536]
+    with pytest.raises(OptionError, match="starts must be at least 1"):
+        Lengths(1, 1, 0)
+
+
+def test_agreement_with_itself_is_full(runtime: Runtime) -> None:
+    """A needle's middle level that holds everything says what the full target says."""
+    setting = Setting(replace(OPTIONS, budget_tokens=768, gamma_draft=3), 0.6, 800, 9, 8, depth=0.5)
+    row = NeedleTest(Session(runtime), Rig(runtime, "model"), TOKENS).measure(setting)
+    assert row["policies"]["retrieval"]["agreement"] == 1.0 == row["policies"]["streaming"]["agreement"]
+    assert torch.isfinite(torch.tensor(row["answer_log_probability"])) and row["identical_to_plain"]

@@ -1,0 +1,150 @@
+"""The runtime's private parts that measurements of long contexts need, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.assembly import LoadedModels
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.kv_cache.device import block_shape
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.runners import DraftModel, ModelRunner
+from offload_runtime.runners.device_window import DeviceWindow
+from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TriForceProposer
+
+
+def models_of(runtime: Runtime) -> LoadedModels:
+    """Target and draft."""
+    return runtime._models
+
+
+def runner_of(runtime: Runtime) -> ModelRunner:
+    """The target's runner."""
+    return runtime._models.target.runner
+
+
+def engine_of(runtime: Runtime) -> CopyEngine:
+    """What copies weights and the KV cache to the device."""
+    return runtime._parts.engine
+
+
+def budget_of(runtime: Runtime) -> DeviceBudget:
+    """The ledger of device memory."""
+    return runtime._parts.budget
+
+
+def proposers_of(runtime: Runtime) -> list[Proposer]:
+    """Those that the runtime was loaded with, one per sequence."""
+    return runtime._proposers
+
+
+def pinned_bytes(runtime: Runtime) -> int:
+    """Of weights and KV cache."""
+    return runtime._parts.pinned_bytes + runner_of(runtime).cache.pinned_bytes
+
+
+def target_cache(runtime: Runtime) -> DeviceKVCache | HostKVCache:
+    """The target's KV cache."""
+    cache = runner_of(runtime).cache
+    assert isinstance(cache, DeviceKVCache | HostKVCache), "a target's cache is whole"
+    return cache
+
+
+def bytes_written_back(cache: DeviceKVCache | HostKVCache) -> int:
+    """Bytes of the KV cache that went to the host so far."""
+    return cache._writeback.bytes_copied if isinstance(cache, HostKVCache) else 0
+
+
+def finish_writing_back(cache: DeviceKVCache | HostKVCache) -> None:
+    """Wait until all full blocks are on the host."""
+    if isinstance(cache, HostKVCache):
+        cache._writes.drain()
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What a proposer consists of; `gamma` is the number of tokens that the draft proposes to a middle step."""
+
+    window: DeviceWindow | None
+    middle: RetrievalTarget | None
+    draft: DraftModel | None
+    gamma: int
+
+
+def levels_of(proposer: Proposer) -> Levels:
+    """The levels of a proposer; none of plain decoding and n-grams."""
+    if isinstance(proposer, TriForceProposer):
+        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalTarget)
+        assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
+        return Levels(proposer._window, proposer._middle, proposer._draft, proposer._gamma)
+    if isinstance(proposer, DraftProposer):
+        return Levels(proposer.model.window, None, proposer.model, 0)
+    return Levels(None, None, None, 0)
+
+
+def set_variant(proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> None:
+    """Let a TriForce proposer go on with another number of proposals and another interval between choices."""
+    assert isinstance(proposer, TriForceProposer), "only a hierarchy has variants"
+    proposer._gamma = gamma_draft if proposer._draft is not None else 0
+    proposer._refresh_steps = refresh_steps
+
+
+def release_proposers(runtime: Runtime) -> int:
+    """Let go of the proposers that were loaded and of their device memory.
+
+    Returns:
+        How many entries the ledger is left with. What was entered behind the target's own belonged to the proposers.
+    """
+    runtime._proposers[:] = [NoProposer() for _ in runtime._proposers]
+    runtime._parts = replace(runtime._parts, proposer=NoProposer())
+    names = [entry.name for entry in budget_of(runtime).reservations]
+    return 1 + max(index for index, name in enumerate(names) if name.startswith("target: "))
+
+
+def detach_policies(runtime: Runtime, num_reservations: int) -> None:
+    """Let the target's cache forget who chooses chunks, and the ledger what they took."""
+    cache = target_cache(runtime)
+    cache.observers.clear()
+    if isinstance(cache, HostKVCache):
+        cache.lender = None
+    del budget_of(runtime).reservations[num_reservations:]
+
+
+@torch.inference_mode()
+def tell_again(runtime: Runtime) -> None:
+    """Tell the observers of the target's cache about every full block, as if it had only just been filled.
+
+    A policy that is made when the cache is full already learns its keys so: on the device they are read where they
+    lie, and from host memory they come over the link once, which takes a second where a prefill takes thirty.
+    """
+    cache = target_cache(runtime)
+    finish_writing_back(cache)
+    for sequence in range(len(cache._lengths)):
+        full = cache.length(sequence) // BLOCK_TOKENS
+        for layer in range(runtime.config.num_layers) if full and cache.observers else ():
+            for kv, row, blocks in _full_blocks(runtime, cache, layer, sequence, full):
+                for observer in cache.observers:
+                    observer.on_blocks(layer, sequence, kv, row, blocks)
+
+
+def _full_blocks(
+    runtime: Runtime, cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, count: int
+) -> Iterator[tuple[KVBlocks, int, range]]:
+    """A layer's first `count` blocks on the device: where they lie, in which batch row, and which they are."""
+    if isinstance(cache, DeviceKVCache):
+        yield KVBlocks(cache._data[layer]), sequence, range(count)
+    elif layer in cache._resident:
+        yield KVBlocks(cache._resident[layer]), sequence, range(count)
+    else:
+        place, shape = cache._place[layer], block_shape(runtime.config)
+        for run in cache.blocks.runs(sequence, 0, count, cache._piece_blocks):
+            host = cache.blocks.block(place, sequence, run.first_block, run.num_blocks)
+            piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
+            yield KVBlocks(piece, run.first_block), 0, range(run.first_block, run.first_block + run.num_blocks)

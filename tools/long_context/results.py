@@ -1,0 +1,82 @@
+"""A sweep's rows in a file, written one by one, so that an interrupted sweep goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload_runtime.errors import OptionError, StorageError
+
+
+class ResultFile:
+    """Rows by their value. Those of the file that were measured under the same conditions are there from the start.
+
+    Args:
+        path: Where rows are kept; None keeps them in memory.
+        sweep: Name of the sweep.
+        conditions: What must be equal for a row to count: settings, commit, what it was measured on.
+        origin: What the file says besides.
+        order: Values in the order of the file.
+
+    Raises:
+        OptionError: The file holds something else than this sweep.
+    """
+
+    def __init__(
+        self, path: Path | None, sweep: str, conditions: Mapping[str, Any], origin: Mapping[str, Any], *,
+        order: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._path = path
+        self._order = list(order)
+        self.sweep = sweep
+        self.report: dict[str, Any] = {"benchmark": "sweep_long_context", "sweep": sweep, **origin, **conditions}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.num_outdated = 0  # rows of the file that were measured under other conditions
+        if path is not None and path.exists():
+            self._read(path, conditions)
+
+    def _read(self, path: Path, conditions: Mapping[str, Any]) -> None:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            kind, rows = (found["benchmark"], found["sweep"]), {row["value"]: row for row in found["rows"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise OptionError(
+                f"{path} is there and is no result of a sweep ({error!r}): name another --out, or delete it"
+            ) from error
+        if kind != ("sweep_long_context", self.sweep):
+            raise OptionError(f"{path} holds the sweep of {kind[1]}, not of {self.sweep}: name another --out")
+        if all(found.get(name) == value for name, value in conditions.items()):
+            self.rows = rows
+        else:
+            self.num_outdated = len(rows)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Keep a row, which says its `value`, and write the file.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self.rows[row["value"]] = dict(row)
+        if self._path is None:
+            return
+        partial = self._path.with_name(self._path.name + ".part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(partial, self._path)  # whatever stops us, the file is whole
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written ({error}): name another --out") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole report, its rows in the sweep's order; values outside it come last."""
+        known = {value: place for place, value in enumerate(self._order)}
+        rows = sorted(self.rows.values(), key=lambda row: known.get(row["value"], len(known)))
+        return {**self.report, "rows": rows}
+
+    @property
+    def identical(self) -> bool:
+        """Whether every row's tokens are those of plain decoding."""
+        return all(row["identical_to_plain"] for row in self.rows.values())

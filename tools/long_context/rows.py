@@ -1,0 +1,136 @@
+"""Measures rows: plain decoding and speculation from the same starts, and the bound that single times give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench_report import percentiles
+from long_context.decoding import Decoding, compare, together
+from long_context.rig import Rig
+from long_context.session import Session
+from long_context.sweeps import Setting
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.errors import OptionError
+from offload_runtime.speculation import NoProposer
+
+_SEED = 1
+# Starts are at most so far apart. No multiple of a block, so that blocks end where they may.
+_MOST_STRIDE_TOKENS = 997
+_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How much is decoded for a row: `tokens` and, plainly, `plain_tokens` of a sequence behind each of the starts."""
+
+    tokens: int
+    plain_tokens: int
+    starts: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise OptionError(f"{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def starts_of(texts: Sequence[Sequence[int]], context_tokens: int, count: int) -> list[list[list[int]]]:
+    """Known tokens of each sequence for `count` starts a little before the end of the context, the longest first.
+
+    All are in its last sixteenth: each row's first start finds the rest of the text in the cache.
+    """
+    stride = max(1, min(_MOST_STRIDE_TOKENS, context_tokens // (16 * count)))
+    ends = [context_tokens - stride * (number + 1) for number in range(count)]
+    return [[list(text[:end]) for text in texts] for end in ends]
+
+
+class RowMeasurement:
+    """Measures rows of one runtime.
+
+    Args:
+        session: Its cache.
+        rig: Its proposers.
+        texts: A text for each sequence, as long as the longest context.
+        lengths: How much to decode.
+    """
+
+    def __init__(self, session: Session, rig: Rig, texts: Sequence[Sequence[int]], lengths: Lengths) -> None:
+        self._session = session
+        self._rig = rig
+        self._texts = texts
+        self._lengths = lengths
+        self._plain: dict[tuple[float, int], Decoding] = {}
+        self._passes_s: dict[tuple[int, int], float] = {}
+
+    def measure(self, setting: Setting) -> dict[str, Any]:
+        """One row.
+
+        Raises:
+            OptionError, BudgetError: The setting cannot be.
+        """
+        starts = starts_of(self._texts, setting.context_tokens, self._lengths.starts)
+        params, session = SamplingParams(setting.temperature, seed=_SEED), self._session
+        plain = self._decode_plainly(setting, starts)
+        pass_s = self._pass_s(setting, starts[-1])
+        proposers = self._rig.build(setting.options)
+        found = together(
+            [
+                session.decode(start, proposers, params, gamma=setting.window, count=self._lengths.tokens)
+                for start in starts
+            ]
+        )
+        steps_ms = session.step_times_ms(starts[-1], proposers, params, gamma=setting.window)
+        same = compare(plain.texts, found.texts)
+        row = {
+            "plain_s_per_token": plain.s_per_token, "s_per_token": found.s_per_token,
+            "times_plain": plain.s_per_token / found.s_per_token, "tokens": found.num_tokens, "passes": found.passes,
+            "tokens_per_pass": found.tokens_per_pass, **found.acceptance(), "pass_s": pass_s, **steps_ms,
+        }  # fmt: skip
+        return {
+            **row, **bound(row, setting), "identical_to_plain": same.identical, "compared_tokens": same.num_tokens,
+            "first_difference": same.first_difference,
+        }  # fmt: skip
+
+    def _decode_plainly(self, setting: Setting, starts: Sequence[Sequence[Sequence[int]]]) -> Decoding:
+        key = setting.temperature, setting.context_tokens
+        if key not in self._plain:
+            params, proposers = SamplingParams(setting.temperature, seed=_SEED), [NoProposer() for _ in self._texts]
+            self._plain[key] = together(
+                [
+                    self._session.decode(start, proposers, params, gamma=0, count=self._lengths.plain_tokens)
+                    for start in starts
+                ]
+            )
+        return self._plain[key]
+
+    def _pass_s(self, setting: Setting, start: Sequence[Sequence[int]]) -> float:
+        """Median of passes over full windows."""
+        key = setting.context_tokens, setting.window + 1
+        if key not in self._passes_s:
+            times_s, _ = self._session.pass_times_s(start, setting.window + 1, _PASSES)
+            self._passes_s[key] = percentiles(times_s).median
+        return self._passes_s[key]
+
+
+def bound(row: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """What the times of single passes and steps would allow if nothing else took time.
+
+    tokens/s = tokens per pass / (time of a pass + steps per pass * time of a step), a step of the middle level with
+    the draft's before it or, in a chain, a step of the draft.
+    """
+    if setting.options.mode == "chain":
+        steps, step_ms = row["proposed"] / row["passes"], row["draft_step_ms"]
+    else:
+        share, drafted = 1 / setting.options.refresh_steps, setting.options.gamma_draft
+        steps = row["middle_steps_per_pass"]
+        step_ms = share * row["middle_step_with_refresh_ms"] + (1 - share) * row["middle_step_ms"]
+        step_ms += drafted * row.get("draft_step_ms", 0.0)
+    bound_s = (row["pass_s"] + 1e-3 * steps * step_ms) / row["tokens_per_pass"]
+    return {
+        "step_ms": step_ms,
+        "bound_tok_per_s": 1 / bound_s,
+        "bound_times_plain": row["plain_s_per_token"] / bound_s,
+        "share_of_bound": bound_s / row["s_per_token"],
+    }

@@ -1,0 +1,198 @@
+"""A loaded runtime with texts in its KV cache: decoding, passes and steps, measured from a cache that is cut back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from bench_report import percentiles
+from long_context.decoding import Decoding
+from long_context.internals import Levels, levels_of, runner_of
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine import Runtime
+from offload_runtime.model import Window
+from offload_runtime.speculation import Proposer, Round, Turn, play_round
+
+# The first run of a step compiles, the second captures a graph.
+_UNTIMED = 2
+_TIMED_STEPS = 20
+
+
+class Session:
+    """One runtime, and which tokens its KV cache holds.
+
+    A *start* is a list of known tokens for each sequence, whose last one is not in the cache yet.
+
+    Args:
+        runtime: To work with. Its own generations must not run beside.
+    """
+
+    def __init__(self, runtime: Runtime, *, batch: int = 1) -> None:
+        self.runtime = runtime
+        self._runner = runner_of(runtime)
+        self._held: list[list[int]] = [[] for _ in range(batch)]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.device)
+
+    def fill(self, sequence: int, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Let the cache hold these tokens of a sequence: cut back to what it shares with them, prefill the rest.
+
+        Returns:
+            Logits [1, V] of the last token; None if nothing was missing.
+
+        Raises:
+            ContextLengthError, BudgetError: The cache has no room.
+        """
+        held = self._held[sequence]
+        length = min(len(held), len(tokens))
+        if held[:length] != list(tokens[:length]):
+            length = next(index for index in range(length) if held[index] != tokens[index])
+        self._runner.cache.truncate(sequence, length)
+        self._held[sequence] = held[:length]  # first, so that an interruption never leaves more than the cache holds
+        logits = self._runner.prefill(sequence, tokens[length:]) if length < len(tokens) else None
+        self._held[sequence] = list(tokens)
+        return logits
+
+    def go_to(self, start: Sequence[Sequence[int]]) -> None:
+        """Let the cache hold all known tokens but each sequence's last, and wait for the device."""
+        for sequence, known in enumerate(start):
+            self.fill(sequence, known[:-1])
+        self.synchronize()
+
+    def decode(
+        self, start: Sequence[Sequence[int]], proposers: Sequence[Proposer], params: SamplingParams, *, gamma: int,
+        count: int,
+    ) -> Decoding:  # fmt: skip
+        """Decode until the sequences have `count` new tokens on average; the cache is cut back before and afterwards.
+
+        An untimed round comes first: it captures graphs and fetches chunks.
+
+        Args:
+            start: Where to begin.
+            proposers: One for each sequence.
+            params: How tokens are chosen.
+            gamma: Most tokens to propose to a pass.
+            count: New tokens.
+        """
+        self.go_to(start)
+        for proposer in proposers:
+            proposer.start(params)
+        self._round([list(known) for known in start], proposers, params, gamma)
+        self._cut(start)
+        levels = [levels_of(proposer) for proposer in proposers]
+        before, texts, rounds, passes = _counts(levels), [list(known) for known in start], [], 0
+        first, started_s = sum(len(text) for text in texts), time.perf_counter()
+        while sum(len(text) for text in texts) - first < count * len(texts):
+            rounds += self._round(texts, proposers, params, gamma)
+            passes += 1
+        elapsed_s = time.perf_counter() - started_s
+        steps, accepted = (after - earlier for after, earlier in zip(_counts(levels), before, strict=True))
+        self._cut(start)
+        return Decoding(
+            texts=tuple(tuple(text[len(known) :]) for text, known in zip(texts, start, strict=True)),
+            rounds=tuple(rounds), passes=passes, elapsed_s=elapsed_s, middle_steps=steps,
+            draft_proposed=steps * levels[0].gamma, draft_accepted=accepted,
+        )  # fmt: skip
+
+    def _round(
+        self, texts: list[list[int]], proposers: Sequence[Proposer], params: SamplingParams, gamma: int
+    ) -> list[Round]:
+        """One pass over a window of every sequence; appends what it gives."""
+        turns = [Turn(index, text, proposers[index], gamma) for index, text in enumerate(texts)]
+        played = play_round(self._runner, params, turns)
+        for text, one in zip(texts, played, strict=True):
+            text += one.tokens
+        return played
+
+    def _cut(self, start: Sequence[Sequence[int]]) -> None:
+        """Forget what was committed behind a start."""
+        for sequence, known in enumerate(start):
+            self._runner.cache.truncate(sequence, len(known) - 1)
+        self.synchronize()
+
+    def pass_times_s(self, start: Sequence[Sequence[int]], width: int, passes: int) -> tuple[list[float], int]:
+        """Times of passes of the full target over windows of `width` tokens, and the bytes that each streams."""
+        self.go_to(start)
+        windows = [Window(tuple(known[:width])) for known in start]
+        times_s, nbytes, streamer = [], 0, self._runner.streamer
+        for number in range(passes + _UNTIMED):
+            before, started_s = streamer.bytes_begun, time.perf_counter()
+            self._runner.verify(windows, list(range(len(windows))))[:, : len(windows[0].tokens)].argmax(-1).tolist()
+            if number >= _UNTIMED:
+                times_s.append(time.perf_counter() - started_s)
+                nbytes = streamer.bytes_begun - before
+        return times_s, nbytes
+
+    def step_times_ms(
+        self, start: Sequence[Sequence[int]], proposers: Sequence[Proposer], params: SamplingParams, *, gamma: int
+    ) -> dict[str, float]:
+        """Medians of single steps of the first sequence's inner levels, which go on from step to step as in decoding.
+
+        `middle_step_ms`, `middle_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
+        """
+        self.go_to(start)
+        for proposer in proposers:
+            proposer.start(params)
+        self._round([list(known) for known in start], proposers, params, gamma)
+        self._cut(start)
+        known, levels = start[0], levels_of(proposers[0])
+        if levels.middle is None:
+            return {"draft_step_ms": self._draft_step_ms(known, levels, gamma)}
+        found = {}
+        for name, refresh in (("middle_step_ms", False), ("middle_step_with_refresh_ms", True)):
+            times_ms: list[tuple[float, float]] = []
+            while len(times_ms) < _TIMED_STEPS + _UNTIMED:
+                times_ms += self._inner_steps_ms(known, levels, gamma, refresh)
+            found[name] = percentiles([middle for middle, _ in times_ms[_UNTIMED:]]).median
+            if levels.draft is not None:
+                found["draft_step_ms"] = percentiles([draft for _, draft in times_ms[_UNTIMED:]]).median
+        return found
+
+    def _inner_steps_ms(
+        self, known: Sequence[int], levels: Levels, gamma: int, refresh: bool
+    ) -> list[tuple[float, float]]:
+        """A window's worth of middle steps: the milliseconds of each, and of one of the draft's steps before it."""
+        window, middle, draft, guesses = levels.window, levels.middle, levels.draft, levels.gamma
+        assert window is not None and middle is not None, "a hierarchy"
+        middle.begin(len(known), gamma + guesses + 1)
+        if draft is not None:
+            draft.catch_up(known)
+        window.upload(known[-2:], len(known))
+        times_ms = []
+        for number in range(max(1, gamma // (guesses + 1))):
+            longest = len(known) + number * (guesses + 1)
+            draft_ms = 0.0
+            if draft is not None:
+                draft_ms = self._timed_ms(partial(draft.steps, guesses, longest=longest)) / guesses
+            times_ms.append((self._timed_ms(partial(middle.step, guesses, refresh=refresh)), draft_ms))
+        return times_ms
+
+    def _draft_step_ms(self, known: Sequence[int], levels: Levels, gamma: int) -> float:
+        """Milliseconds of a step of a draft that proposes windows of `gamma` tokens by itself."""
+        window, draft, times_ms = levels.window, levels.draft, []
+        assert window is not None and draft is not None and gamma > 0, "a chain"
+        for _ in range(_TIMED_STEPS + _UNTIMED):
+            draft.catch_up(known)
+            window.upload(known[-2:], len(known))
+            times_ms.append(self._timed_ms(partial(draft.steps, gamma, longest=len(known))) / gamma)
+        return percentiles(times_ms[_UNTIMED:]).median
+
+    def _timed_ms(self, action: Callable[[], None]) -> float:
+        """Milliseconds of an action and of what it enqueues."""
+        self.synchronize()
+        started_s = time.perf_counter()
+        action()
+        self.synchronize()
+        return 1e3 * (time.perf_counter() - started_s)
+
+
+def _counts(levels: Sequence[Levels]) -> tuple[int, int]:
+    """Steps of the middle levels and proposals that they accepted, of all sequences. Waits for the device."""
+    counts = [one.middle.counts for one in levels if one.middle is not None]
+    return sum(steps for steps, _ in counts), sum(accepted for _, accepted in counts)
