@@ -45,6 +45,12 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_bytes_up(size_bytes: int) -> str:
+    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
+    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))  # the last digit that is shown
+    return format_bytes(-(-size_bytes // step) * step)
+
+
 def require_positive(name: str, value: int) -> None:
     """Raise `OptionError` unless `value` is at least one."""
     if value < 1:
@@ -169,7 +175,7 @@ class GenerationParams:
 
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
-DRAFT_CACHES = ("auto", "full", "streaming")
+DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
 CHUNK_POLICIES = ("retrieval", "topk", "streaming")
 # With the known token 32 rows, the most that chunks are scored by.
 MOST_GAMMA_DRAFT = 31
@@ -181,9 +187,12 @@ class SpeculationOptions:
 
     `mode`: `chain` proposes from the draft, `triforce` puts the target over retrieved chunks between draft and target,
     `auto` takes `triforce` where the KV cache is in host memory, all weights are on the device and there is a draft
-    model. `draft_cache`: the draft's own cache, `full` or `streaming` (`sink_tokens` first and `recent_tokens` newest
-    tokens). Of the middle level: `budget_tokens` per layer and KV head in chunks of `chunk_size`, chosen by `policy`
-    every `refresh_steps` of its steps; the draft proposes `gamma_draft` tokens to each step.
+    model. `draft_cache`: the draft's own cache, `full`, `retrieval` (all of it, of which steps read chunks of their
+    choice) or `streaming` (`sink_tokens` first and `recent_tokens` newest tokens); `auto` is `full` up to 8192 tokens
+    and beyond them `retrieval` where the draft's positions and the device's memory allow it. Of the middle level:
+    `budget_tokens` per layer and KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its
+    steps; the draft proposes `gamma_draft` tokens to each step. A draft that retrieves does so with the same
+    `budget_tokens` and `chunk_size`.
     """
 
     mode: str = "auto"

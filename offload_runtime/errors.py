@@ -51,3 +51,7 @@ class CopyError(OffloadError):
 
 class DeviceError(OffloadError):
     """The asked device is not there or lacks a needed capability."""
+
+
+class ProfileError(OffloadError):
+    """A machine profile is unknown, cannot be read, or has a wrong key or value."""

@@ -72,14 +72,41 @@ def test_answers_end_on_their_own(target: Path, draft: Path) -> None:
         assert runtime.generate(PROMPTS[0], max_new_tokens=COUNT, stop="quick").tokens == alone[0].tokens
 
 
+def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
+    """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
+    with load(target, draft=draft, max_batch=3, kv="host") as runtime:
+        whole = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
+        first = whole[0].text[:4]
+        layers: list[tuple[int, int]] = []
+        passes: list[tuple[int, int]] = []
+        stopped = runtime.generate_batch(
+            PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2, stop=first,
+            on_prefill=lambda done, total: layers.append((done, total)),
+            on_progress=lambda done, total: passes.append((done, total)), should_stop=lambda: len(passes) == 3,
+        )  # fmt: skip
+        assert [result.finish_reason for result in stopped] == ["stop", "interrupted", "interrupted"]
+        for result, other in zip(stopped[1:], whole[1:], strict=True):
+            assert 1 <= len(result.tokens) <= 1 + 2 * 3
+            assert result.tokens == other.tokens[: len(result.tokens)] and other.text.startswith(result.text)
+            assert result.stats.passes == 2
+        assert layers == [(done, 15) for done in range(1, 16)]
+        nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=COUNT, ignore_eos=True, should_stop=lambda: True)
+        assert [len(result.tokens) for result in nothing] == [1, 1]
+        assert all(runtime._models.target.runner.cache.length(sequence) == 0 for sequence in range(3))
+        again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
+        assert [result.tokens for result in again] == [result.tokens for result in whole]
+
+
 def test_batches_that_make_no_sense(target: Path) -> None:
     with load(target, max_batch=2) as runtime:
         with pytest.raises(OptionError, match="3 prompts for a runtime that was loaded for 1 to 2"):
             runtime.generate_batch(["a", "b", "c"])
         with pytest.raises(OptionError):
             runtime.generate_batch([])
-        with pytest.raises(ContextLengthError):
+        with pytest.raises(ContextLengthError, match="prompt 1 of 2: "):
             runtime.generate_batch(["a", "b"], max_new_tokens=100_000)
+        with pytest.raises(OptionError, match=r"prompt 2 of 2: .*empty"):
+            runtime.generate_batch(["a", ""], max_new_tokens=3)
         assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
 
 

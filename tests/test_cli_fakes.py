@@ -13,6 +13,7 @@ import torch
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.speculation import Acceptance
 
 
 def make_stats(**changes: Any) -> GenerationStats:
@@ -21,6 +22,7 @@ def make_stats(**changes: Any) -> GenerationStats:
         "prompt_tokens": 7, "new_tokens": 3, "time_to_first_token_s": 0.25, "tok_per_s": 12.5, "passes": 2,
         "tokens_per_pass": 1.5, "bytes_per_pass": 2_000_000_000, "link_gbps": 20.0, "link_peak_gbps": 25.0,
         "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
+        "acceptance": (Acceptance("draft", "middle", 5, 20, 13), Acceptance("middle", "target", 2, 10, 9)),
     }  # fmt: skip
     return GenerationStats(**{**figures, **changes})
 
@@ -97,11 +99,12 @@ class FakeRuntime:
 
     def load(
         self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, resident_layers: int | str,
-        context: int | str, kv: str, speculation: SpeculationOptions, max_gamma: int,
-        on_progress: Callable[[str, int, int], None],
+        context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int,
+        on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None,
     ) -> FakeRuntime:  # fmt: skip
         options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
+        options |= {"max_batch": max_batch}
         self.loads.append((target, options))
         on_progress("target weights", 1, 2)
         if self.load_error is not None:
@@ -126,6 +129,26 @@ class FakeRuntime:
         return FakeStream(
             self.pieces, tokens, self.held_back, self.before_piece, on_prefill, settle, self.finish_reason
         )
+
+    def generate_batch(
+        self, prompts: list[Any], *, on_prefill: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None], should_stop: Callable[[], bool], **options: Any,
+    ) -> list[GenerationResult]:  # fmt: skip
+        """Answer i is done in pass i + 1, which `before_piece` is called with; in pass 0 the prompts are read."""
+        self.requests += [(prompt, options) for prompt in prompts]
+        print("a library that cannot keep quiet")
+        if self.answer_error is not None:
+            raise self.answer_error
+        self.before_piece(0)
+        on_prefill(1, 2)
+        results: list[GenerationResult] = []
+        for number in range(len(prompts)):
+            on_progress(number, len(prompts))
+            self.before_piece(number + 1)
+            stopped = should_stop()
+            text, reason = ("half", "interrupted") if stopped else (f"answer {number}", self.finish_reason)
+            results.append(GenerationResult(self.plain_tokens, text, reason, make_stats()))
+        return results
 
     def conversation(self, system: str | None) -> FakeConversation:
         return FakeConversation(self, system)

@@ -39,7 +39,14 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
     result = generate("--prompt", "Hi")
     assert (result.exit_code, result.stdout) == (0, NOISE + "Hello\n")
     last_line = result.stderr.splitlines()[-1]
-    for figure in ("12.5 tokens/s", "1.50 tokens per pass", "20.0 of 25.0 GB/s (80 %)", "0.25 s", runtime.load_report):
+    for figure in (
+        "12.5 tokens/s",
+        "1.50 tokens per pass",
+        "accepted 0.90 of the middle level's, 0.65 of the draft's",
+        "20.0 of 25.0 GB/s (80 %)",
+        "0.25 s",
+        runtime.load_report,
+    ):
         assert figure in last_line
     assert runtime.closed
 
@@ -60,6 +67,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
+        "policy": "topk", "refresh-steps": "2",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -73,8 +81,8 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     assert runtime.loads == [
         ("some/model", {
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
-            "resident_layers": 2, "max_gamma": 90, "kv": "host",
-            "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3),
+            "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host",
+            "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
         })
     ]  # fmt: skip
 
@@ -97,12 +105,16 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
     [
         ("", "neither of --prompt and --prompt-file"),
         ("--prompt a --prompt-file b", "both of --prompt and --prompt-file"),
+        ("--prompt a --prompt-file b --prompt-file c", "both of --prompt and --prompt-file"),
+        ("--prompt-file - --prompt-file -", "--prompt-file - was given 2 times"),
+        ("--prompt-file {tmp}/a --prompt-file {tmp}/absent", "{tmp}/absent cannot be read"),
         ("--prompt-file {tmp}/absent", "No such file"),
         ("--prompt-file {tmp}", "directory"),
         ("--prompt-file {tmp}/latin1", "not UTF-8 text: byte 0xe9 at offset 1"),
         ("--prompt a --top-p 2", "top_p must be"),
         ("--prompt a --temperature inf", "temperature must be"),
         ("--prompt a --gamma 3 --draft none", "--draft none"),
+        ("--prompt a --gamma 3 --speculation none", "--speculation none"),
         ("--prompt a --context many", "--context must be a count or auto"),
         ("--prompt a --context 0", "--context must be at least 1"),
         ("--prompt a --resident-layers -1", "--resident-layers must be a count or auto"),
@@ -112,11 +124,53 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
 )
 def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, arguments: str, words: str) -> None:
     (tmp_path / "latin1").write_bytes(b"d\xe9j\xe0 vu")
+    (tmp_path / "a").write_text("a")
     result = generate(*(part.format(tmp=tmp_path) for part in arguments.split()))
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
-    assert words in error_lines(result)[0]
+    assert words.format(tmp=tmp_path) in error_lines(result)[0]
     assert runtime.loads == []
+
+
+MIDDLE = ("--budget-tokens 64", "--chunk-size 4", "--policy topk", "--refresh-steps 2")
+KEPT = ("--sink-tokens 4", "--recent-tokens 9")
+IDLE = [
+    *(("--speculation none --draft some/draft", option) for option in (*MIDDLE, "--gamma-draft 2")),
+    *(("--speculation chain --draft some/draft --draft-cache streaming", option) for option in MIDDLE),
+    *(("--speculation chain --draft some/draft", option) for option in (*MIDDLE[2:], "--gamma-draft 2")),
+    *((f"--draft {draft}", option) for draft in ("ngram", "none") for option in (*MIDDLE, *KEPT, "--gamma-draft 2")),
+    *((f"--draft some/draft --draft-cache {cache}", option) for cache in ("full", "retrieval") for option in KEPT),
+    *(("--speculation triforce --draft none", option) for option in (*KEPT, "--gamma-draft 2", "--draft-cache full")),
+    ("--draft ngram", "--draft-cache streaming"),
+    ("--speculation triforce --draft none --policy streaming", "--recent-tokens 9"),
+]
+BUSY = [
+    *(("--speculation triforce --draft some/draft", option) for option in (*MIDDLE, *KEPT, "--gamma-draft 2")),
+    *(("--draft some/draft", option) for option in (*MIDDLE, *KEPT, "--gamma-draft 2", "--draft-cache full")),
+    *(("--speculation triforce --draft none", option) for option in (*MIDDLE, "--gamma 3")),
+    *(("--speculation chain --draft some/draft", option) for option in (*MIDDLE[:2], *KEPT, "--draft-cache full")),
+    *(("--speculation chain --draft some/draft --draft-cache retrieval", option) for option in MIDDLE[:2]),
+    ("--speculation triforce --draft none --policy streaming", "--sink-tokens 4"),
+    ("--speculation triforce --draft some/draft --draft-cache full --policy streaming", "--sink-tokens 4"),
+]
+
+
+@pytest.mark.parametrize(("mode", "option"), IDLE)
+def test_options_that_would_do_nothing_are_refused(runtime: FakeRuntime, mode: str, option: str) -> None:
+    result = generate("--prompt", "a", *mode.split(), *option.split())
+    assert (result.exit_code, result.stdout, runtime.loads) == (2, "", [])
+    assert f"{option} does nothing with" in error_lines(result)[0]
+
+
+@pytest.mark.parametrize(("mode", "option"), BUSY)
+def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, option: str) -> None:
+    result = generate("--prompt", "a", *mode.split(), *option.split())
+    assert result.exit_code == 0, result.stderr
+
+
+def test_what_is_left_out_is_the_default(runtime: FakeRuntime) -> None:
+    generate("--prompt", "a", "--draft", "some/draft")
+    assert runtime.loads[0][1]["speculation"] == SpeculationOptions()
 
 
 @pytest.mark.parametrize("argument", ["--device=tpu", "--seed=-1", "--max-new-tokens=0", "--nonsense"])
@@ -158,6 +212,69 @@ def test_ctrl_c_keeps_what_is_there(runtime: FakeRuntime, presses: int) -> None:
     assert (record["text"], record["finish_reason"]) == (expected, "interrupted")
     assert signal.getsignal(signal.SIGINT) is handler
     assert runtime.closed
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Three prompts, as arguments."""
+    paths = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    for path in paths:
+        path.write_text(f"the text of {path.name}")
+    return [part for path in paths for part in ("--prompt-file", str(path))]
+
+
+def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> None:
+    result = generate(*files, "--temperature", "0.5", "--chat", "--stop", "x")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == NOISE + "".join(f"== {files[2 * i + 1]} ==\nanswer {i}\n" for i in range(3))
+    assert runtime.loads[0][1]["max_batch"] == 3
+    asked = [prompt for prompt, _ in runtime.requests]
+    assert asked == [[{"role": "user", "content": f"the text of {name}.txt"}] for name in "abc"]
+    assert runtime.requests[0][1] == {
+        "max_new_tokens": 256, "temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "stop": ("x",),
+        "gamma": None, "ignore_eos": False,
+    }  # fmt: skip
+    lines = result.stderr.splitlines()
+    assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-4:-1]] == files[1::2]
+    assert lines[-1] == runtime.load_report and runtime.closed
+
+
+def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
+    result = generate(*files[:2], "--prompt-file", "-", "--json", "--seed", "5", stdin="from a pipe")
+    answer = {"tokens": [1, 2, 3], "finish_reason": "stop", "stats": make_stats().to_dict()}
+    assert json.loads(result.stdout) == {
+        "results": [
+            {"name": files[1], "text": "answer 0", **answer}, {"name": "stdin", "text": "answer 1", **answer}
+        ],
+        "target": "some/model", "draft": "ngram", "device": "cpu", "dtype": "fp32", "seed": 5,
+    }  # fmt: skip
+    assert [prompt for prompt, _ in runtime.requests] == ["the text of a.txt", "from a pipe"]
+
+
+def test_ctrl_c_keeps_the_answers_that_are_done(runtime: FakeRuntime, files: list[str]) -> None:
+    runtime.before_piece = lambda number: press_ctrl_c() if number == 2 else None
+    result = generate(*files)
+    assert result.exit_code == 130
+    assert [line for line in result.stdout.splitlines() if not line.startswith("==")] == [
+        NOISE.strip(), "answer 0", "half", "half"
+    ]  # fmt: skip
+    assert [": stopped · " in line for line in result.stderr.splitlines()[-4:-1]] == [False, True, True]
+    record = json.loads(generate(*files, "--json").stdout)
+    assert [answer["finish_reason"] for answer in record["results"]] == ["stop", "interrupted", "interrupted"]
+
+
+@pytest.mark.parametrize("presses", [[0], [1, 1], [1, 2]])
+def test_ctrl_c_that_does_not_wait(runtime: FakeRuntime, files: list[str], presses: list[int]) -> None:
+    """While the prompts are read, or pressed again."""
+
+    def press(number: int) -> None:
+        for _ in range(presses.count(number)):
+            press_ctrl_c()
+
+    runtime.before_piece = press
+    result = generate(*files)
+    assert (result.exit_code, result.stdout) == (130, NOISE)
+    assert "Traceback" not in result.stderr and runtime.closed
 
 
 def test_ctrl_c_during_prefill_does_not_wait_for_its_end(runtime: FakeRuntime) -> None:

@@ -116,8 +116,31 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
     assert list(plain["stats"]) == [
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
+        "acceptance",
     ]  # fmt: skip
+    assert plain["stats"]["acceptance"] == []
+    (level,) = ngram["stats"]["acceptance"]
+    assert level["proposed_by"] == "ngram" and level["verified_by"] == "target"
+    assert level["accepted"] == 23 - ngram["stats"]["passes"] and level["verifications"] <= ngram["stats"]["passes"]
     assert plain["stats"]["link_gbps"] is None and ngram["stats"]["link_gbps"] > 0
+
+
+def test_files_in_one_batch(model: Path, tmp_path: Path) -> None:
+    """The first has the tokens that it has alone; so has each of them at temperature 0, in text and in JSON."""
+    files = []
+    for number, text in enumerate(["the quick brown", "a link, a layer", "on and on"]):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(text)
+        files += ["--prompt-file", str(path)]
+    shared = ["--target", str(model), "--device", "cpu", "--max-new-tokens", "12", "--ignore-eos"]
+    done = run(tmp_path, "generate", *shared, *files, "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [result["name"] for result in results] == files[1::2]
+    alone = [run(tmp_path, "generate", *shared, *files[2 * i : 2 * i + 2], "--json") for i in range(2)]
+    assert [json.loads(one.stdout)["tokens"] for one in alone] == [result["tokens"] for result in results[:2]]
+    text = run(tmp_path, "generate", *shared, *files).stdout
+    assert text == "".join(f"== {result['name']} ==\n{result['text']}\n" for result in results)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +149,8 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
         (["--target", "/no/such/model", "--prompt", "a"], "/no/such/model"),
         (["--target", "{model}", "--prompt", "a", "--context", "16", "--max-new-tokens", "90"], "--max-new-tokens"),
         (["--target", "{model}", "--prompt", "a", "--vram", "100kB"], "kB"),
+        (["--target", "/no/such", "--prompt", "a", "--draft", "x", "--speculation", "none"], "--speculation none"),
+        (["--target", "/no/such", "--prompt", "a", "--speculation", "triforce"], "--draft none"),
     ],
 )
 def test_what_the_engine_refuses_is_one_line_and_exit_code_2(

@@ -181,6 +181,8 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert stats.tokens_per_pass == (COUNT - 1) / stats.passes
     assert stats.time_to_first_token_s > 0 and stats.tok_per_s > 0 and stats.stall_s >= 0
     assert stats.link_gbps is not None and stats.link_peak_gbps is not None
+    (level,) = stats.acceptance
+    assert level.accepted == COUNT - 1 - stats.passes and level.verifications <= stats.passes
     # Both rates are over the same time: bytes a second over tokens a second is bytes a token.
     bytes_per_token = stats.passes * stats.bytes_per_pass / (COUNT - 1)
     assert stats.link_gbps * 1e9 / stats.tok_per_s == pytest.approx(bytes_per_token)
@@ -189,6 +191,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert list(stats.to_dict()) == [
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
+        "acceptance",
     ]  # fmt: skip
 
 

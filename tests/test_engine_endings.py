@@ -144,7 +144,7 @@ def test_ctrl_c_during_passes(
     assert runtime._models.draft is not None
     owner, name = {
         "target layer": (runtime._models.target.runner.decoder, "layer"),
-        "draft layer": (runtime._models.draft.runner.decoder, "layer"),
+        "draft layer": (runtime._models.draft.runner.cache, "attend"),
         "copy wait": (runtime._parts.engine, "compute_wait"),
     }[where]
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)

@@ -143,7 +143,21 @@ class TestBeforeLoading:
             ({"max_gamma": 0}, "max_gamma must be at least 1"),
             ({"max_batch": 0}, "max_batch must be at least 1"),
             ({"kv": "disk"}, "auto, gpu or host"),
-            ({"speculation": SpeculationOptions("triforce"), "resident_layers": 2}, "--speculation chain"),
+            (
+                {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
+                "--speculation chain",
+            ),
+            (
+                {
+                    "speculation": SpeculationOptions("triforce", budget_tokens=64),
+                    "resident_layers": 2,
+                    "draft": "none",
+                },
+                "3 of 5 layers are streamed: raise --vram",
+            ),
+            ({"speculation": SpeculationOptions("triforce")}, "--draft none"),
+            ({"speculation": SpeculationOptions("none"), "draft": "some/model"}, "idle"),
+            ({"speculation": SpeculationOptions("chain"), "draft": "none"}, "--speculation none"),
         ],
         ids=str,
     )

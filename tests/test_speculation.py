@@ -13,7 +13,14 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder, count_accepted
+from offload_runtime.speculation import (
+    Acceptance,
+    NgramProposer,
+    NoProposer,
+    Proposer,
+    SpeculativeDecoder,
+    count_accepted,
+)
 from tests.helpers.assembly import SMALL_SHAPE, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
@@ -24,6 +31,8 @@ PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temper
 
 class ScriptedProposer:
     """Proposes the known continuation with a wrong token at offset `wrong_at` of every window (None: all right)."""
+
+    name = "script"
 
     def __init__(self, script: Sequence[int], wrong_at: int | None) -> None:
         self._script = list(script)
@@ -37,6 +46,9 @@ class ScriptedProposer:
         if self._wrong_at is not None and self._wrong_at < len(guesses):
             guesses[self._wrong_at] = (guesses[self._wrong_at] + 1) % VOCAB_SIZE
         return guesses
+
+    def counts(self) -> Sequence[Acceptance]:
+        return ()
 
 
 class RecordingTarget:

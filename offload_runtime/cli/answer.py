@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -14,8 +15,10 @@ from offload_runtime.config import GenerationParams
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
+    from offload_runtime.engine.run_plan import RunPlan
 
 Prompt = str | Sequence[Mapping[str, str]]
+_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -76,9 +79,18 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             context=options.context,
             kv=options.kv,
             speculation=options.speculation,
+            max_batch=options.max_batch,
             max_gamma=options.max_gamma,
             on_progress=bars.on_bytes,
+            on_plan=_explain if options.explain else None,
         )
+
+
+def _explain(plan: RunPlan) -> None:
+    """Print on stderr what a run holds where."""
+    from offload_runtime.cli.plan_tables import memory_tables, print_tables
+
+    print_tables(memory_tables(plan), sys.stderr)
 
 
 def stream_answer(
@@ -136,12 +148,61 @@ def stream_answer(
     return result
 
 
+def answer_batch(
+    runtime: Runtime, prompts: Sequence[Prompt], params: GenerationParams, *, show_progress: bool
+) -> list[GenerationResult]:
+    """Answer all prompts together, to their ends or to Ctrl-C.
+
+    After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
+    on, and at the second one, Ctrl-C raises KeyboardInterrupt.
+    """
+    with (
+        StopRequest() as stop,
+        ProgressBars(enabled=show_progress) as prefill_bars,
+        ProgressBars(enabled=show_progress) as answer_bars,
+    ):
+
+        def on_prefill(done_layers: int, layers: int) -> None:
+            if stop.requested:
+                raise KeyboardInterrupt
+            prefill_bars.on_prefill(done_layers, layers)
+
+        def on_progress(finished: int, answers: int) -> None:
+            prefill_bars.close()
+            answer_bars.on_answers(finished, answers)
+
+        return runtime.generate_batch(
+            prompts,
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.sampling.temperature,
+            top_k=params.sampling.top_k,
+            top_p=params.sampling.top_p,
+            min_p=params.sampling.min_p,
+            seed=params.sampling.seed,
+            stop=params.stop,
+            gamma=params.gamma,
+            ignore_eos=params.ignore_eos,
+            on_prefill=on_prefill,
+            on_progress=on_progress,
+            should_stop=lambda: stop.requested,
+        )
+
+
 def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, link."""
+    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance, link."""
     figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
+    if acceptance := acceptance_figure(stats):
+        figures.append(acceptance)
     if stats.link_gbps is not None:
         figures.append(f"link {link_figure(stats)}")
     return figures
+
+
+def acceptance_figure(stats: GenerationStats) -> str:
+    """Return what share of each level's proposals was accepted, the last level first; nothing if there were none."""
+    levels = [level for level in reversed(stats.acceptance) if level.proposed]
+    shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
+    return f"accepted {', '.join(shares)}" if shares else ""
 
 
 def link_figure(stats: GenerationStats) -> str:
@@ -158,11 +219,30 @@ def result_record(
     result: GenerationResult, *, runtime: Runtime, options: LoadOptions, params: GenerationParams
 ) -> dict[str, Any]:
     """Return what `--json` prints for one answer."""
+    return {**_answer_record(result), **_run_record(runtime, options, params)}
+
+
+def batch_record(
+    names: Sequence[str], results: Sequence[GenerationResult], *, runtime: Runtime, options: LoadOptions,
+    params: GenerationParams,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what `--json` prints for the answers of a batch, each with the name of its prompt."""
+    answers = [{"name": name, **_answer_record(result)} for name, result in zip(names, results, strict=True)]
+    return {"results": answers, **_run_record(runtime, options, params)}
+
+
+def _answer_record(result: GenerationResult) -> dict[str, Any]:
     return {
         "tokens": list(result.tokens),
         "text": result.text,
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_dict(),
+    }
+
+
+def _run_record(runtime: Runtime, options: LoadOptions, params: GenerationParams) -> dict[str, Any]:
+    """Return what all answers of a run share."""
+    return {
         "target": options.target,
         "draft": options.draft,
         "device": str(runtime.device),

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from offload_runtime.cli import options as opt
-from offload_runtime.cli.settings import generation_params, load_options
+from offload_runtime.cli.settings import check_gamma, generation_params, load_options, speculation_options
 from offload_runtime.cli.terminal import ending_in_order
-from offload_runtime.cli.user_text import read_prompt
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.cli.user_text import collect_prompts, user_path
+from offload_runtime.config import parse_bytes
 
 app = typer.Typer(
     name="offload-runtime",
@@ -50,7 +50,13 @@ def generate(
     target: opt.TargetOption,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue or answer.")] = None,
     prompt_file: Annotated[
-        str | None, typer.Option("--prompt-file", metavar="FILE", help="The same from a UTF-8 file; - is stdin.")
+        list[str] | None,
+        typer.Option(
+            "--prompt-file",
+            metavar="FILE",
+            help="The same from a UTF-8 file; - is stdin. Repeated, the prompts are answered as one batch; the first "
+            "draws the noise that it would draw alone, each other one its own.",
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     draft: opt.DraftOption = "ngram",
@@ -58,11 +64,13 @@ def generate(
     kv: opt.KVOption = opt.KVPlace.auto,
     speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
     draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
-    sink_tokens: opt.SinkTokensOption = 16,
-    recent_tokens: opt.RecentTokensOption = 512,
-    chunk_size: opt.ChunkSizeOption = 8,
-    budget_tokens: opt.BudgetTokensOption = 4096,
-    gamma_draft: opt.GammaDraftOption = 4,
+    sink_tokens: opt.SinkTokensOption = None,
+    recent_tokens: opt.RecentTokensOption = None,
+    chunk_size: opt.ChunkSizeOption = None,
+    budget_tokens: opt.BudgetTokensOption = None,
+    policy: opt.PolicyOption = None,
+    refresh_steps: opt.RefreshStepsOption = None,
+    gamma_draft: opt.GammaDraftOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     temperature: opt.TemperatureOption = 0.0,
     top_k: opt.TopKOption = 0,
@@ -76,26 +84,31 @@ def generate(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
+    explain: opt.ExplainOption = False,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
-    """Answer one prompt: the text on stdout as it comes, progress and figures on stderr."""
-    from offload_runtime.cli.generate import run_generate
+    """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
+    from offload_runtime.cli.generate import run_batch, run_generate
 
+    files = prompt_file or []
     with ending_in_order():
+        proposing = speculation_options(
+            draft=draft, mode=speculation, draft_cache=draft_cache, sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens, chunk_size=chunk_size, budget_tokens=budget_tokens, policy=policy,
+            refresh_steps=refresh_steps, gamma_draft=gamma_draft,
+        )  # fmt: skip
         params = generation_params(
-            draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
+            draft=draft, mode=proposing.mode, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=gamma,
-            speculation=SpeculationOptions(
-                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
-            ),
+            context=context, kv=kv, gamma=gamma, speculation=proposing, max_batch=max(1, len(files)), explain=explain,
         )  # fmt: skip
-        text = read_prompt(prompt, prompt_file)
-        run_generate(text, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
+        prompts = collect_prompts(prompt, files)
+        run = run_generate if len(prompts) == 1 else run_batch
+        run(prompts, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
 
 
 @app.command()
@@ -110,11 +123,13 @@ def chat(
     kv: opt.KVOption = opt.KVPlace.auto,
     speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
     draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
-    sink_tokens: opt.SinkTokensOption = 16,
-    recent_tokens: opt.RecentTokensOption = 512,
-    chunk_size: opt.ChunkSizeOption = 8,
-    budget_tokens: opt.BudgetTokensOption = 4096,
-    gamma_draft: opt.GammaDraftOption = 4,
+    sink_tokens: opt.SinkTokensOption = None,
+    recent_tokens: opt.RecentTokensOption = None,
+    chunk_size: opt.ChunkSizeOption = None,
+    budget_tokens: opt.BudgetTokensOption = None,
+    policy: opt.PolicyOption = None,
+    refresh_steps: opt.RefreshStepsOption = None,
+    gamma_draft: opt.GammaDraftOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 1024,
     temperature: opt.TemperatureOption = 0.7,
     top_k: opt.TopKOption = 0,
@@ -128,6 +143,7 @@ def chat(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
+    explain: opt.ExplainOption = False,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
@@ -135,16 +151,18 @@ def chat(
     from offload_runtime.cli.chat import run_chat
 
     with ending_in_order():
+        proposing = speculation_options(
+            draft=draft, mode=speculation, draft_cache=draft_cache, sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens, chunk_size=chunk_size, budget_tokens=budget_tokens, policy=policy,
+            refresh_steps=refresh_steps, gamma_draft=gamma_draft,
+        )  # fmt: skip
         params = generation_params(
-            draft=draft, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
+            draft=draft, mode=proposing.mode, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=gamma,
-            speculation=SpeculationOptions(
-                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
-            ),
+            context=context, kv=kv, gamma=gamma, speculation=proposing, explain=explain,
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 
@@ -158,11 +176,13 @@ def verify(
     kv: opt.KVOption = opt.KVPlace.auto,
     speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
     draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
-    sink_tokens: opt.SinkTokensOption = 16,
-    recent_tokens: opt.RecentTokensOption = 512,
-    chunk_size: opt.ChunkSizeOption = 8,
-    budget_tokens: opt.BudgetTokensOption = 4096,
-    gamma_draft: opt.GammaDraftOption = 4,
+    sink_tokens: opt.SinkTokensOption = None,
+    recent_tokens: opt.RecentTokensOption = None,
+    chunk_size: opt.ChunkSizeOption = None,
+    budget_tokens: opt.BudgetTokensOption = None,
+    policy: opt.PolicyOption = None,
+    refresh_steps: opt.RefreshStepsOption = None,
+    gamma_draft: opt.GammaDraftOption = None,
     prompts: Annotated[
         str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     ] = None,
@@ -182,15 +202,99 @@ def verify(
     from offload_runtime.cli.verify import read_prompts, run_verify
 
     with ending_in_order():
+        proposing = speculation_options(
+            draft=draft, mode=speculation, draft_cache=draft_cache, sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens, chunk_size=chunk_size, budget_tokens=budget_tokens, policy=policy,
+            refresh_steps=refresh_steps, gamma_draft=gamma_draft,
+        )  # fmt: skip
         load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=None,
-            speculation=SpeculationOptions(
-                speculation.value, draft_cache.value, sink_tokens, recent_tokens, chunk_size, budget_tokens, gamma_draft
-            ),
+            context=context, kv=kv, gamma=None, speculation=proposing,
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
         run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)
+
+
+@app.command()
+def plan(
+    *,
+    target: opt.TargetOption,
+    draft: opt.DraftOption = "ngram",
+    context: opt.ContextOption = "auto",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts that are answered at once.")] = 1,
+    kv: opt.KVOption = opt.KVPlace.auto,
+    speculation: opt.SpeculationOption = opt.SpeculationMode.auto,
+    draft_cache: opt.DraftCacheOption = opt.DraftCache.auto,
+    sink_tokens: opt.SinkTokensOption = None,
+    recent_tokens: opt.RecentTokensOption = None,
+    chunk_size: opt.ChunkSizeOption = None,
+    budget_tokens: opt.BudgetTokensOption = None,
+    policy: opt.PolicyOption = None,
+    refresh_steps: opt.RefreshStepsOption = None,
+    gamma_draft: opt.GammaDraftOption = None,
+    gamma: opt.GammaOption = None,
+    profile: opt.ProfileOption = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    vram: opt.VramOption = None,
+    ram: Annotated[
+        str | None, typer.Option("--ram", metavar="SIZE", help="Most host memory to use; by itself, the machine's.")
+    ] = None,
+    resident_layers: opt.ResidentLayersOption = "auto",
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw the plan as bars, such as plan.png or plan.svg.")
+    ] = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
+    from offload_runtime.cli.plan import run_plan_command
+
+    with ending_in_order():
+        proposing = speculation_options(
+            draft=draft, mode=speculation, draft_cache=draft_cache, sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens, chunk_size=chunk_size, budget_tokens=budget_tokens, policy=policy,
+            refresh_steps=refresh_steps, gamma_draft=gamma_draft,
+        )  # fmt: skip
+        load = load_options(
+            target=target, draft=draft, device=opt.Device.cuda, dtype=dtype, vram=vram,
+            resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
+            max_batch=batch,
+        )  # fmt: skip
+        check_gamma(gamma, draft=draft, mode=proposing.mode)
+        run_plan_command(
+            load, profile=profile, ram_bytes=None if ram is None else parse_bytes(ram), gamma=gamma,
+            picture=None if plot is None else user_path(plot), as_json=as_json,
+        )  # fmt: skip
+
+
+@app.command()
+def profile(
+    *,
+    save: Annotated[
+        str | None,
+        typer.Option("--save", metavar="NAME", help="Keep the profile under this name, in place of one that has it."),
+    ] = None,
+    device: Annotated[
+        opt.Device, typer.Option("--device", help="cpu leaves the GPU out; auto measures it if there is one.")
+    ] = opt.Device.auto,
+    quick: Annotated[bool, typer.Option("--quick", help="About ten seconds, rougher and without the disk.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")
+    ] = False,
+    disk_file: Annotated[
+        str | None,
+        typer.Option("--disk-file", metavar="FILE", help="Read this to measure the disk, instead of a temporary file."),
+    ] = None,
+    as_json: opt.JsonOption = False,
+    no_progress: opt.NoProgressOption = False,
+) -> None:
+    """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
+    from offload_runtime.cli.profile import run_profile
+
+    with ending_in_order():
+        run_profile(
+            save=save, device=device.value, quick=quick, full=full, disk_file=disk_file, as_json=as_json,
+            show_progress=not no_progress,
+        )  # fmt: skip
 
 
 @app.command()

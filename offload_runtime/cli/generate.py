@@ -1,20 +1,34 @@
-"""`offload-runtime generate`: one prompt, one answer."""
+"""`offload-runtime generate`: one prompt and its answer as it comes, or several answered at once."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
 
 import typer
 
-from offload_runtime.cli.answer import Prompt, load_runtime, result_record, speed_figures, stream_answer
+from offload_runtime.cli.answer import (
+    Prompt,
+    answer_batch,
+    batch_record,
+    load_runtime,
+    result_record,
+    speed_figures,
+    stream_answer,
+)
 from offload_runtime.cli.settings import LoadOptions
-from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_json, write_text
+from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, one_line, status_line, write_json, write_text
+from offload_runtime.cli.user_text import NamedPrompt
 from offload_runtime.config import GenerationParams
+
+if TYPE_CHECKING:
+    from offload_runtime.engine import GenerationResult, Runtime
 
 
 def run_generate(
-    prompt: str,
+    prompts: Sequence[NamedPrompt],
     options: LoadOptions,
     params: GenerationParams,
     *,
@@ -22,20 +36,15 @@ def run_generate(
     as_json: bool,
     show_progress: bool,
 ) -> None:
-    """Answer `prompt` on stdout, as text while it comes or as one JSON object at the end; figures go to stderr.
+    """Answer the one prompt on stdout, as text while it comes or as one JSON object at the end; figures go to stderr.
 
     Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answer.
     """
-    request: Prompt = [{"role": "user", "content": prompt}] if as_chat else prompt
-    with ExitStack() as stack:
-        if as_json:
-            # Libraries print to stdout now and then; a reader of JSON must not meet it.
-            stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress))
-        status_line(runtime.placement)
+    (prompt,) = prompts
+    with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
         result = stream_answer(
             runtime.stream,
-            request,
+            _request(prompt, as_chat=as_chat),
             params,
             show=_show_nothing if as_json else write_text,
             show_progress=show_progress,
@@ -46,9 +55,64 @@ def run_generate(
         write_json(record, sys.stdout)
     else:
         write_text("\n")
-    figures = [*speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s", load_report]
-    status_line(" · ".join(figures))
-    if result.finish_reason == "interrupted":
+    status_line(" · ".join([*_figures(result), load_report]))
+    _end_if_interrupted([result])
+
+
+def run_batch(
+    prompts: Sequence[NamedPrompt],
+    options: LoadOptions,
+    params: GenerationParams,
+    *,
+    as_chat: bool,
+    as_json: bool,
+    show_progress: bool,
+) -> None:
+    """Answer all prompts together; on stdout every answer under the name of its prompt, or one JSON object for all.
+
+    Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answers.
+    """
+    requests = [_request(prompt, as_chat=as_chat) for prompt in prompts]
+    names = [prompt.name for prompt in prompts]
+    with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
+        results = answer_batch(runtime, requests, params, show_progress=show_progress)
+        record = batch_record(names, results, runtime=runtime, options=options, params=params)
+        load_report = runtime.load_report
+    if as_json:
+        write_json(record, sys.stdout)
+    else:
+        for name, result in zip(names, results, strict=True):
+            write_text(f"== {one_line(name)} ==\n{result.text}\n")
+    for name, result in zip(names, results, strict=True):
+        status_line(f"{name}: {' · '.join(_figures(result))}")
+    status_line(load_report)
+    _end_if_interrupted(results)
+
+
+@contextmanager
+def _loaded(options: LoadOptions, *, as_json: bool, show_progress: bool) -> Iterator[Runtime]:
+    """Load the runtime, say on stderr what lives where, and close it afterwards."""
+    # Libraries print to stdout now and then; a reader of JSON must not meet it.
+    with (
+        redirect_stdout(sys.stderr if as_json else sys.stdout),
+        load_runtime(options, show_progress=show_progress) as runtime,
+    ):
+        status_line(runtime.placement)
+        yield runtime
+
+
+def _request(prompt: NamedPrompt, *, as_chat: bool) -> Prompt:
+    return [{"role": "user", "content": prompt.text}] if as_chat else prompt.text
+
+
+def _figures(result: GenerationResult) -> list[str]:
+    """Return what was reached, and the wait for the first token; an interrupted answer says so."""
+    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
+    return [*stopped, *speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s"]
+
+
+def _end_if_interrupted(results: Sequence[GenerationResult]) -> None:
+    if any(result.finish_reason == "interrupted" for result in results):
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 

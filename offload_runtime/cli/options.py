@@ -72,6 +72,15 @@ class DraftCache(str, Enum):
 
     auto = "auto"
     full = "full"
+    retrieval = "retrieval"
+    streaming = "streaming"
+
+
+class ChunkPolicyName(str, Enum):
+    """How the middle level's tokens are retrieved."""
+
+    retrieval = "retrieval"
+    topk = "topk"
     streaming = "streaming"
 
 
@@ -86,26 +95,47 @@ SpeculationOption = Annotated[
 ]
 DraftCacheOption = Annotated[
     DraftCache,
-    typer.Option("--draft-cache", rich_help_panel=_SPECULATION, help="streaming: first and newest tokens only."),
+    typer.Option(
+        "--draft-cache",
+        rich_help_panel=_SPECULATION,
+        help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
+        "tokens only.",
+    ),
 ]
 SinkTokensOption = Annotated[
-    int, typer.Option("--sink-tokens", rich_help_panel=_SPECULATION, help="First tokens a streaming cache keeps.")
+    int | None,
+    typer.Option("--sink-tokens", rich_help_panel=_SPECULATION, help="First tokens a streaming cache keeps."),
 ]
 RecentTokensOption = Annotated[
-    int, typer.Option("--recent-tokens", rich_help_panel=_SPECULATION, help="Newest tokens a streaming cache keeps.")
+    int | None,
+    typer.Option("--recent-tokens", rich_help_panel=_SPECULATION, help="Newest tokens a streaming cache keeps."),
 ]
 ChunkSizeOption = Annotated[
-    int, typer.Option("--chunk-size", rich_help_panel=_SPECULATION, help="Tokens that are retrieved together.")
+    int | None, typer.Option("--chunk-size", rich_help_panel=_SPECULATION, help="Tokens that are retrieved together.")
 ]
 BudgetTokensOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--budget-tokens", "--retrieval-budget", rich_help_panel=_SPECULATION, help="Tokens retrieved per KV head."
     ),
 ]
 GammaDraftOption = Annotated[
-    int,
+    int | None,
     typer.Option("--gamma-draft", rich_help_panel=_SPECULATION, help="Tokens the draft proposes to the middle level."),
+]
+PolicyOption = Annotated[
+    ChunkPolicyName | None,
+    typer.Option(
+        "--policy",
+        rich_help_panel=_SPECULATION,
+        help="What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
+    ),
+]
+RefreshStepsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--refresh-steps", rich_help_panel=_SPECULATION, help="Retrieve anew every so many steps of the middle level."
+    ),
 ]
 ContextOption = Annotated[
     str,
@@ -156,6 +186,15 @@ VramOption = Annotated[
         "--vram", metavar="SIZE", rich_help_panel=_MACHINE, help="Most GPU memory to use, such as 24GB or 20GiB."
     ),
 ]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        rich_help_panel=_MACHINE,
+        help="The machine to plan for, such as rtx4090; left out, your own saved profile.",
+    ),
+]
 ResidentLayersOption = Annotated[
     str,
     typer.Option(
@@ -167,6 +206,9 @@ ResidentLayersOption = Annotated[
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="One JSON object on stdout and nothing else.")
+]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", rich_help_panel=_OUTPUT, help="Say on stderr what lives where, before loading.")
 ]
 NoProgressOption = Annotated[
     bool, typer.Option("--no-progress", rich_help_panel=_OUTPUT, help="No progress bars on stderr.")

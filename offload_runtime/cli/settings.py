@@ -5,9 +5,10 @@ Everything that can be judged without the model is judged here, before a byte of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from offload_runtime.cli.options import Device, Dtype, KVPlace
+from offload_runtime.cli.options import ChunkPolicyName, Device, DraftCache, Dtype, KVPlace, SpeculationMode
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions, parse_bytes, require_positive
 from offload_runtime.errors import OptionError
 
@@ -16,7 +17,8 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free.
 
-    `max_gamma` is the deepest window to make room for; the default is the runtime's own.
+    `max_gamma` is the deepest window to make room for; the default is the runtime's own. With `explain` the plan is
+    printed before anything is loaded.
     """
 
     target: str
@@ -27,7 +29,9 @@ class LoadOptions:
     resident_layers: int | str = "auto"
     context: int | str = "auto"
     kv: str = "auto"
+    max_batch: int = 1
     max_gamma: int = 63
+    explain: bool = False
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
@@ -48,7 +52,9 @@ def load_options(
     context: str,
     kv: KVPlace,
     gamma: int | None,
-    speculation: SpeculationOptions | None = None,
+    speculation: SpeculationOptions,
+    max_batch: int = 1,
+    explain: bool = False,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
     reserved_tokens = _count_or_auto("--context", context)
@@ -63,9 +69,65 @@ def load_options(
         resident_layers=_count_or_auto("--resident-layers", resident_layers),
         context=reserved_tokens,
         kv=kv.value,
-        speculation=speculation or SpeculationOptions(),
+        speculation=speculation,
+        max_batch=max_batch,
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
+        explain=explain,
     )
+
+
+def speculation_options(
+    *,
+    draft: str,
+    mode: SpeculationMode,
+    draft_cache: DraftCache,
+    sink_tokens: int | None,
+    recent_tokens: int | None,
+    chunk_size: int | None,
+    budget_tokens: int | None,
+    policy: ChunkPolicyName | None,
+    refresh_steps: int | None,
+    gamma_draft: int | None,
+) -> SpeculationOptions:
+    """Collect how tokens are proposed; raises `OptionError` for an option that would do nothing beside the others.
+
+    None stands for an option that was not given and gets the default of `SpeculationOptions`.
+    """
+    numbers = {
+        "sink_tokens": sink_tokens, "recent_tokens": recent_tokens, "chunk_size": chunk_size,
+        "budget_tokens": budget_tokens, "refresh_steps": refresh_steps, "gamma_draft": gamma_draft,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+    given |= {} if policy is None else {"policy": policy.value}
+    given |= {} if draft_cache == DraftCache.auto else {"draft_cache": draft_cache.value}
+    for name, why in _idle_options(draft, mode.value, draft_cache.value, policy).items():
+        if name in given:
+            raise OptionError(f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
+    return replace(SpeculationOptions(mode.value), **given)
+
+
+def _idle_options(draft: str, mode: str, draft_cache: str, policy: ChunkPolicyName | None) -> dict[str, str]:
+    """Options that nothing would look at, and why, with the way out."""
+    has_draft = draft not in ("ngram", "none")
+    idle: dict[str, str] = {}
+    if mode in ("none", "chain"):
+        why = f"with --speculation {mode}, which has no middle level: drop it, or take --speculation triforce"
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps", "gamma_draft"), why)
+    elif mode == "auto" and not has_draft:
+        why = "without a draft model, because auto takes no middle level then: name one with --draft, or take "
+        why += "--speculation triforce --draft none"
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps"), why)
+    if has_draft and mode != "none" and draft_cache in ("auto", "retrieval"):  # a draft's own cache may be of chunks
+        idle = {name: why for name, why in idle.items() if name not in ("chunk_size", "budget_tokens")}
+    if draft_cache not in ("auto", "streaming"):
+        why = f"with --draft-cache {draft_cache}: drop it, or take --draft-cache streaming"
+        idle |= dict.fromkeys(("sink_tokens", "recent_tokens"), why)
+    if not has_draft:
+        why = "without a draft model: drop it, or name one with --draft"
+        idle |= dict.fromkeys(("gamma_draft", "draft_cache", "sink_tokens", "recent_tokens"), why)
+    if policy == ChunkPolicyName.streaming and "policy" not in idle:  # it keeps as many sinks as the draft would
+        idle.pop("sink_tokens", None)
+    return idle
 
 
 def generation_params(
@@ -80,14 +142,25 @@ def generation_params(
     gamma: int | None,
     stop: list[str] | None,
     ignore_eos: bool,
+    mode: str = "auto",
 ) -> GenerationParams:
-    """Collect what one answer is asked for; raises `OptionError` for values that make no sense together."""
-    if gamma is not None and draft == "none":
-        raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
+    """Collect what one answer is asked for; raises `OptionError` for values that make no sense together.
+
+    `draft` and `mode` say who proposes (see `SpeculationOptions`); `gamma` is for those only who do.
+    """
+    check_gamma(gamma, draft=draft, mode=mode)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return GenerationParams(
         max_new_tokens=max_new_tokens, stop=tuple(stop or ()), gamma=gamma, ignore_eos=ignore_eos, sampling=sampling
     )
+
+
+def check_gamma(gamma: int | None, *, draft: str, mode: str) -> None:
+    """Raise `OptionError` when tokens are to be proposed and nobody proposes."""
+    if gamma is not None and mode == "none":
+        raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
+    if gamma is not None and draft == "none" and mode != "triforce":
+        raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
 
 
 def _count_or_auto(name: str, text: str) -> int | str:

@@ -150,6 +150,10 @@ class ProgressBars:
         """Advance the bar of the prompt's way through the layers."""
         self._update("prefill", done_layers, layers, unit="layers")
 
+    def on_answers(self, finished: int, answers: int) -> None:
+        """Advance the bar of a batch."""
+        self._update("answers", finished, answers, unit="finished")
+
     def on_runs(self, stage: str, done_runs: int, runs: int) -> None:
         """Advance the bar of a stage that counts runs."""
         self._update(stage, done_runs, runs, unit="runs")

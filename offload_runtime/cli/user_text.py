@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload_runtime.errors import OptionError
 
 
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """Return the prompt of exactly one of `--prompt` and `--prompt-file` (`-` is stdin), byte for byte as written."""
-    if (prompt is None) == (prompt_file is None):
-        given = "both" if prompt is not None else "neither"
+@dataclass(frozen=True)
+class NamedPrompt:
+    """A prompt, and what to call it: its file as the user wrote it."""
+
+    name: str
+    text: str
+
+
+def collect_prompts(prompt: str | None, prompt_files: Sequence[str]) -> list[NamedPrompt]:
+    """Return the prompt of `--prompt` or those of all `--prompt-file` (`-` is stdin), byte for byte as written."""
+    if (prompt is None) == (not prompt_files):
+        given = "both" if prompt_files else "neither"
         raise OptionError(f"{given} of --prompt and --prompt-file was given: give exactly one of them")
     if prompt is not None:
-        return prompt
-    assert prompt_file is not None
+        return [NamedPrompt("--prompt", prompt)]
+    if prompt_files.count("-") > 1:
+        raise OptionError(f"--prompt-file - was given {prompt_files.count('-')} times: stdin can be read once")
+    return [_read_prompt(path) for path in prompt_files]
+
+
+def _read_prompt(path: str) -> NamedPrompt:
+    name = "stdin" if path == "-" else path
     try:
-        raw = sys.stdin.buffer.read() if prompt_file == "-" else user_path(prompt_file).read_bytes()
+        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
     except OSError as error:
-        raise OptionError(f"--prompt-file {prompt_file} cannot be read: {error.strerror or error}") from error
-    return decode_utf8(raw, "stdin" if prompt_file == "-" else f"--prompt-file {prompt_file}")
+        raise OptionError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
+    return NamedPrompt(name, decode_utf8(raw, name if path == "-" else f"--prompt-file {path}"))
 
 
 def user_path(text: str) -> Path:

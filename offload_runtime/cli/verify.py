@@ -52,7 +52,10 @@ def run_verify(
     show_progress: bool,
 ) -> None:
     """Verify, print what was found on stdout, and raise `typer.Exit(1)` when it is a defect."""
-    if options.draft == "none":
+    mode = options.speculation.mode
+    if mode == "none":
+        raise OptionError("--speculation none leaves nothing to verify: leave it out")
+    if options.draft == "none" and mode != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
     from offload_runtime.engine.verification import VerificationPlan, verify
 

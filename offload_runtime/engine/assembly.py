@@ -15,6 +15,7 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_li
 from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
@@ -179,12 +180,18 @@ def connect_model(
 
 def _make_cache(
     plan: ModelPlan, budget: DeviceBudget, name: str
-) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache, list[torch.Tensor]]:
+) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache, list[torch.Tensor]]:
     """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed)."""
     if plan.streaming is not None:
         return StreamingDraftCache(
             plan.config, plan.dtype, sink_tokens=plan.streaming.sink_tokens,
             recent_tokens=plan.streaming.recent_tokens, window_tokens=plan.streaming.window_tokens, batch=plan.batch,
+            budget=budget, name=f"{name}: KV cache",
+        ), []  # fmt: skip
+    if plan.retrieval is not None:
+        return RetrievedDraftCache(
+            plan.config, plan.dtype, capacity_tokens=plan.context_tokens,
+            budget_tokens=plan.retrieval.budget_tokens, chunk_size=plan.retrieval.chunk_size, batch=plan.batch,
             budget=budget, name=f"{name}: KV cache",
         ), []  # fmt: skip
     if not plan.kv.on_host:
@@ -273,13 +280,25 @@ def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    shorter = ""
-    if plans.draft is not None and plans.draft.context_tokens < plans.target.context_tokens:
-        shorter = f"; the draft has nothing to say behind {plans.draft.context_tokens} tokens"
     return (
         f"{where}; {_describe_kv(plans.target)}; "
-        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{shorter}"
+        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{_describe_draft_cache(plans)}"
     )
+
+
+def _describe_draft_cache(plans: Plans) -> str:
+    draft = plans.draft
+    if draft is None:
+        return ""
+    held = format_bytes(draft.kv_bytes)
+    if draft.streaming is not None:
+        kept = f"{draft.streaming.sink_tokens} first and {draft.streaming.recent_tokens} newest tokens"
+        return f"; streaming draft cache of the {kept} ({held})"
+    if draft.retrieval is not None:
+        return f"; the draft retrieves {draft.retrieval.budget_tokens} tokens a head of its own KV cache ({held})"
+    if draft.context_tokens < plans.target.context_tokens:
+        return f"; the draft has nothing to say behind {draft.context_tokens} tokens"
+    return ""
 
 
 def _describe_kv(plan: ModelPlan) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.engine.answer import Answer
-from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.stream import StreamParts
-from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder, Turn, play_round
+from offload_runtime.engine.figures import AnswerFigures, PassFigures, PassMeter, generation_stats
+from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.stats import GenerationResult
+from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder, Tally, Turn, play_round
 
 OnBatchProgress = Callable[[int, int], None]
 
@@ -27,6 +28,7 @@ class _Member:
     last_token_s: float = 0.0
     passes: int = 0
     finish_reason: str | None = None
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def tokens(self) -> list[int]:
@@ -39,9 +41,13 @@ class _Member:
         for token in tokens:
             _, reason = self.answer.push(token)
             if reason is not None:
-                self.answer.finish(reason)
-                self.finish_reason = "stop" if reason == "stop_string" else reason
+                self.finish(reason)
                 return
+
+    def finish(self, reason: str) -> None:
+        """End the answer for this reason."""
+        self.answer.finish(reason)
+        self.finish_reason = "stop" if reason == "stop_string" else reason
 
 
 class BatchGeneration:
@@ -70,38 +76,52 @@ class BatchGeneration:
             for sequence, (prompt, proposer) in enumerate(zip(prompts, proposers, strict=True))
         ]  # fmt: skip
 
-    def run(self, on_progress: OnBatchProgress | None = None) -> list[GenerationResult]:
+    def run(
+        self, *, on_prefill: Callable[[int, int], None] | None = None, on_progress: OnBatchProgress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[GenerationResult]:  # fmt: skip
         """Generate to the end of every answer.
 
         Args:
+            on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
             on_progress: Called with (answers finished, answers) after every pass.
+            should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are.
         """
-        parts, started_s = self._parts, time.perf_counter()
+        started_s = time.perf_counter()
         for member in self._members:
-            member.proposer.start(self._params.sampling)
-            decoder = SpeculativeDecoder(parts.target, member.proposer, self._params.sampling, sequence=member.sequence)
-            logits = parts.target.prefill(member.sequence, member.prompt)
-            member.push([decoder.first_token(logits)])
-            member.first_token_s = member.last_token_s
-            if member.finish_reason is not None:
-                parts.target.cache.truncate(member.sequence, 0)
-        first_bytes, first_round_s = parts.target.streamer.bytes_begun, time.perf_counter()
-        stall_s = parts.engine.stall_seconds()
-        rounds = 0
+            self._begin(member, on_prefill)
+        meter, first_round_s, rounds = PassMeter(self._parts), time.perf_counter(), 0
         while True:
             active = [member for member in self._members if member.finish_reason is None]
             if on_progress is not None:
                 on_progress(len(self._members) - len(active), len(self._members))
             if not active:
                 break
+            if should_stop is not None and should_stop():
+                for member in active:
+                    member.finish("interrupted")
+                    self._let_go_of_finished(member)
+                break
             self._round(active)
             rounds += 1
-        streamed_bytes = parts.target.streamer.bytes_begun - first_bytes
-        decode_s = time.perf_counter() - first_round_s
-        figures = _Figures(
-            started_s, rounds, streamed_bytes, decode_s, max(0.0, parts.engine.stall_seconds() - stall_s)
-        )
-        return [self._result(member, figures) for member in self._members]
+        passes = meter.read(rounds, time.perf_counter() - first_round_s)
+        return [self._result(member, started_s, passes) for member in self._members]
+
+    def _begin(self, member: _Member, on_prefill: Callable[[int, int], None] | None) -> None:
+        """Work on a prompt and say the first token behind it."""
+        number, count = member.sequence, len(self._members)
+
+        def on_layer(done: int, layers: int) -> None:
+            if on_prefill is not None:
+                on_prefill(number * layers + done, count * layers)
+
+        target, sampling = self._parts.target, self._params.sampling
+        member.proposer.start(sampling)
+        decoder = SpeculativeDecoder(target, member.proposer, sampling, sequence=member.sequence)
+        logits = target.prefill(member.sequence, member.prompt, on_layer)
+        member.push([decoder.first_token(logits)])
+        member.first_token_s = member.last_token_s
+        self._let_go_of_finished(member)
 
     def _round(self, active: Sequence[_Member]) -> None:
         turns = [
@@ -111,38 +131,22 @@ class BatchGeneration:
         played = play_round(self._parts.target, self._params.sampling, turns)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
+            member.tally.add(outcome.num_proposed, outcome.num_accepted)
             member.push(outcome.tokens)
-            if member.finish_reason is not None:  # its cache is of no more use, and would be streamed
-                self._parts.target.cache.truncate(member.sequence, 0)
+            self._let_go_of_finished(member)
 
-    def _result(self, member: _Member, figures: _Figures) -> GenerationResult:
-        parts, count = self._parts, len(member.answer.tokens)
-        seconds = member.last_token_s - member.first_token_s
-        streamed = figures.streamed_bytes > 0 and figures.decode_s > 0
-        stats = GenerationStats(
-            prompt_tokens=len(member.prompt),
-            new_tokens=count,
-            time_to_first_token_s=member.first_token_s - figures.started_s,
-            tok_per_s=(count - 1) / seconds if seconds > 0 else 0.0,
-            passes=member.passes,
-            tokens_per_pass=(count - 1) / member.passes if member.passes else 0.0,
-            bytes_per_pass=round(figures.streamed_bytes / figures.rounds) if figures.rounds else 0,
-            link_gbps=figures.streamed_bytes / figures.decode_s / 1e9 if streamed else None,
-            link_peak_gbps=parts.link_peak_gbps,
-            stall_s=figures.stall_s,
-            peak_vram_bytes=parts.budget.peak_bytes(),
-            pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
-        )
+    def _let_go_of_finished(self, member: _Member) -> None:
+        """A finished answer's cache is of no more use, and would be streamed."""
+        if member.finish_reason is not None:
+            self._parts.target.cache.truncate(member.sequence, 0)
+
+    def _result(self, member: _Member, started_s: float, passes: PassFigures) -> GenerationResult:
         assert member.finish_reason is not None
+        name = member.proposer.name
+        answer = AnswerFigures(
+            prompt_tokens=len(member.prompt), new_tokens=len(member.answer.tokens), started_s=started_s,
+            first_token_s=member.first_token_s, last_token_s=member.last_token_s, passes=member.passes,
+            acceptance=() if name is None else member.tally.levels(name, member.proposer.counts()),
+        )  # fmt: skip
+        stats = generation_stats(self._parts, answer, passes)
         return GenerationResult(list(member.answer.tokens), member.answer.text, member.finish_reason, stats)
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What the whole batch shares."""
-
-    started_s: float
-    rounds: int
-    streamed_bytes: int
-    decode_s: float
-    stall_s: float

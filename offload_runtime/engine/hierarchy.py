@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine.assembly import LoadedModels
-from offload_runtime.engine.placing import place
-from offload_runtime.engine.plans import Plans
+from offload_runtime.engine.placing import Limits, place
+from offload_runtime.engine.plans import Plans, settle_draft_cache
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, kv_cache_bytes
 from offload_runtime.kv_cache.retrieval import (
@@ -64,50 +66,112 @@ class MiddlePlan:
         )
 
 
-def check_triforce(config: ModelConfig, num_streamed_layers: int, budget_tokens: int, context_tokens: int) -> None:
-    """Refuse the middle level where it cannot be.
+@dataclass(frozen=True)
+class PlacedLevels:
+    """Where everything goes.
+
+    `middle` is None where the draft proposes to the target itself; `reason` says why, when `auto` decided it.
+    """
+
+    plans: Plans
+    placement: Placement
+    middle: MiddlePlan | None = None
+    reason: str = ""
+
+
+def what_keeps_triforce_out(
+    plans: Plans, placement: Placement, options: SpeculationOptions
+) -> tuple[str, Sequence[str]] | None:
+    """Why there cannot be a middle level, and what would help; None when there can."""
+    config, context, draft = plans.target.config, plans.target.context_tokens, plans.draft
+    if options.budget_tokens > context:
+        reason = f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}"
+        return reason, ["lower --budget-tokens", "raise --context"]
+    if any(window is not None for window in config.layer_windows):
+        return "it needs full attention, and this model has sliding windows", []
+    if placement.num_streamed:
+        reason = f"{placement.num_streamed} of {config.num_layers} layers are streamed"
+        return reason, ["raise --vram", "lower --context"]
+    if draft is not None and draft.streaming is None and draft.context_tokens < context:
+        # Behind its last position the draft has nothing to say, and the middle level would wait for it.
+        reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
+        return reason, ["take --draft-cache streaming", "lower --context"]
+    return None
+
+
+def place_batch(
+    plans: Plans, budget: Limits, resident_layers: int | None, kv: str, options: SpeculationOptions
+) -> PlacedLevels:
+    """Place everything, or say for how many sequences there is room.
 
     Raises:
-        OptionError: Layers have sliding windows, weights are streamed, or the budget exceeds the context.
+        BudgetError, OptionError: As `place_with_middle` does.
     """
-    if budget_tokens > context_tokens:
-        raise OptionError(
-            f"a retrieval budget of {budget_tokens} tokens is more than the context of {context_tokens}: lower "
-            "--budget-tokens, raise --context, or use --speculation chain"
-        )
-    if any(window is not None for window in config.layer_windows):
-        raise OptionError("triforce needs full attention, and this model has sliding windows: use --speculation chain")
-    if num_streamed_layers:
-        raise OptionError(
-            f"triforce runs the target's weights between two passes, and {num_streamed_layers} of {config.num_layers} "
-            "layers are streamed: raise --vram, lower --context, or use --speculation chain"
-        )
+
+    def attempt(sequences: int) -> PlacedLevels:
+        draft = None if plans.draft is None else replace(plans.draft, batch=sequences)
+        fewer = replace(plans, target=replace(plans.target, batch=sequences), draft=draft)
+        return place_with_middle(fewer, budget, resident_layers, kv, options)
+
+    def fails(sequences: int) -> bool:
+        try:
+            attempt(sequences)
+        except (BudgetError, OptionError):
+            return True
+        return False
+
+    batch = plans.target.batch
+    try:
+        return attempt(batch)
+    except (BudgetError, OptionError) as error:
+        fitting = bisect_left(range(1, batch), True, key=fails)
+        if not fitting:
+            raise
+        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
 
 
 def place_with_middle(
-    plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str, options: SpeculationOptions
-) -> tuple[Plans, Placement, MiddlePlan | None]:
+    plans: Plans, budget: Limits, resident_layers: int | None, kv: str, options: SpeculationOptions
+) -> PlacedLevels:
     """Place everything, with TriForce's middle level where it was asked for or pays.
 
     Raises:
         BudgetError: It does not fit; OptionError: the middle level cannot be here.
     """
+    plans = settle_draft_cache(plans, budget.limit_bytes, options)
+    try:
+        return _place_levels(plans, budget, resident_layers, kv, options)
+    except BudgetError:
+        smaller = settle_draft_cache(plans, 0, options)  # a draft's cache that nobody asked for is in the way of all
+        if smaller is plans:
+            raise
+        return _place_levels(smaller, budget, resident_layers, kv, options)
+
+
+def _place_levels(
+    plans: Plans, budget: Limits, resident_layers: int | None, kv: str, options: SpeculationOptions
+) -> PlacedLevels:
     target = plans.target
     middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
     enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
     if options.mode == "triforce":
-        with_middle, placement = place(enlarged, budget, resident_layers, kv)
-        check_triforce(target.config, placement.num_streamed, options.budget_tokens, target.context_tokens)
-        return with_middle, placement, middle
-    without, placement = place(plans, budget, resident_layers, kv)
-    if options.mode == "auto" and plans.draft is not None and without.target.kv.on_host:
-        try:
-            with_middle, with_placement = place(enlarged, budget, resident_layers, "host")
-            check_triforce(target.config, with_placement.num_streamed, options.budget_tokens, target.context_tokens)
-            return with_middle, with_placement, middle
-        except (BudgetError, OptionError):
-            pass  # `auto` asks for nothing: the chain it is, and the runtime's description says so
-    return without, placement, None
+        with_middle, placement = place(enlarged, budget, resident_layers, kv, whole_weights=True)
+        obstacle = what_keeps_triforce_out(with_middle, placement, options)
+        if obstacle is not None:
+            reason, remedies = obstacle
+            raise OptionError(f"no TriForce here: {reason}: {', '.join([*remedies, 'or use --speculation chain'])}")
+        return PlacedLevels(with_middle, placement, middle)
+    without = PlacedLevels(*place(plans, budget, resident_layers, kv))
+    if options.mode != "auto" or plans.draft is None:
+        return without
+    if not without.plans.target.kv.on_host:
+        return replace(without, reason="the KV cache is on the device")
+    try:
+        with_middle, placement = place(enlarged, budget, resident_layers, "host", whole_weights=True)
+    except BudgetError:
+        return replace(without, reason=f"its {format_bytes(middle.nbytes)} do not fit the device")
+    obstacle = what_keeps_triforce_out(with_middle, placement, options)
+    return replace(without, reason=obstacle[0]) if obstacle else PlacedLevels(with_middle, placement, middle)
 
 
 def make_proposers(
@@ -192,10 +256,12 @@ def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:
     )  # fmt: skip
 
 
-def describe_speculation(draft: str, middle: MiddlePlan | None, options: SpeculationOptions) -> str:
+def describe_speculation(draft: str, placed: PlacedLevels, options: SpeculationOptions) -> str:
     """One phrase: who proposes."""
+    middle = placed.middle
     if middle is None:
-        return f"proposals from {draft}" if draft != "none" else "plain decoding"
+        why = f" (not TriForce: {placed.reason})" if placed.reason else ""
+        return f"proposals from {draft}{why}" if draft != "none" else "plain decoding"
     first = "no draft" if draft in ("none", "ngram") else draft
     return (
         f"TriForce: {first}, then the target over {options.budget_tokens} retrieved tokens a head "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
-from offload_runtime.engine.hierarchy import describe_speculation, make_proposers, place_with_middle
+from offload_runtime.engine.hierarchy import describe_speculation, make_proposers, place_batch
 from offload_runtime.engine.placing import reserve_workspace
-from offload_runtime.engine.plans import make_plans
+from offload_runtime.engine.plans import make_plans, require_dtype
+from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import (
     DeviceBudget,
@@ -36,8 +37,8 @@ _CPU_DEFAULT_GAMMA = 7
 class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
-    `proposers` are one per sequence of a batch, `default_gamma` is 0 where they propose nothing, and `placement` says
-    in a line what lives where.
+    `proposers` are one per sequence of a batch, `default_gamma` is 0 where they propose nothing, `placement` says in
+    a line what lives where, and `plan` in bytes.
     """
 
     sources: assembly.Sources
@@ -47,12 +48,14 @@ class LoadedRuntime:
     engine: CopyEngine
     default_gamma: int
     placement: str
+    plan: RunPlan
 
 
 def load_runtime(
     target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource, *, device: str, dtype: str,
     limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
+    on_plan: Callable[[RunPlan], None] | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -60,12 +63,13 @@ def load_runtime(
         limit_bytes: Most device memory to use; None for all that is free.
         resident_layers: None for as many as fit.
     """
+    kind = draft if draft in ("ngram", "none") else "the draft"
+    check_proposals(kind, options.mode)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
     assembly.require_kernels(chosen)
     with current_device(chosen):
-        kind = draft if draft in ("ngram", "none") else "the draft"
         if options.mode == "none":
             kind = draft = "none"
         sources = assembly.open_sources(target, None if kind == draft else draft)
@@ -73,22 +77,53 @@ def load_runtime(
             sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
             options=options, batch=batch,
         )  # fmt: skip
+        require_dtype(plans.target.dtype, chosen)
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-        plans, placement, middle = place_with_middle(plans, budget, resident_layers, kv, options)
+        placed = place_batch(plans, budget, resident_layers, kv, options)
+        plan, plans, middle = describe_run(placed, budget, chosen.type), placed.plans, placed.middle
+        if on_plan is not None:
+            on_plan(plan)
         reserve_workspace(plans, budget)
         check_host_memory(plans.host_bytes)
         engine = make_copy_engine(chosen)
         with _given_back_on_failure(engine, budget):
-            models = assembly.load_models(sources, plans, placement, budget, engine, on_progress=on_progress)
+            models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
             proposers = make_proposers(kind, models, middle, options, budget, batch=batch)
             source = "triforce" if middle is not None else "ngram" if models.draft is None else "model"
-            gamma = _DEFAULT_GAMMA.get((chosen.type, source), _CPU_DEFAULT_GAMMA)
+            gamma = default_gamma(chosen.type, source)
             return LoadedRuntime(
                 sources, models, proposers, budget, engine,
                 default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
                 placement=assembly.describe_placement(models.target, plans, budget)
-                + f"; {describe_speculation(kind, middle, options)}",
+                + f"; {describe_speculation(kind, placed, options)}",
+                plan=plan,
             )  # fmt: skip
+
+
+def default_gamma(device_type: str, source: str) -> int:
+    """Tokens proposed per pass when nothing is asked for; `source` is `ngram`, `model` or `triforce`."""
+    return _DEFAULT_GAMMA.get((device_type, source), _CPU_DEFAULT_GAMMA)
+
+
+def check_proposals(draft: str, mode: str) -> None:
+    """Refuse what proposes in a way that leaves it out.
+
+    Args:
+        draft: `ngram`, `none`, or anything else for a model.
+        mode: Of `SpeculationOptions`.
+
+    Raises:
+        OptionError: One of the two would be ignored.
+    """
+    if mode == "triforce" and draft == "ngram":
+        raise OptionError(
+            "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
+            "--draft none, which lets the middle level decode by itself"
+        )
+    if mode == "none" and draft not in ("ngram", "none"):
+        raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
+    if mode == "chain" and draft == "none":
+        raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
 
 
 @contextmanager

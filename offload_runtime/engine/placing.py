@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.errors import BudgetError
+from offload_runtime.kv_cache import block_bytes
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.planner import MemoryNeeds, Placement, place_kv_layers, place_layers
+from offload_runtime.planner import RING_SLOTS, MemoryNeeds, Placement, place_kv_layers, place_layers, spread
 
 
-def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: str) -> tuple[Plans, Placement]:
+class Limits(Protocol):
+    """What a device may give: a `DeviceBudget`, or the figures of a machine that is not here."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most that may be taken, everything included; None for no limit."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is taken already."""
+
+
+def place(
+    plans: Plans, budget: Limits, resident_layers: int | None, kv: str, *, whole_weights: bool = False
+) -> tuple[Plans, Placement]:
     """Place the target's layers and its KV cache beside everything else, or say what is short.
 
-    `auto` chooses the KV cache's place by the bytes that a pass at the full context brings over the link.
+    `auto` chooses the KV cache's place by the bytes that a pass at the full context brings over the link. With
+    `whole_weights` layers of weights come before keys and values wherever they are.
 
     Returns:
         The plans, their KV cache placed, and the placement of the layers.
@@ -31,7 +49,7 @@ def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: s
     if on_device is not None and (kv == "gpu" or on_device[1].num_streamed == 0):
         return on_device
     try:
-        on_host = _place_on_host(plans, budget, resident_layers)
+        on_host = _place_on_host(plans, budget, resident_layers, whole_weights)
     except BudgetError:
         if on_device is None:
             raise
@@ -41,38 +59,76 @@ def place(plans: Plans, budget: DeviceBudget, resident_layers: int | None, kv: s
     return on_device
 
 
-def _place_on_host(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> tuple[Plans, Placement]:
+def _place_on_host(
+    plans: Plans, budget: Limits, resident_layers: int | None, whole_weights: bool
+) -> tuple[Plans, Placement]:
     target = plans.target.with_kv_on_host(plans.lent_bytes)
-    placement = plan_placement(replace(plans, target=target), budget, resident_layers)
-    spare_bytes = None
+    plans = replace(plans, target=target)
+    most = plan_placement(plans, budget, resident_layers)
+    if budget.limit_bytes is None:
+        return _with_kv_layers(plans, budget, most), most
+    placements = [most]
+    if resident_layers is None and not whole_weights:
+        # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
+        # case), so fewer resident layers of weights may be better.
+        slots = most.num_slots or min(RING_SLOTS, most.num_layers)
+        for count in range(len(most.resident_layers) - 1, -1, -1):
+            kept = min(slots, most.num_layers - count)
+            if count + kept <= len(most.resident_layers) + most.num_slots:
+                placements.append(Placement(spread(count, most.num_layers), kept, most.num_layers))
+    candidates = [(_with_kv_layers(plans, budget, placement), placement) for placement in placements]
+    return min(candidates, key=lambda candidate: _link_bytes(*candidate))  # the first of equals
+
+
+def _with_kv_layers(plans: Plans, budget: Limits, placement: Placement) -> Plans:
+    """As many layers of the KV cache on the device as fit beside a placement of the weights."""
+    target, spare_bytes = plans.target, None
     if budget.limit_bytes is not None:
-        taken = _needs(target, plans, budget).fixed_bytes
+        taken = memory_needs(plans, budget).fixed_bytes
         held = placement.num_layers - placement.num_streamed + placement.num_slots
         spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
-    layers = place_kv_layers(target.host_kv_needs, spare_bytes)
-    target = replace(target, kv=replace(target.kv, resident_layers=layers))
-    return replace(plans, target=target), placement
+    count = len(place_kv_layers(target.host_kv_needs, spare_bytes))
+    layers = _layers_to_keep(count, _kv_blocks(target))
+    return replace(plans, target=replace(target, kv=replace(target.kv, resident_layers=layers)))
+
+
+def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
+    """`count` layers, those first that stream the most `blocks`, evenly spread among equals."""
+    kept: list[int] = []
+    for most in sorted(set(blocks), reverse=True):
+        equals = [layer for layer, streamed in enumerate(blocks) if streamed == most]
+        kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
+    return tuple(sorted(kept))
+
+
+def _kv_blocks(target: ModelPlan) -> list[int]:
+    """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
+    return [target.streamed_kv_blocks(layer, target.context_tokens - 1) for layer in range(target.config.num_layers)]
 
 
 def _link_bytes(plans: Plans, placement: Placement) -> int:
     """Bytes of a pass at the full context."""
-    target, kv = plans.target, plans.target.kv
-    streamed = target.config.num_layers - len(kv.resident_layers) if kv.on_host else 0
-    return placement.num_streamed * target.layer_bytes + streamed * target.host_kv_needs.layer_bytes
+    target, weight_bytes = plans.target, placement.num_streamed * plans.target.layer_bytes
+    if not target.kv.on_host:
+        return weight_bytes
+    blocks = _kv_blocks(target)
+    streamed = sum(blocks) - sum(blocks[layer] for layer in target.kv.resident_layers)
+    return weight_bytes + target.batch * streamed * block_bytes(target.config, target.dtype)
 
 
-def plan_placement(plans: Plans, budget: DeviceBudget, resident_layers: int | None) -> Placement:
+def plan_placement(plans: Plans, budget: Limits, resident_layers: int | None) -> Placement:
     """Place the target's layers beside everything else, or say what is short."""
-    return place_layers(_needs(plans.target, plans, budget), budget.limit_bytes, resident_layers)
+    return place_layers(memory_needs(plans, budget), budget.limit_bytes, resident_layers)
 
 
 def reserve_workspace(plans: Plans, budget: DeviceBudget) -> None:
     """Enter the workspace in the ledger."""
-    budget.reserve("workspace", _needs(plans.target, plans, budget).workspace_bytes)
+    budget.reserve("workspace", memory_needs(plans, budget).workspace_bytes)
 
 
-def _needs(target: ModelPlan, plans: Plans, budget: DeviceBudget) -> MemoryNeeds:
-    draft = plans.draft
+def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
+    """Bytes of the parts of everything that lives on the device."""
+    target, draft = plans.target, plans.draft
     return MemoryNeeds(
         layer_bytes=target.layer_bytes,
         num_layers=target.config.num_layers,

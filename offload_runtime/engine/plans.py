@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB, ModelConfig, SpeculationOptions
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError
 from offload_runtime.kv_cache import block_bytes, kv_cache_bytes, num_blocks, prefill_workspace_bytes, ring_blocks
+from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
 from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
 from offload_runtime.runners import PassShape
-from offload_runtime.weights import CheckpointSource, layer_layout, packed_bytes, shared_layout
+from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
 # on the placement. On a GPU 64 rows cost what one costs (the products of a 7B model: 3.76 ms at 64 rows, 3.57 ms at 1,
@@ -28,26 +30,28 @@ _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AUTO_CONTEXT_TOKENS = 8192
+# Most of the device that a draft's retrieval cache may take unasked: what it takes, layers or KV cache of the target
+# lose, and every pass brings over the link.
+_RETRIEVAL_SHARE = 0.1
 # Large enough for the link's peak, small enough that a ring of them costs little.
 _KV_PIECE_BYTES = 64 << 20
 _KV_SLOTS = 4
 KV_PLACES = ("auto", "gpu", "host")
 
 
-def resolve_dtype(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
-    """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype that the device computes in.
-
-    `auto` is the checkpoint's own on a GPU and fp32 on a CPU.
-    """
+def resolve_dtype(name: str, source: ModelDescription, device: torch.device) -> torch.dtype:
+    """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
-        dtype = source.native_dtype if device.type == "cuda" else torch.float32
-    elif name in _DTYPES:
-        dtype = _DTYPES[name]
-    else:
+        return source.native_dtype if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
         raise OptionError(f"dtype must be auto, bf16, fp16 or fp32, not {name!r}")
+    return _DTYPES[name]
+
+
+def require_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a dtype that the device, which must be there, does not compute in."""
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
-    return dtype
 
 
 def resolve_context(context: int | str, config: ModelConfig, *, kv: str) -> int:
@@ -105,6 +109,14 @@ class StreamingPlan:
 
 
 @dataclass(frozen=True)
+class RetrievalPlan:
+    """What a draft's steps read of its cache; see `RetrievedDraftCache`."""
+
+    budget_tokens: int
+    chunk_size: int
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """One model's bytes before it is loaded."""
 
@@ -116,6 +128,7 @@ class ModelPlan:
     batch: int = 1
     streaming: StreamingPlan | None = None
     kv: KVPlan = field(default_factory=KVPlan)
+    retrieval: RetrievalPlan | None = None
 
     @property
     def layer_bytes(self) -> int:
@@ -141,6 +154,11 @@ class ModelPlan:
                 recent_tokens=self.streaming.recent_tokens, window_tokens=self.streaming.window_tokens,
                 batch=self.batch,
             )  # fmt: skip
+        if self.retrieval is not None:
+            return retrieved_draft_bytes(
+                self.config, self.dtype, capacity_tokens=self.context_tokens,
+                budget_tokens=self.retrieval.budget_tokens, chunk_size=self.retrieval.chunk_size, batch=self.batch,
+            )  # fmt: skip
         if not self.kv.on_host:
             return self.whole_kv_bytes
         needs, resident = self.host_kv_needs, len(self.kv.resident_layers)
@@ -164,6 +182,13 @@ class ModelPlan:
             open_bytes=self.batch * self.kv.open_blocks * block,
             shared_bytes=self.prefill_workspace_bytes + self.kv.num_slots * self.kv.piece_bytes,
         )
+
+    def streamed_kv_blocks(self, layer: int, length_tokens: int) -> int:
+        """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
+        host: the full ones that its window reaches."""
+        reach = self.config.layer_windows[layer]
+        first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
+        return length_tokens // BLOCK_TOKENS - first
 
     def with_kv_on_host(self, lent_bytes: int) -> ModelPlan:
         """The same model with its KV cache in host memory, no layer of it resident."""
@@ -205,10 +230,10 @@ class Plans:
 
 
 def make_plans(
-    target: CheckpointSource, draft: CheckpointSource | None, dtype: str, device: torch.device, *,
+    target: ModelDescription, draft: ModelDescription | None, dtype: str, device: torch.device, *,
     context: int | str, window: int, kv: str, options: SpeculationOptions, batch: int = 1,
 ) -> Plans:  # fmt: skip
-    """What both models will take. Raises `OptionError`, `ContextLengthError`, `DeviceError`."""
+    """What both models will take. Asks nothing of the device. Raises `OptionError`, `ContextLengthError`."""
     if kv not in KV_PLACES:
         raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {kv!r}")
     torch_dtype = resolve_dtype(dtype, target, device)
@@ -243,22 +268,52 @@ def draft_plan(
     options: SpeculationOptions,
     batch: int = 1,
 ) -> ModelPlan:
-    """Plan of a draft model. A full cache ends where the draft's own positions do."""
+    """Plan of a draft model. A full cache ends where the draft's own positions do.
+
+    Raises:
+        OptionError: The cache that was asked for needs positions that the draft does not have.
+    """
     longest = longest_context(config)
+    plan = ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
     kind = options.draft_cache
     if kind == "auto":
-        kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "streaming"
-    streaming = None
+        kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "retrieval"
+        kind = "streaming" if context > longest else kind
     if kind == "streaming":
-        # Steps of a middle level may go beyond what is asked for.
-        reach = window + 2 * options.gamma_draft + 2
-        streaming = StreamingPlan(options.sink_tokens, options.recent_tokens, reach)
-        kept = streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, reach)
-        if kept > longest:
-            raise OptionError(
-                f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
-                f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
-            )
-    else:
-        context = min(context, longest)
-    return ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch, streaming)
+        return _with_streaming_cache(plan, options)
+    if kind == "full":
+        return replace(plan, context_tokens=min(context, longest))
+    if context > longest:
+        raise OptionError(
+            f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
+            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in the draft's config.json"
+        )
+    return replace(plan, retrieval=RetrievalPlan(options.budget_tokens, options.chunk_size))
+
+
+def settle_draft_cache(plans: Plans, limit_bytes: int | None, options: SpeculationOptions) -> Plans:
+    """Where `auto` chose a retrieval cache that takes too much of `limit_bytes`, a streaming one in its place.
+
+    Raises:
+        OptionError: The streaming cache needs positions that the draft does not have.
+    """
+    draft = plans.draft
+    if options.draft_cache != "auto" or draft is None or draft.retrieval is None or limit_bytes is None:
+        return plans
+    if draft.kv_bytes <= _RETRIEVAL_SHARE * limit_bytes:
+        return plans
+    return replace(plans, draft=_with_streaming_cache(replace(draft, retrieval=None), options))
+
+
+def _with_streaming_cache(plan: ModelPlan, options: SpeculationOptions) -> ModelPlan:
+    """A draft with a cache of sinks and recent tokens, whatever the context."""
+    # Steps of a middle level may go beyond what is asked for.
+    reach = plan.window_tokens + 2 * options.gamma_draft + 2
+    kept = streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, reach)
+    longest = longest_context(plan.config)
+    if kept > longest:
+        raise OptionError(
+            f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
+            f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
+        )
+    return replace(plan, streaming=StreamingPlan(options.sink_tokens, options.recent_tokens, reach))

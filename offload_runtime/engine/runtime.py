@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,9 +22,11 @@ from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
+from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.stream import OnPrefill, StreamParts, TokenStream, device_errors
+from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import NoProposer
@@ -41,6 +43,7 @@ class Runtime:
         self.device = loaded.budget.device
         self.dtype = target.weights.layer_layout.dtype
         self.placement = loaded.placement
+        self.plan = loaded.plan
         self.load_report = (
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
@@ -74,7 +77,7 @@ class Runtime:
         device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, on_progress: LoadProgress | None = None,
+        max_gamma: int = 63, on_progress: LoadProgress | None = None, on_plan: Callable[[RunPlan], None] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -93,6 +96,7 @@ class Runtime:
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
+            on_plan: Called with what everything will take, before weights are read.
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError: before anything
@@ -104,6 +108,7 @@ class Runtime:
             target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
             resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
+            on_plan=on_plan,
         )  # fmt: skip
         return cls(loaded, max_gamma=max_gamma)
 
@@ -165,7 +170,8 @@ class Runtime:
     def generate_batch(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_progress: OnBatchProgress | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
@@ -174,7 +180,10 @@ class Runtime:
 
         Args:
             prompts: At most as many as `max_batch` when the runtime was loaded.
+            on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
             on_progress: Called with (answers finished, answers) after every pass.
+            should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are,
+                `interrupted`.
 
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
@@ -186,7 +195,7 @@ class Runtime:
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
-        tokens = [self._fitting_prompt(prompt, max_new_tokens) for prompt in prompts]
+        tokens = self._fitting_prompts(prompts, max_new_tokens)
         most = self._check_gamma(params)
         self._clear_cache(range(len(self._proposers)))
         self._cache_owner, self._current = None, None
@@ -194,7 +203,7 @@ class Runtime:
             self._parts, self._proposers[: len(prompts)], tokens, params, gamma=most if speculate else 0
         )
         with device_errors(self.device):
-            return batch.run(on_progress)
+            return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -219,6 +228,16 @@ class Runtime:
                 f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
             )
         return tokens
+
+    def _fitting_prompts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """The same of several, whose errors say which of them it is."""
+        fitting = []
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                fitting.append(self._fitting_prompt(prompt, max_new_tokens))
+            except (OptionError, ContextLengthError) as error:
+                raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
+        return fitting
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from offload_runtime.speculation import Acceptance
+
 
 @dataclass(frozen=True)
 class GenerationStats:
@@ -23,6 +25,8 @@ class GenerationStats:
         stall_s: Time that the compute side waited for the link in these passes.
         peak_vram_bytes: Most device memory in use so far: by the driver on CUDA, by the ledger on the CPU.
         pinned_bytes: Page-locked host memory.
+        acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a
+            middle level `draft` to `middle`, then `middle` to `target`. Empty for plain decoding.
     """
 
     prompt_tokens: int
@@ -37,10 +41,17 @@ class GenerationStats:
     stall_s: float
     peak_vram_bytes: int
     pinned_bytes: int
+    acceptance: tuple[Acceptance, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
-        return asdict(self)
+        levels = [
+            {
+                **asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification,
+            }
+            for level in self.acceptance
+        ]  # fmt: skip
+        return {**asdict(self), "acceptance": levels}
 
 
 @dataclass(frozen=True)

@@ -5,35 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from offload_runtime.config import GenerationParams
-from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.answer import Answer
+from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
+from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.text import Tokenizer
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
-from offload_runtime.memory import DeviceBudget, current_device
-from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
+from offload_runtime.memory import current_device
+from offload_runtime.speculation import Acceptance, NoProposer, Proposer, SpeculativeDecoder, Tally
 
 OnPrefill = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class StreamParts:
-    """What a generation works with; all of it belongs to the runtime."""
-
-    target: ModelRunner
-    proposer: Proposer
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    engine: CopyEngine
-    budget: DeviceBudget
-    link_peak_gbps: float | None
-    pinned_bytes: int  # of weights
 
 
 class TokenStream:
@@ -63,8 +47,9 @@ class TokenStream:
         self._on_prefill = on_prefill
         self._passes = 0
         self._started_s = self._first_token_s = self._last_token_s = 0.0
-        self._stall_before_s = 0.0
-        self._bytes_before = 0
+        self._meter: PassMeter | None = None  # of the passes, once there are any
+        self._proposer: Proposer = NoProposer()  # until the generation begins, the runtime's counts for another
+        self._tally = Tally()
         self._result: GenerationResult | None = None
         self._answer = Answer(parts.tokenizer, self._prompt, params, parts.eos_token_ids)
         self._iterator = self._run()
@@ -102,11 +87,11 @@ class TokenStream:
         self._started_s = time.perf_counter()
         proposer = parts.proposer if self._gamma else NoProposer()
         proposer.start(params.sampling)
+        self._proposer = proposer
         decoder = SpeculativeDecoder(parts.target, proposer, params.sampling)
         new_tokens = self._first_token(decoder)
         self._first_token_s = time.perf_counter()
-        self._stall_before_s = parts.engine.stall_seconds()
-        self._bytes_before = parts.target.streamer.bytes_begun
+        self._meter = PassMeter(parts)
         while True:
             self._last_token_s = time.perf_counter()
             for token in new_tokens:
@@ -121,7 +106,9 @@ class TokenStream:
             # The target's own token always comes on top, so the last round of a generation proposes one less.
             gamma = min(self._gamma, self._answer.remaining - 1)
             with self._own_cache():
-                new_tokens = decoder.round(self.sequence_tokens, gamma).tokens
+                played = decoder.round(self.sequence_tokens, gamma)
+            self._tally.add(played.num_proposed, played.num_accepted)
+            new_tokens = played.tokens
             self._passes += 1
 
     def _first_token(self, decoder: SpeculativeDecoder) -> list[int]:
@@ -156,25 +143,22 @@ class TokenStream:
 
     def _stats(self) -> GenerationStats:
         parts = self._parts
-        decode_s = self._last_token_s - self._first_token_s
-        after_first = max(0, len(self._answer.tokens) - 1)
-        streamer = parts.target.streamer
-        streamed_bytes = streamer.bytes_begun - self._bytes_before if self._passes else 0
-        streamed = streamed_bytes > 0 and decode_s > 0
-        return GenerationStats(
-            prompt_tokens=len(self._prompt),
-            new_tokens=len(self._answer.tokens),
-            time_to_first_token_s=max(0.0, self._first_token_s - self._started_s),
-            tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
-            passes=self._passes,
-            tokens_per_pass=after_first / self._passes if self._passes else 0.0,
-            bytes_per_pass=round(streamed_bytes / self._passes) if self._passes else streamer.bytes_per_pass,
-            link_gbps=streamed_bytes / decode_s / 1e9 if streamed else None,
-            link_peak_gbps=parts.link_peak_gbps,
-            stall_s=max(0.0, parts.engine.stall_seconds() - self._stall_before_s) if self._first_token_s else 0.0,
-            peak_vram_bytes=parts.budget.peak_bytes(),
-            pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
-        )
+        answer = AnswerFigures(
+            prompt_tokens=len(self._prompt), new_tokens=len(self._answer.tokens), started_s=self._started_s,
+            first_token_s=self._first_token_s, last_token_s=self._last_token_s, passes=self._passes,
+            acceptance=self._acceptance(),
+        )  # fmt: skip
+        meter = self._meter or PassMeter(parts)
+        return generation_stats(parts, answer, meter.read(self._passes, self._last_token_s - self._first_token_s))
+
+    def _acceptance(self) -> tuple[Acceptance, ...]:
+        if self._proposer.name is None:
+            return ()
+        inner: Sequence[Acceptance] = ()
+        if self.is_current:  # else the proposer counts for another generation by now
+            with device_errors(self._parts.budget.device):
+                inner = self._proposer.counts()
+        return self._tally.levels(self._proposer.name, inner)
 
 
 @contextmanager

@@ -19,7 +19,14 @@ from offload_runtime.engine.runtime import Runtime
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
-from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.speculation import (
+    Acceptance,
+    DraftProposer,
+    NgramProposer,
+    NoProposer,
+    Proposer,
+    TriForceProposer,
+)
 
 
 class ScriptedProposer:
@@ -40,6 +47,8 @@ class ScriptedProposer:
         self._accuracy = accuracy
         self._random = random.Random(seed)
 
+    name = "script"
+
     def start(self, params: SamplingParams) -> None:
         pass
 
@@ -50,6 +59,9 @@ class ScriptedProposer:
             token if self._random.random() < self._accuracy else self._random.randrange(self._vocab_size)
             for token in guesses
         ]
+
+    def counts(self) -> Sequence[Acceptance]:
+        return ()
 
 
 class RecordingTarget:

@@ -1,6 +1,7 @@
 """Where guesses come from: the context itself (prompt lookup) or a small draft model.
 
-A proposer is shown the whole sequence each time and finds out by itself what of its earlier guesses was kept.
+A proposer is shown the whole sequence each time and finds out by itself what of its earlier guesses was kept. Between
+two starts a sequence only grows.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ from typing import Protocol
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import DraftModel, DraftRunner
+from offload_runtime.speculation.acceptance import Acceptance
 
 
 class Proposer(Protocol):
     """Guesses what the target will say."""
+
+    @property
+    def name(self) -> str | None:
+        """Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none."""
 
     def start(self, params: SamplingParams) -> None:
         """Called before a generation with the way its tokens will be chosen."""
@@ -21,15 +27,23 @@ class Proposer(Protocol):
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `tokens`; none when there is no idea."""
 
+    def counts(self) -> Sequence[Acceptance]:
+        """What levels of its own have decided since `start`, the first level first. May wait for the device."""
+
 
 class NoProposer:
     """Plain decoding."""
+
+    name = None
 
     def start(self, params: SamplingParams) -> None:
         pass
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return []
+
+    def counts(self) -> Sequence[Acceptance]:
+        return ()
 
 
 class NgramProposer:
@@ -38,6 +52,8 @@ class NgramProposer:
     The longest of `max_ngram` to `min_ngram` ending tokens that occurred before decides (Saxena, "Prompt Lookup
     Decoding", 2023). An index of all n-grams grows with the sequence, so a lookup does not search.
     """
+
+    name = "ngram"
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram
@@ -58,6 +74,9 @@ class NgramProposer:
             if start is not None:
                 return self._copy_from(start, count)
         return []
+
+    def counts(self) -> Sequence[Acceptance]:
+        return ()
 
     def _copy_from(self, start: int, count: int) -> list[int]:
         """Tokens from `start` on; past the end the guess repeats itself, as text that loops does."""
@@ -89,6 +108,8 @@ class DraftProposer:
         sequence: The target's sequence (keys the noise).
     """
 
+    name = "draft"
+
     def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, sequence: int = 0) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, sequence=sequence)
 
@@ -97,3 +118,6 @@ class DraftProposer:
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return self.model.propose(tokens, count)
+
+    def counts(self) -> Sequence[Acceptance]:
+        return ()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.speculation.acceptance import Acceptance
 
 
 class Window(Protocol):
@@ -40,12 +41,16 @@ class FirstLevel(Protocol):
     def steps(self, count: int, *, longest: int) -> None:
         """Enqueue `count` guesses behind the window's end, which is at most `longest`."""
 
-    def learned(self, tokens: Sequence[int]) -> None:
-        """Steps have written the keys of all of `tokens`."""
+    def learned(self, newest: Sequence[int]) -> None:
+        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
 
 
 class MiddleLevel(Protocol):
     """The target over its retrieved cache."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Steps since `start`, and proposals that they accepted. Waits for the device."""
 
     def start(self, params: SamplingParams) -> None:
         """Choose tokens this way from now on, for another sequence."""
@@ -69,6 +74,7 @@ class TriForceProposer:
         capacity_tokens: Of the target's cache.
     """
 
+    name = "middle"
     # The first step of a draft feeds two tokens, and a window without a draft needs one.
     _KNOWN_TOKENS = 2
 
@@ -120,7 +126,14 @@ class TriForceProposer:
             end, said = self._window.read_all()
         proposals = said[len(known) :]
         if self._draft is not None:
-            self._draft.learned([*tokens, *proposals][: end - self._KNOWN_TOKENS])
+            self._draft.learned(said[: end - length])
         proposals = proposals[:count]
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
         return proposals[:bad]  # a level with NaN logits has nothing to say
+
+    def counts(self) -> Sequence[Acceptance]:
+        """What the middle level decided about the draft's proposals, those behind what was asked for included."""
+        if self._draft is None:
+            return ()
+        steps, accepted = self._middle.counts
+        return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)

@@ -2,6 +2,7 @@
 
 from offload_runtime.weights.architecture import model_config_from_transformers
 from offload_runtime.weights.checkpoint import CheckpointSource, Shard, open_checkpoint
+from offload_runtime.weights.config_file import DescribedModel, ModelDescription, describe_model
 from offload_runtime.weights.convert import convert_to_safetensors
 from offload_runtime.weights.demo_model import fetch_demo_model
 from offload_runtime.weights.layout import (
@@ -16,12 +17,15 @@ from offload_runtime.weights.loader import HostWeights, load_weights, random_wei
 
 __all__ = [
     "CheckpointSource",
+    "DescribedModel",
     "HostWeights",
+    "ModelDescription",
     "PackedLayout",
     "Shard",
     "TensorSpec",
     "checkpoint_tensors",
     "convert_to_safetensors",
+    "describe_model",
     "fetch_demo_model",
     "layer_layout",
     "load_weights",

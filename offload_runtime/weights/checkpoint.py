@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,34 +110,54 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         HubError: The model could not be fetched.
     """
     name = str(reference)
+    with readable(name):
+        found = find_checkpoint(reference)
+        if isinstance(found, Path):
+            return _open(found, name)
+        from offload_runtime.weights.hub import download_model
+
+        return _open_directory(download_model(found), name)
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turn what the system refuses to read of a checkpoint into a `CheckpointError` that names it."""
     try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
-    try:
-        return _open(path, name, may_be_hub_id=not isinstance(reference, Path))
+        yield
     except OSError as error:  # no permission, a name too long, a disk that fails
         raise CheckpointError(
             f"{name} cannot be read ({error.strerror or error}): check the path and its permissions"
         ) from error
 
 
-def _open(path: Path, name: str, *, may_be_hub_id: bool) -> CheckpointSource:
-    """Open what `path` is, or else the model of the hub that `name` means."""
+def find_checkpoint(reference: str | Path) -> Path | str:
+    """The directory or file that is named, or else the model of the hub that the name means, as text.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    name = str(reference)
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix in (".gguf", ".safetensors"):
+            return path
+        raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
+    if isinstance(reference, Path) or not _looks_like_hub_id(name):
+        raise CheckpointError(
+            f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
+        )
+    return name
+
+
+def _open(path: Path, name: str) -> CheckpointSource:
+    """Open a directory or file that is there."""
     from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
 
     if path.is_dir():
         return _open_directory(path, name)
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return GgufCheckpoint(path, reference=name)
-        if path.suffix == ".safetensors":
-            return _open_directory(path.parent, name)
-        raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
-    if not may_be_hub_id or not _looks_like_hub_id(name):
-        raise CheckpointError(
-            f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
-        )
-    from offload_runtime.weights.hub import download_model
-
-    return _open_directory(download_model(name), name)
+    return GgufCheckpoint(path, reference=name) if path.suffix == ".gguf" else _open_directory(path.parent, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from offload_runtime.errors import HubError
@@ -18,7 +20,24 @@ def download_model(repo_id: str) -> Path:
         HubError: Offline and not cached, no such repository, or no access to it.
     """
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(repo_id):
+        return Path(snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+
+
+def download_config(repo_id: str) -> Path:
+    """Fetch the `config.json` of `org/name` alone, and return its path. Raises as `download_model`."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repo_id):
+        return Path(hf_hub_download(repo_id, "config.json"))
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn the hub's errors into ours, each with its way out."""
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HFValidationError,
         LocalEntryNotFoundError,
@@ -28,7 +47,7 @@ def download_model(repo_id: str) -> Path:
 
     local = f"or give the path of a local directory ({repo_id!r} is not one)"
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        yield
     except GatedRepoError as error:
         raise HubError(
             f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`, {local}"
@@ -41,6 +60,8 @@ def download_model(repo_id: str) -> Path:
         raise HubError(
             f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it, {local}"
         ) from error
+    except EntryNotFoundError as error:
+        raise HubError(f"{repo_id} has no config.json: name a repository in transformers' format, {local}") from error
     except OSError as error:
         raise HubError(
             f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME, {local}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,20 @@ def shortened(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
+def refuse_quantised(raw: Mapping[str, Any], reference: str) -> None:
+    """Raise `CheckpointError` when a configuration says that the weights are quantised."""
+    method = raw.get("quantization_config")
+    if method:
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{reference} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
+        )
+
+
 def _load_hf_config(directory: Path) -> Any:
     raw = read_json(directory / "config.json")
     check_model_type(raw.get("model_type"), raw.get("architectures"))
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{directory} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
-        )
+    refuse_quantised(raw, str(directory))
     from transformers import AutoConfig
 
     try:

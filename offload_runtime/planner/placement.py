@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig, format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OptionError
 
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
@@ -148,15 +148,9 @@ def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> Budge
         ways.append("keep fewer layers resident")
     return BudgetError(
         f"the device budget of {format_bytes(available_bytes)} is too small by "
-        f"{format_bytes(least_bytes - available_bytes)}: {_format_rounded_up(least_bytes)} is the least ({listed}): "
+        f"{format_bytes(least_bytes - available_bytes)}: {format_bytes_up(least_bytes)} is the least ({listed}): "
         f"{', '.join(ways)}"
     )
-
-
-def _format_rounded_up(size_bytes: int) -> str:
-    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
-    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))  # the last digit that is shown
-    return format_bytes(-(-size_bytes // step) * step)
 
 
 def workspace_bytes(

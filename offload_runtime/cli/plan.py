@@ -1,0 +1,123 @@
+"""`offload-runtime plan`: what a run would take and how fast it would be, from configuration files alone."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from offload_runtime.cli.settings import LoadOptions
+from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, status_line, write_json, write_text
+from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+
+if TYPE_CHECKING:
+    from offload_runtime.engine.nearest import Refusal
+    from offload_runtime.engine.planning import PlanRequest
+
+_FALLBACK_PROFILE = "rtx4090"
+
+
+def run_plan_command(
+    options: LoadOptions,
+    *,
+    profile: str | None,
+    ram_bytes: int | None,
+    gamma: int | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the plan as tables, or as one JSON object, and draw it where a picture is asked for.
+
+    Raises `typer.Exit(2)` after saying what would fit when the run does not.
+    """
+    machine = choose_profile(profile)
+    if picture is not None:
+        from offload_runtime.cli.plan_picture import require_plotting
+
+        require_plotting(picture)
+    with ExitStack() as stack:
+        if as_json:
+            # Libraries print to stdout now and then; a reader of JSON must not meet it.
+            stack.enter_context(redirect_stdout(sys.stderr))
+        from offload_runtime.engine.forecast import forecast, upgrades
+        from offload_runtime.engine.hierarchy import describe_speculation
+        from offload_runtime.engine.nearest import Refusal, plan_or_refuse
+        from offload_runtime.engine.planning import machine_figures
+
+        figures, request = machine_figures(machine), plan_request(options, ram_bytes=ram_bytes, gamma=gamma)
+        outcome = plan_or_refuse(request, figures)
+    if isinstance(outcome, Refusal):
+        _refuse(outcome, machine, as_json=as_json)
+    predicted = forecast(outcome, request, figures)
+    gains = upgrades(predicted, request, figures)
+    if picture is not None:
+        from offload_runtime.cli.plan_picture import draw_plan
+
+        draw_plan(outcome, predicted, picture, title=f"{options.target} on {machine.name}")
+    if as_json:
+        from offload_runtime.cli.plan_record import plan_record
+
+        write_json(plan_record(outcome, predicted, gains, machine=machine, target=options.target), sys.stdout)
+        return
+    from offload_runtime.cli.plan_tables import plan_tables, print_tables
+
+    tables = plan_tables(
+        outcome, predicted, gains, machine=machine,
+        ram_limit_bytes=machine.ram_bytes if ram_bytes is None else ram_bytes,
+        speculation=describe_speculation(
+            options.draft if request.draft is None else "the draft", outcome.placed, options.speculation
+        ),
+    )  # fmt: skip
+    print_tables(tables, sys.stdout)
+
+
+def _refuse(refusal: Refusal, machine: MachineProfile, *, as_json: bool) -> NoReturn:
+    """Say why it does not fit and what would."""
+    if as_json:
+        from offload_runtime.cli.plan_record import refusal_record
+
+        write_json(refusal_record(refusal, machine=machine), sys.stdout)
+    else:
+        from offload_runtime.cli.plan_tables import refusal_lines
+
+        write_text("".join(f"{line}\n" for line in refusal_lines(refusal)))
+    error_line(refusal.problem)
+    raise typer.Exit(ERROR_EXIT_CODE)
+
+
+def choose_profile(name: str | None) -> MachineProfile:
+    """The machine that is named; else the one profile that the user has saved; else a common card, said on stderr."""
+    if name is not None:
+        return load_profile(name)
+    own = [entry for entry in list_profiles() if not entry.shipped]
+    chosen = own[0].name if len(own) == 1 else _FALLBACK_PROFILE
+    status_line(
+        f"planning for {chosen}: choose with --profile, or measure this machine with `offload-runtime profile --save`"
+    )
+    return load_profile(chosen)
+
+
+def plan_request(options: LoadOptions, *, ram_bytes: int | None, gamma: int | None) -> PlanRequest:
+    """Read the configuration files of target and draft."""
+    from offload_runtime.engine.loading import parse_resident_layers
+    from offload_runtime.engine.planning import PlanRequest, describe_pair
+
+    target, draft = describe_pair(options.target, options.draft, options.speculation.mode)
+    return PlanRequest(
+        target=target,
+        draft_name=options.draft,
+        draft=draft,
+        dtype=options.dtype,
+        context=options.context,
+        kv=options.kv,
+        batch=options.max_batch,
+        resident_layers=parse_resident_layers(options.resident_layers),
+        gamma=gamma,
+        max_gamma=options.max_gamma,
+        speculation=options.speculation,
+        vram_bytes=options.vram_bytes,
+        ram_bytes=ram_bytes,
+    )

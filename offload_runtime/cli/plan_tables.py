@@ -1,0 +1,178 @@
+"""A plan as tables: what is held where, what a pass costs, how fast tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from offload_runtime.config import format_bytes
+from offload_runtime.engine.costs import pass_costs
+from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, USUAL_ACCEPTANCE, RunForecast, Upgrade
+from offload_runtime.engine.nearest import Refusal
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.machine_profile import MachineProfile
+from offload_runtime.planner import PassPrediction
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def print_tables(tables: Sequence[Table | str], output: TextIO) -> None:
+    """Print tables and lines one after the other."""
+    from rich.console import Console
+
+    console = Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    for item in tables:
+        console.print(item)
+
+
+def plan_tables(
+    plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade], *, machine: MachineProfile,
+    ram_limit_bytes: int, speculation: str,
+) -> list[Table | str]:  # fmt: skip
+    """Everything that is known of a plan; `speculation` says in a phrase who proposes."""
+    tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", speculation]
+    if machine.gpus > 1:
+        tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
+    tables += [*memory_tables(plan, ram_limit_bytes=ram_limit_bytes), _time_table(plan, predicted)]
+    if predicted.rounds:
+        tables.append(_rounds_table(plan, predicted))
+    tables += [_gain_line(gain) for gain in gains]
+    return tables
+
+
+def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[Table | str]:
+    """What is held where, part by part, and where each layer is."""
+    from rich.table import Table
+
+    target, layers = plan.placed.plans.target, plan.placed.placement.num_layers
+    limit = "" if plan.device_limit_bytes is None else f" of {format_bytes(plan.device_limit_bytes)}"
+    device = Table(title="device memory", title_justify="left", show_header=False, show_footer=True)
+    device.add_column(footer="peak")
+    device.add_column(footer=f"{format_bytes(plan.device_bytes)}{limit}", justify="right")
+    for part in plan.device:
+        device.add_row(part.name, format_bytes(part.nbytes))
+    limit = "" if ram_limit_bytes is None else f" of {format_bytes(ram_limit_bytes)}"
+    host = Table(title="host memory", title_justify="left", show_header=False, show_footer=True)
+    host.add_column(footer="peak")
+    host.add_column(footer=f"{format_bytes(plan.host_bytes)}{limit}", justify="right")
+    host.add_column(footer=f"page-locked {format_bytes(plan.pinned_bytes)}")
+    for part in plan.host:
+        host.add_row(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "")
+    host.add_row("while weights are read", format_bytes(plan.loading_bytes), "before")
+    length_tokens = target.context_tokens - 1
+    streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
+    place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
+    return [
+        f"weights: {_layers(plan.resident_weight_layers, layers)}",
+        f"{place}: {_layers(plan.resident_kv_layers, layers)}",
+        f"a pass behind {length_tokens} tokens streams {format_bytes(streamed_bytes)}",
+        device,
+        host,
+    ]
+
+
+def _layers(resident: Sequence[int], num_layers: int) -> str:
+    if len(resident) == num_layers:
+        return f"all {num_layers} layers on the device"
+    streamed = [layer for layer in range(num_layers) if layer not in resident]
+    if not resident:
+        return f"all {num_layers} layers streamed"
+    return (
+        f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)}), {len(streamed)} streamed "
+        f"({_ranges(streamed)})"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, consecutive ones as `first-last`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
+    table = _figures_table(
+        f"predicted at {predicted.context_tokens} tokens of context, in seconds",
+        ("", "whole", "streamed", "link", "HBM", "arithmetic", "launch", "bound by"),
+    )
+    table.add_row("pass, 1 token", *_pass_cells(predicted.plain))
+    if predicted.gamma:
+        table.add_row(f"pass, {predicted.gamma + 1} tokens", *_pass_cells(predicted.verify))
+    if plan.placed.plans.draft is not None:
+        table.add_row("draft step", _seconds(predicted.draft_step_s))
+    if predicted.middle_step_s is not None:
+        table.add_row("middle step", _seconds(predicted.middle_step_s))
+    prefill = predicted.prefill
+    table.add_row(
+        "to first token", _seconds(prefill.seconds), format_bytes(prefill.link_bytes), _seconds(prefill.link_s),
+        "", _seconds(prefill.compute_s), "", prefill.bound_by,
+    )  # fmt: skip
+    return table
+
+
+def _pass_cells(predicted: PassPrediction) -> list[str]:
+    return [
+        _seconds(predicted.seconds), format_bytes(predicted.bytes_streamed), _seconds(predicted.link_s),
+        _seconds(predicted.hbm_s), _seconds(predicted.arithmetic_s), _seconds(predicted.launch_s), predicted.bound_by,
+    ]  # fmt: skip
+
+
+def _rounds_table(plan: RunPlan, predicted: RunForecast) -> Table:
+    draft = f", {DRAFT_ACCEPTANCE} of the draft's accepted" if plan.placed.middle and plan.placed.plans.draft else ""
+    table = _figures_table(
+        f"tokens/s by the target's acceptance of {predicted.gamma} proposals{draft}",
+        ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
+    )
+    table.add_row("plain", "1", "", "", _seconds(predicted.plain.seconds), f"{predicted.plain_tok_per_s:.2f}",
+                  predicted.plain.bound_by)  # fmt: skip
+    for row in predicted.rounds:
+        table.add_row(
+            f"{row.acceptance:.2f}", f"{row.tokens:.2f}", _seconds(row.drafting_s), _seconds(row.hidden_s),
+            _seconds(row.seconds), f"{row.tok_per_s:.2f}", row.bound_by,
+        )  # fmt: skip
+    return table
+
+
+def _figures_table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
+    return table
+
+
+def _gain_line(gain: Upgrade) -> str:
+    note = f" ({gain.note})" if gain.note else ""
+    return (
+        f"{gain.what}: {gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at acceptance "
+        f"{USUAL_ACCEPTANCE}{note}"
+    )
+
+
+def refusal_lines(refusal: Refusal) -> list[str]:
+    """What is short and the nearest settings that fit."""
+    lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
+    if not refusal.proposals:
+        return [*lines, "no change of these settings fits"]
+    lines.append("what fits instead:")
+    for proposal in refusal.proposals:
+        plan = proposal.plan
+        lines.append(
+            f"  {proposal.change}  (then {format_bytes(plan.device_bytes)} of device memory, "
+            f"{format_bytes(plan.host_bytes)} of host memory, {format_bytes(plan.pinned_bytes)} page-locked)"
+        )
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits; below a millisecond in milliseconds."""
+    if seconds == 0:
+        return "0"
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}" if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"

@@ -1,0 +1,168 @@
+"""`offload-runtime profile`: measure this machine, say what matters, and keep the figures for planning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from offload_runtime.cli.terminal import ProgressBars, write_json, write_text
+from offload_runtime.cli.user_text import user_path
+from offload_runtime.config import format_bytes
+from offload_runtime.errors import StorageError
+from offload_runtime.machine_profile import check_name, profile_to_mapping, profile_toml, save_profile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload_runtime.machine_profile import MachineProfile
+    from offload_runtime.machine_profile.report import GpuReport, MachineReport
+
+_NOT_MEASURED = "not measured"
+
+
+def run_profile(
+    *,
+    save: str | None,
+    device: str,
+    quick: bool,
+    full: bool,
+    disk_file: str | None,
+    as_json: bool,
+    show_progress: bool,
+) -> None:
+    """Measure, print table, advice and TOML (or one JSON object), and save the profile when `save` names it."""
+    if save is not None:
+        check_name(save)  # before a minute of measuring, not after it
+    from offload_runtime.machine_profile.advice import advise
+    from offload_runtime.machine_profile.measure import measure_machine
+    from offload_runtime.machine_profile.report import MeasureOptions
+
+    options = MeasureOptions(
+        device=device, quick=quick, full=full, disk_file=None if disk_file is None else user_path(disk_file)
+    )
+    with ExitStack() as stack:
+        if as_json:
+            # Libraries print to stdout now and then; a reader of JSON must not meet it.
+            stack.enter_context(redirect_stdout(sys.stderr))
+        bars = stack.enter_context(ProgressBars(enabled=show_progress))
+        report = measure_machine(options, on_progress=bars.on_runs)
+    advice = advise(report)
+    if as_json:
+        # Saved first: the object says where.
+        saved = None if save is None else str(save_profile(report.profile, save))
+        write_json({**report_record(report, advice), "saved": saved}, sys.stdout)
+        return
+    print_report(report, advice)
+    if save is None:
+        write_text("\n" + profile_toml(report.profile))
+        return
+    try:
+        write_text(f"\nsaved to {save_profile(report.profile, save)}\n")
+    except StorageError:
+        write_text("\n" + profile_toml(report.profile))  # it has cost a minute: nothing of it may be lost
+        raise
+
+
+def report_record(report: MachineReport, advice: list[str]) -> dict[str, Any]:
+    """Return the report as plain values for JSON."""
+    return {
+        "profile": profile_to_mapping(report.profile),
+        "missing": dict(report.missing),
+        "matters": advice,
+        "gpu": None if report.gpu is None else asdict(report.gpu),
+        "host": asdict(report.host),
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def print_report(report: MachineReport, advice: list[str]) -> None:
+    """Print the table, what could not be measured and why, and what matters, on stdout."""
+    from rich.console import Console
+
+    Console(highlight=False).print(report_table(report))
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in report.missing.items():
+        by_reason.setdefault(reason, []).append(key)
+    for reason, keys in by_reason.items():
+        write_text(f"not measured: {', '.join(keys)} ({reason})\n")
+    write_text("\nwhat matters:\n" if advice else "\nnothing holds this machine back\n")
+    for line in advice:
+        write_text(f"  - {line}\n")
+
+
+def report_table(report: MachineReport) -> Table:
+    """Return one row per figure, with its bound beside it where one is known."""
+    from rich.table import Table
+
+    table = Table(title=f"this machine, measured in {report.seconds:.0f} s", title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("figure", overflow="fold")
+    gpu_rows = [] if report.gpu is None else [*_gpu_rows(report.profile, report.gpu), *_pinning_rows(report.profile)]
+    for name, figure in [*gpu_rows, *_host_rows(report)]:
+        table.add_row(name, figure)
+    return table
+
+
+def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
+    count = f"{profile.gpus} x " if profile.gpus > 1 else ""
+    link, peak = gpu.nvml.link, ""
+    pcie = _NOT_MEASURED
+    if link is not None:
+        peak = f" of {link.peak_gbps:.1f}"
+        pcie = (
+            f"generation {link.generation} x{link.width} while busy "
+            f"(at most generation {link.generation_max} x{link.width_max})"
+        )
+    by_size = {f"{key * 1024:g} KiB" if key < 1 else f"{key:g} MiB": v for key, v in profile.link_by_copy_mib.items()}
+    launch = f"{_rate(profile.launch_us, ' us')} from Python, {_rate(profile.graph_launch_us, ' us')} in a CUDA graph"
+    return [
+        ("GPU", f"{count}{profile.gpu_name}"),
+        ("VRAM", f"{format_bytes(profile.vram_bytes or 0)}, {format_bytes(gpu.free_bytes)} free"),
+        ("PCIe", pcie),
+        ("link to the device", _rate(profile.link_gbps, f"{peak} GB/s")),
+        ("link back", _rate(profile.link_back_gbps, f"{peak} GB/s")),
+        ("link, both at once", _rate(profile.link_both_gbps, " GB/s each")),
+        ("link by size of copy", _figures(by_size, "GB/s")),
+        ("HBM, read + write", _rate(profile.hbm_gbps, " GB/s")),
+        ("matrix products", _figures(profile.tflops, "TFLOP/s")),
+        ("kernel launch", launch),
+    ]
+
+
+def _pinning_rows(profile: MachineProfile) -> list[tuple[str, str]]:
+    pinnable = _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)
+    return [("can be pinned", pinnable), ("pinning", _rate(profile.pin_gbps, " GB/s"))]
+
+
+def _host_rows(report: MachineReport) -> list[tuple[str, str]]:
+    profile, cpu = report.profile, report.host.cpu
+    features = f" ({', '.join(cpu.features)})" if cpu.features else ""
+    by_threads = {f"{key} thread{'s' if key > 1 else ''}": v for key, v in profile.host_by_threads.items()}
+    rows = [
+        ("CPU", f"{cpu.name}, {cpu.cores} logical cores{features}"),
+        ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(report.host.available_bytes)} free"),
+        ("host memory, reading", _figures(by_threads, "GB/s")),
+    ]
+    if report.gpu is not None:
+        beside = f"{_rate(profile.host_gbps_while_link_busy, ' GB/s')}, "
+        rows.append(("the same beside copies", beside + f"link {_rate(profile.link_gbps_while_host_busy, ' GB/s')}"))
+    return [*rows, ("disk, reading", _rate(profile.disk_gbps, " GB/s"))]
+
+
+def _rate(figure: float | None, unit: str) -> str:
+    """Return three digits and the unit."""
+    return _NOT_MEASURED if figure is None else f"{_digits(figure)}{unit}"
+
+
+def _figures(figures: Mapping[Any, float], unit: str) -> str:
+    """Return several figures of one unit with what each belongs to."""
+    listed = " · ".join(f"{name} {_digits(figure)}" for name, figure in figures.items())
+    return f"{listed} {unit}" if listed else _NOT_MEASURED
+
+
+def _digits(figure: float) -> str:
+    """Return a number of about three digits, without an exponent."""
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 1 else f"{figure:.2f}"

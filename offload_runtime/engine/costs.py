@@ -1,0 +1,158 @@
+"""What passes, steps and a prefill ask of the machine, as everything was placed: bytes and operations, no seconds."""
+
+from __future__ import annotations
+
+import math
+
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.plans import ModelPlan
+from offload_runtime.kv_cache import block_bytes
+from offload_runtime.kv_cache.retrieval import summaries_bytes
+from offload_runtime.model.linear import padded_rows
+from offload_runtime.planner import LayerCosts, PassCosts, PrefillCosts, StepCosts, attention_operations
+from offload_runtime.weights import PackedLayout, layer_layout
+
+DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+# Launches of a layer: norms, rotation, attention in two, activation, four products each once a tile; more in a step.
+_LAYER_LAUNCHES = 10
+_PRODUCTS = 4
+_PIECE_LAUNCHES = 3
+_STEP_LAUNCHES = 12  # head, sampling, moving the window
+_CHOICE_LAUNCHES = 4
+# A third of the chunks change from step to step, half of them are kept by the margin of what is held.
+_FETCHED_SHARE = 1 / 6
+
+
+def dtype_name(plan: ModelPlan) -> str:
+    """bf16, fp16 or fp32."""
+    return DTYPE_NAMES[str(plan.dtype)]
+
+
+def pass_costs(placed: PlacedLevels, *, length_tokens: int, rows: int) -> PassCosts:
+    """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence."""
+    target, config = placed.plans.target, placed.plans.target.config
+    layout = layer_layout(config, target.dtype)
+    num_rows, tile = target.batch * rows, target.shape.window_rows
+    height = padded_rows(num_rows, tile)
+    streamed_weights = set(range(config.num_layers)) - set(placed.placement.resident_layers)
+    layers = []
+    for layer in range(config.num_layers):
+        blocks = _streamed_blocks(target, layer, length_tokens)
+        keys = _keys_seen(target, layer, length_tokens + rows)
+        pieces = -(-blocks * BLOCK_TOKENS * _kv_token_bytes(target) // target.kv.piece_bytes) if blocks else 0
+        layers.append(
+            LayerCosts(
+                weight_bytes=height // tile * layout.total_bytes,
+                kv_bytes=target.batch * keys * _kv_token_bytes(target),
+                matrix_operations=2 * _elements(layout) * height,
+                attention_operations=target.batch * attention_operations(
+                    queries=rows, keys=keys, heads=config.num_heads, kv_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                ),
+                streamed_weight_bytes=layout.total_bytes if layer in streamed_weights else 0,
+                streamed_kv_bytes=target.batch * blocks * block_bytes(config, target.dtype),
+                launches=_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * target.batch * pieces,
+            )
+        )  # fmt: skip
+    return PassCosts(dtype_name(target), tuple(layers), _head_costs(target, height))
+
+
+def _streamed_blocks(target: ModelPlan, layer: int, length_tokens: int) -> int:
+    """Blocks of a sequence that a pass brings over the link for a layer."""
+    if not target.kv.on_host or layer in target.kv.resident_layers:
+        return 0
+    return target.streamed_kv_blocks(layer, length_tokens)
+
+
+def _keys_seen(target: ModelPlan, layer: int, length_tokens: int) -> int:
+    reach = target.config.layer_windows[layer]
+    return length_tokens if reach is None else min(reach, length_tokens)
+
+
+def _kv_token_bytes(plan: ModelPlan) -> int:
+    """Keys and values of a token in one layer."""
+    return 2 * plan.config.kv_size * plan.dtype.itemsize
+
+
+def _elements(layout: PackedLayout) -> int:
+    """Elements of the layer's matrices: two operations each for every row."""
+    return sum(math.prod(spec.shape) for spec in layout.tensors if len(spec.shape) == 2)
+
+
+def _head_costs(plan: ModelPlan, rows: int) -> LayerCosts:
+    elements = plan.config.vocab_size * plan.config.hidden_size
+    return LayerCosts(elements * plan.dtype.itemsize, 0, 2 * elements * rows, 0)
+
+
+def draft_step_costs(draft: ModelPlan) -> StepCosts:
+    """One step of the draft for one sequence."""
+    head = _head_costs(draft, 1)
+    kept = draft.context_tokens
+    if draft.streaming is not None:
+        kept = draft.streaming.sink_tokens + draft.streaming.recent_tokens
+    elif draft.retrieval is not None:
+        kept = min(kept, draft.retrieval.budget_tokens + 2 * BLOCK_TOKENS)
+    layers = draft.config.num_layers
+    operations = 2 * layers * _elements(layer_layout(draft.config, draft.dtype)) + head.matrix_operations
+    return StepCosts(
+        dtype_name(draft),
+        hbm_bytes=layers * (draft.layer_bytes + kept * _kv_token_bytes(draft)) + head.weight_bytes,
+        operations=operations,
+        launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
+    )
+
+
+def middle_step_costs(placed: PlacedLevels) -> StepCosts:
+    """One step of the middle level for one sequence, with its share of choosing and fetching chunks."""
+    target, middle = placed.plans.target, placed.middle
+    assert middle is not None
+    options, layers = middle.options, target.config.num_layers
+    rows = 1 + (options.gamma_draft if placed.plans.draft is not None else 0)
+    head = _head_costs(target, rows)
+    held_bytes = layers * options.budget_tokens * _kv_token_bytes(target)
+    scored_bytes = summaries_bytes(
+        target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=1
+    )
+    recent_bytes = layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
+    operations = 2 * rows * layers * _elements(layer_layout(target.config, target.dtype)) + head.matrix_operations
+    fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.kv.on_host else 0
+    return StepCosts(
+        dtype_name(target),
+        hbm_bytes=layers * target.layer_bytes + head.weight_bytes + held_bytes + recent_bytes
+        + scored_bytes // options.refresh_steps,
+        operations=operations,
+        launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
+        fetched_bytes=round(fetched_bytes),
+    )  # fmt: skip
+
+
+def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
+    """Prompts of `prompt_tokens` in every sequence, one after the other."""
+    target, config = placed.plans.target, placed.plans.target.config
+    tiles = -(-prompt_tokens // target.shape.prefill_rows)
+    elements = config.num_layers * _elements(layer_layout(config, target.dtype))
+    attention = 0
+    for reach in config.layer_windows:
+        seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
+        attention += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
+    host_layers = config.num_layers - len(target.kv.resident_layers) if target.kv.on_host else 0
+    written = target.batch * host_layers * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    return PrefillCosts(
+        dtype_name(target),
+        streamed_weight_bytes=target.batch * placed.placement.num_streamed * target.layer_bytes,
+        written_kv_bytes=written,
+        hbm_bytes=target.batch * tiles * config.num_layers * target.layer_bytes,
+        matrix_operations=2 * target.batch * elements * prompt_tokens,
+        attention_operations=target.batch * attention,
+        growth_bytes=written,
+    )
+
+
+def lookahead_bytes(placed: PlacedLevels) -> int:
+    """Bytes that the rings take while nothing computes."""
+    target = placed.plans.target
+    weights = placed.placement.num_slots * target.layer_bytes
+    streamed_kv = target.kv.on_host and len(target.kv.resident_layers) < target.config.num_layers
+    return weights + (target.kv.num_slots * target.kv.piece_bytes if streamed_kv else 0)

@@ -1,0 +1,215 @@
+"""When a run does not fit: the nearest settings that do, each of them planned to be sure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
+from offload_runtime.engine.plans import longest_context, resolve_context
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
+from offload_runtime.planner import MachineFigures
+
+_CONTEXT_STEP = 256
+_LEAST_BUDGET = 256
+_MOST_BYTES = 1 << 43
+_BYTES_STEP = 10_000_000
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings that fit: what to change, on the command line where it is an option, and the plan that follows."""
+
+    change: str
+    request: PlanRequest
+    machine: MachineFigures
+    plan: RunPlan
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A run that does not fit: why, what is short (a name of memory to missing bytes), and what would fit."""
+
+    problem: OffloadError
+    short_bytes: dict[str, int]
+    proposals: tuple[Proposal, ...]
+
+
+def plan_or_refuse(request: PlanRequest, machine: MachineFigures) -> RunPlan | Refusal:
+    """Plan a run, or say what is short and what would fit.
+
+    Raises:
+        OptionError: The request makes no sense on any machine.
+    """
+    try:
+        return plan_run(request, machine)
+    except (BudgetError, ContextLengthError, OptionError) as error:
+        search = _Search(request, machine)
+        proposals = tuple(search.proposals())
+        if not proposals and isinstance(error, OptionError):
+            raise
+        return Refusal(error, search.short_bytes, proposals)
+
+
+class _Search:
+    """Changes one setting at a time, then several."""
+
+    def __init__(self, request: PlanRequest, machine: MachineFigures) -> None:
+        self._request = request
+        self._machine = machine
+        self.short_bytes: dict[str, int] = {}
+
+    def proposals(self) -> Iterator[Proposal]:
+        """What fits, settings of the run before changes of the machine."""
+        found = False
+        for change, request in self._single_changes():
+            proposal = self._attempt(change, request, self._machine)
+            if proposal is not None:
+                found = True
+                yield proposal
+        if not found and (proposal := self._smallest()) is not None:
+            yield proposal
+        yield from self._machines()
+
+    def _attempt(self, change: str, request: PlanRequest, machine: MachineFigures) -> Proposal | None:
+        try:
+            return Proposal(change, request, machine, plan_run(request, machine))
+        except (BudgetError, ContextLengthError, OptionError):
+            return None
+
+    def _single_changes(self) -> Iterator[tuple[str, PlanRequest]]:
+        request = self._request
+        if request.vram_bytes is not None and request.vram_bytes > self._machine.vram_bytes:
+            yield f"--vram {format_bytes(self._machine.vram_bytes)}", replace(request, vram_bytes=None)
+        context = self._largest(self._contexts(), lambda tokens: replace(request, context=tokens))
+        if context is not None:
+            yield f"--context {context}", replace(request, context=context)
+        batch = self._largest(range(1, request.batch), lambda count: replace(request, batch=count))
+        if batch is not None:
+            yield f"--batch {batch}", replace(request, batch=batch)
+        for place in ("auto", "host", "gpu"):
+            if request.kv not in ("auto", place):
+                yield f"--kv {place}", replace(request, kv=place)
+        if request.resident_layers is not None:
+            yield "--resident-layers auto", replace(request, resident_layers=None)
+        yield from self._speculation_changes()
+
+    def _speculation_changes(self) -> Iterator[tuple[str, PlanRequest]]:
+        request, options = self._request, self._request.speculation
+        if options.mode == "triforce":
+            mode = "none" if request.draft_name == "none" else "chain"
+            yield f"--speculation {mode}", replace(request, speculation=replace(options, mode=mode))
+            budgets = [options.chunk_size << power for power in range(16)]
+            budgets = [tokens for tokens in budgets if _LEAST_BUDGET <= tokens < options.budget_tokens]
+            budget = self._largest(
+                budgets, lambda tokens: replace(request, speculation=replace(options, budget_tokens=tokens))
+            )
+            if budget is not None:
+                yield f"--budget-tokens {budget}", replace(request, speculation=replace(options, budget_tokens=budget))
+        if request.draft is not None:
+            if options.draft_cache != "streaming":
+                cached = replace(options, draft_cache="streaming")
+                yield "--draft-cache streaming", replace(request, speculation=cached)
+            yield "--draft ngram", _without_draft(request)
+
+    def _contexts(self) -> Sequence[int]:
+        """Contexts below the asked one: whole blocks, and the longest that the model has when more was asked for."""
+        request, config = self._request, self._request.target.config()
+        longest = longest_context(config)
+        asked = resolve_context("auto", config, kv=request.kv) if request.context == "auto" else int(request.context)
+        if asked > longest:
+            return [*range(_CONTEXT_STEP, longest, _CONTEXT_STEP), longest]
+        return range(_CONTEXT_STEP, asked, _CONTEXT_STEP)
+
+    def _largest(self, values: Sequence[int], change: Callable[[int], PlanRequest]) -> int | None:
+        """The largest of ascending values whose plan fits; what fits is taken to fit for all smaller ones too."""
+        index = bisect_left(values, True, key=lambda value: self._attempt("", change(value), self._machine) is None)
+        return values[index - 1] if index else None
+
+    def _smallest(self) -> Proposal | None:
+        """Every other setting as small as it goes, and the longest context that then fits."""
+        request = self._request
+        changes: list[str] = []
+        if request.batch > 1:
+            request, changes = replace(request, batch=1), [*changes, "--batch 1"]
+        if request.kv != "auto":
+            request, changes = replace(request, kv="auto"), [*changes, "--kv auto"]
+        if request.resident_layers is not None:
+            request, changes = replace(request, resident_layers=None), [*changes, "--resident-layers auto"]
+        if request.draft is not None:
+            request, changes = _without_draft(request), [*changes, "--draft ngram"]
+        proposal = self._attempt(" ".join(changes), request, self._machine)
+        if proposal is not None:
+            return proposal
+        context = self._largest(self._contexts(), lambda tokens: replace(request, context=tokens))
+        if context is None:
+            return None
+        return self._attempt(
+            " ".join([f"--context {context}", *changes]), replace(request, context=context), self._machine
+        )
+
+    def _machines(self) -> Iterator[Proposal]:
+        """A machine with the least memory of each kind that the run needs; of a context that the model has."""
+        for prefix, request in self._possible_contexts():
+            vram_bytes = self._least_vram(replace(request, ram_bytes=None))
+            if vram_bytes is not None:
+                plan = plan_run(replace(request, ram_bytes=None, vram_bytes=vram_bytes), self._ample)
+                yield from self._machine_for(plan, vram_bytes, prefix, request)
+                return
+
+    def _possible_contexts(self) -> Iterator[tuple[str, PlanRequest]]:
+        request, longest = self._request, longest_context(self._request.target.config())
+        yield "", request
+        if request.context != "auto" and int(request.context) > longest:
+            yield f"--context {longest} and ", replace(request, context=longest)
+
+    @property
+    def _vram_limit(self) -> int:
+        asked = self._request.vram_bytes
+        return self._machine.vram_bytes if asked is None else min(asked, self._machine.vram_bytes)
+
+    def _machine_for(self, plan: RunPlan, vram_bytes: int, prefix: str, request: PlanRequest) -> Iterator[Proposal]:
+        machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
+        pinnable = machine.pinnable_bytes
+        kinds = [
+            ("device memory", vram_bytes, self._vram_limit),
+            ("host memory", plan.host_bytes, ram_limit),
+            ("page-locked memory", plan.pinned_bytes, plan.pinned_bytes if pinnable is None else pinnable),
+        ]
+        self.short_bytes = {name: needed - limit for name, needed, limit in kinds if needed > limit}
+        if not self.short_bytes:
+            return
+        needed_by = {name: needed for name, needed, _ in kinds}
+        listed = " and ".join(f"{format_bytes_up(needed_by[name])} of {name}" for name in self.short_bytes)
+        larger = replace(
+            machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, plan.host_bytes),
+            pinnable_bytes=None if pinnable is None else max(pinnable, plan.pinned_bytes),
+        )  # fmt: skip
+        asked = replace(request, vram_bytes=vram_bytes, ram_bytes=max(ram_limit, plan.host_bytes))
+        proposal = self._attempt(f"{prefix}{listed}", asked, larger)
+        if proposal is not None:
+            yield proposal
+
+    @property
+    def _ample(self) -> MachineFigures:
+        return replace(self._machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
+
+    def _least_vram(self, request: PlanRequest) -> int | None:
+        """The least device memory that fits, from what there is on, in steps; None when no amount does."""
+
+        def fits(size_bytes: int) -> bool:
+            return self._attempt("", replace(request, vram_bytes=size_bytes), self._ample) is not None
+
+        if fits(self._vram_limit):
+            return self._vram_limit
+        sizes = range(self._vram_limit, _MOST_BYTES, _BYTES_STEP)
+        index = bisect_left(sizes, True, key=fits)
+        return sizes[index] if index < len(sizes) else None
+
+
+def _without_draft(request: PlanRequest) -> PlanRequest:
+    options = replace(request.speculation, mode="auto", draft_cache="auto")
+    return replace(request, draft=None, draft_name="ngram", speculation=options)

@@ -1,0 +1,150 @@
+"""A run planned from configuration files: by the code that loading goes by, so that plan and run cannot disagree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from offload_runtime.config import SpeculationOptions, format_bytes, require_positive
+from offload_runtime.engine.hierarchy import place_batch
+from offload_runtime.engine.loading import check_proposals
+from offload_runtime.engine.plans import make_plans
+from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan, describe_run
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.machine_profile import MachineProfile
+from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
+from offload_runtime.planner import DEFAULT_GRAPH_LAUNCH_US, MachineFigures
+from offload_runtime.weights import ModelDescription, describe_model
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `Runtime.load` would be asked for.
+
+    `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes` and `ram_bytes` None allow all
+    of the machine's.
+    """
+
+    target: ModelDescription
+    draft_name: str = "ngram"
+    draft: ModelDescription | None = None
+    dtype: str = "auto"
+    context: int | str = "auto"
+    kv: str = "auto"
+    batch: int = 1
+    resident_layers: int | None = None
+    gamma: int | None = None
+    max_gamma: int = 63
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("batch", self.batch)
+        assert (self.draft is not None) == (self.draft_name not in ("ngram", "none"))
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The memory of a GPU that need not be here."""
+
+    limit_bytes: int | None
+    reserved_bytes: int
+
+
+def describe_pair(target: str, draft: str, mode: str) -> tuple[ModelDescription, ModelDescription | None]:
+    """Read the configuration files of a target and of what may be a draft model.
+
+    Args:
+        target: As of `Runtime.load`.
+        draft: The same.
+        mode: Of `SpeculationOptions`.
+
+    Raises:
+        OptionError: One of the two is left out by the other; errors as of `describe_model`.
+    """
+    has_draft = draft not in ("ngram", "none")
+    check_proposals("the draft" if has_draft else draft, mode)
+    return describe_model(target), describe_model(draft) if has_draft else None
+
+
+def machine_figures(profile: MachineProfile) -> MachineFigures:
+    """What the planner needs of a profile.
+
+    Raises:
+        OptionError: The profile has no GPU, or leaves out a figure that cannot be done without.
+    """
+    if not profile.gpus or profile.vram_bytes is None:
+        raise OptionError(f"the profile {profile.name} has no GPU to plan for: choose another with --profile")
+    missing = [name for name in ("link_gbps", "hbm_gbps") if getattr(profile, name) is None]
+    if missing:
+        raise OptionError(f"the profile {profile.name} does not know {', '.join(missing)}: add it, or measure again")
+    assert profile.link_gbps is not None and profile.hbm_gbps is not None
+    reserved_bytes = profile.vram_reserved_bytes
+    launch_us = DEFAULT_GRAPH_LAUNCH_US if profile.graph_launch_us is None else profile.graph_launch_us
+    return MachineFigures(
+        profile.name, profile.vram_bytes,
+        TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
+        profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
+        launch_us, profile.gpus,
+    )  # fmt: skip
+
+
+def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
+    """Place everything on a machine.
+
+    Raises:
+        BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
+        OptionError, ContextLengthError: As `Runtime.load`.
+    """
+    check_proposals(request.draft_name if request.draft is None else "the draft", request.speculation.mode)
+    device = torch.device("cuda")
+    plans = make_plans(
+        request.target, request.draft, request.dtype, device, context=request.context,
+        window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
+        batch=request.batch,
+    )  # fmt: skip
+    limits = _device_limits(request, machine)
+    placed = place_batch(plans, limits, request.resident_layers, request.kv, request.speculation)
+    plan = describe_run(placed, limits, device.type)
+    _check_host(plan, request, machine)
+    return plan
+
+
+def _device_limits(request: PlanRequest, machine: MachineFigures) -> PlannedDevice:
+    limit_bytes = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
+    if limit_bytes > machine.vram_bytes:
+        raise BudgetError(
+            f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(machine.vram_bytes)} of a card of "
+            f"{machine.name}: lower it, or choose another --profile"
+        )
+    return PlannedDevice(limit_bytes, machine.vram_reserved_bytes)
+
+
+def _check_host(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> None:
+    limit_bytes = ram_limit_bytes(request, machine)
+    if plan.host_bytes > limit_bytes:
+        loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
+        parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
+        way = "choose a 16-bit --dtype or a smaller model" if loading else "lower --context or choose a smaller model"
+        raise BudgetError(
+            f"the host memory of {format_bytes(limit_bytes)} is too small by "
+            f"{format_bytes(plan.host_bytes - limit_bytes)} ({_listed(parts)}): {way}, or plan for more with --ram"
+        )
+    if machine.pinnable_bytes is not None and plan.pinned_bytes > machine.pinnable_bytes:
+        raise BudgetError(
+            f"{machine.name} page-locks {format_bytes(machine.pinnable_bytes)} at most, too little by "
+            f"{format_bytes(plan.pinned_bytes - machine.pinnable_bytes)} "
+            f"({_listed(tuple(part for part in plan.host if part.pinned))}): raise --vram, lower --context or choose "
+            "a smaller model"
+        )
+
+
+def ram_limit_bytes(request: PlanRequest, machine: MachineFigures) -> int:
+    """Host memory that may be used."""
+    return machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
+
+
+def _listed(parts: tuple[MemoryPart, ...]) -> str:
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)

@@ -1,0 +1,131 @@
+"""What a run takes of the machine's memory, part by part, as it was placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.placing import Limits, memory_needs
+from offload_runtime.engine.plans import ModelPlan
+from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.weights import packed_bytes
+
+# Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
+PROCESS_BYTES = 3_000_000_000
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Bytes of one thing; `pinned` where they must be page-locked."""
+
+    name: str
+    nbytes: int
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that a run holds.
+
+    `device` are the parts of device memory, `host` those of host memory once the models are loaded, at the longest
+    context. `loading_bytes` of host memory are held while weights are read, before resident ones are given back.
+    """
+
+    placed: PlacedLevels
+    device_limit_bytes: int | None
+    device: tuple[MemoryPart, ...]
+    host: tuple[MemoryPart, ...]
+    loading_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak of the device's memory."""
+        return sum(part.nbytes for part in self.device)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Peak of page-locked host memory."""
+        return sum(part.nbytes for part in self.host if part.pinned)
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak of host memory."""
+        return max(sum(part.nbytes for part in self.host), self.loading_bytes + PROCESS_BYTES)
+
+    @property
+    def resident_weight_layers(self) -> tuple[int, ...]:
+        """Layers whose weights stay on the device."""
+        return self.placed.placement.resident_layers
+
+    @property
+    def resident_kv_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values stay on the device."""
+        target = self.placed.plans.target
+        return target.kv.resident_layers if target.kv.on_host else tuple(range(target.config.num_layers))
+
+
+def describe_run(placed: PlacedLevels, limits: Limits, device_type: str) -> RunPlan:
+    """List what was placed.
+
+    Args:
+        placed: Where everything goes.
+        limits: Of the device, before anything of the run was taken.
+        device_type: `cuda`, or `cpu`, where the device's memory is the host's and nothing is page-locked.
+    """
+    plans = placed.plans
+    device = _device_parts(placed, limits)
+    needs, placement = memory_needs(plans, limits), placed.placement
+    held_layers = len(placement.resident_layers) + placement.num_slots
+    assert sum(part.nbytes for part in device) == needs.fixed_bytes + held_layers * needs.layer_bytes
+    host = _host_parts(placed, pinned=device_type == "cuda")
+    return RunPlan(placed, limits.limit_bytes, device, host, plans.host_bytes)
+
+
+def _device_parts(placed: PlacedLevels, limits: Limits) -> tuple[MemoryPart, ...]:
+    plans, placement = placed.plans, placed.placement
+    target, draft = plans.target, plans.draft
+    parts = [
+        MemoryPart("CUDA context", limits.reserved_bytes),
+        MemoryPart("embedding and head", target.shared_bytes),
+        MemoryPart("resident layers", len(placement.resident_layers) * target.layer_bytes),
+        MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
+        *_kv_parts(target),
+        MemoryPart("retrieval cache", plans.middle_bytes),
+    ]
+    if draft is not None:
+        parts.append(MemoryPart("draft weights", draft.all_bytes - draft.kv_bytes))
+        parts.append(MemoryPart("draft KV cache", draft.kv_bytes))
+    parts.append(MemoryPart("workspace", memory_needs(plans, limits).workspace_bytes))
+    return tuple(part for part in parts if part.nbytes)
+
+
+def _kv_parts(target: ModelPlan) -> list[MemoryPart]:
+    if not target.kv.on_host:
+        return [MemoryPart("KV cache", target.kv_bytes)]
+    needs, resident = target.host_kv_needs, len(target.kv.resident_layers)
+    streamed = needs.num_layers - resident
+    parts = [MemoryPart("KV of resident layers", resident * needs.layer_bytes)]
+    if streamed:
+        parts += [
+            MemoryPart("open KV blocks", streamed * needs.open_bytes),
+            MemoryPart("ring of KV pieces", target.kv.num_slots * target.kv.piece_bytes),
+            MemoryPart("prefill workspace", target.prefill_workspace_bytes),
+        ]
+    return parts
+
+
+def _host_parts(placed: PlacedLevels, *, pinned: bool) -> tuple[MemoryPart, ...]:
+    plans, placement = placed.plans, placed.placement
+    target, draft = plans.target, plans.draft
+    layer_bytes = -(-target.layer_bytes // PAGE_BYTES) * PAGE_BYTES
+    parts = [MemoryPart("streamed layers", placement.num_streamed * layer_bytes, pinned)]
+    if target.kv.on_host:
+        streamed = target.config.num_layers - len(target.kv.resident_layers)
+        parts.append(MemoryPart("KV cache", streamed * target.host_kv_needs.layer_bytes, pinned))
+    if not pinned:  # on a CPU what is resident is in the same memory, and stays there
+        rest = packed_bytes(target.config, target.dtype) - placement.num_streamed * target.layer_bytes
+        parts.append(MemoryPart("resident weights", rest))
+        if draft is not None:
+            parts.append(MemoryPart("draft weights", packed_bytes(draft.config, draft.dtype)))
+    parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
+    return tuple(part for part in parts if part.nbytes)

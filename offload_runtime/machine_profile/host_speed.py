@@ -1,0 +1,141 @@
+"""How fast the host reads: its memory by number of threads, and its disk past every cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from offload_runtime.config import GB, format_bytes
+from offload_runtime.machine_profile.timing import CannotMeasureError, OnProgress, best_time_s, counted
+
+# Large enough that the kernel keeps several requests in flight for one reader.
+_DISK_BLOCK_BYTES = 16 << 20
+_IN_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+class HostReader:
+    """Reads a large array with a number of threads.
+
+    Args:
+        nbytes: Of the array; far more than the caches hold.
+        threads: Most threads that will read.
+        reduce: Reads a part; numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
+    """
+
+    def __init__(self, nbytes: int, threads: int, *, reduce: Callable[[np.ndarray], object] = np.max) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._reduce = reduce
+        # Pages are placed beside the core that first writes them, so each thread writes the part it will read.
+        self._words = np.empty(nbytes // 4, dtype=np.float32)
+        list(self._pool.map(lambda part: part.fill(1.0), np.array_split(self._words, threads)))
+        self.nbytes = self._words.nbytes
+
+    def read(self, threads: int) -> None:
+        """Read the whole array once with this many threads."""
+        list(self._pool.map(self._reduce, np.array_split(self._words, threads)))
+
+    def close(self) -> None:
+        """End the threads and give the array back."""
+        self._pool.shutdown()
+        self._words = np.empty(0, dtype=np.float32)
+
+
+def thread_counts(cores: int, *, quick: bool) -> list[int]:
+    """Numbers of threads to try: powers of two and all cores; quick: one and all."""
+    powers = [1] if quick else [1 << power for power in range(cores.bit_length())]
+    return sorted({*powers, cores})
+
+
+def measure_host_by_threads(
+    reader: HostReader, counts: list[int], *, budget_s: float, on_progress: OnProgress
+) -> dict[int, float]:
+    """Reading of host memory in GB/s for each number of threads."""
+    return {
+        threads: reader.nbytes / best_time_s(partial(reader.read, threads), budget_s=budget_s) / GB
+        for threads in counted(counts, "host memory", on_progress)
+    }
+
+
+def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -> float:
+    """Sequential reading of a file's first `most_bytes` past the page cache, in GB/s.
+
+    Raises:
+        CannotMeasureError: The file is in memory, too small to time, or cannot be read around the cache.
+        OSError: It cannot be read at all.
+    """
+    refuse_memory_file(file)
+    total_bytes = min(file.stat().st_size, most_bytes) // _DISK_BLOCK_BYTES * _DISK_BLOCK_BYTES
+    if total_bytes == 0:
+        raise CannotMeasureError(f"{file} has less than {_DISK_BLOCK_BYTES >> 20} MiB to read")
+    # Anonymous pages are aligned, as direct reads want.
+    with _opened_past_cache(file) as descriptor, mmap.mmap(-1, _DISK_BLOCK_BYTES) as block:
+        block.write(bytes(_DISK_BLOCK_BYTES))  # page faults are not the disk's time
+        started_s = time.perf_counter()
+        for offset in counted(range(0, total_bytes, _DISK_BLOCK_BYTES), "disk, reading", on_progress):
+            if os.preadv(descriptor, [block], offset) != _DISK_BLOCK_BYTES:
+                raise CannotMeasureError(f"{file} became shorter while it was read")
+        return total_bytes / (time.perf_counter() - started_s) / GB
+
+
+@contextmanager
+def _opened_past_cache(file: Path) -> Iterator[int]:
+    """A descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped first."""
+    if not hasattr(os, "preadv"):
+        raise CannotMeasureError("this system cannot read around its file cache")
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # the file system, or a system that is not Linux, has no direct reads
+        descriptor = os.open(file, os.O_RDONLY)
+        if not hasattr(os, "posix_fadvise"):
+            os.close(descriptor)
+            raise CannotMeasureError("this system cannot read around its file cache") from None
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def temporary_disk_file(directory: Path, nbytes: int, *, on_progress: OnProgress) -> Iterator[Path]:
+    """A file of `nbytes` of noise (file systems compress zeros) in `directory`, on the disk and gone afterwards.
+
+    Raises:
+        CannotMeasureError: Less than twice as much is free there, or the directory is in memory.
+        OSError: It cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    refuse_memory_file(directory)
+    free_bytes = psutil.disk_usage(str(directory)).free
+    if free_bytes < 2 * nbytes:
+        raise CannotMeasureError(f"{directory} has only {format_bytes(free_bytes)} free: name a file with --disk-file")
+    block = np.random.default_rng(0).bytes(min(nbytes, _DISK_BLOCK_BYTES))
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="offload-runtime-", suffix=".tmp") as file:
+        for _ in counted(range(0, nbytes, len(block)), "disk, writing a file", on_progress):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
+
+
+def refuse_memory_file(path: Path) -> None:
+    """Refuse what no disk holds, however much it looks like a file.
+
+    Raises:
+        CannotMeasureError: The path lies in a file system that is memory.
+    """
+    resolved = path.resolve()
+    mounts = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
+    holding = next((mounts[parent] for parent in (resolved, *resolved.parents) if parent in mounts), "")
+    if holding in _IN_MEMORY_FILE_SYSTEMS:
+        raise CannotMeasureError(f"{path} is in memory ({holding}): name a file on a disk with --disk-file")

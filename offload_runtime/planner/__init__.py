@@ -1,0 +1,56 @@
+"""What lives where and how fast it will be: pure arithmetic, before anything is loaded."""
+
+from offload_runtime.planner.placement import (
+    RING_SLOTS,
+    HostKVNeeds,
+    MemoryNeeds,
+    Placement,
+    all_resident,
+    place_kv_layers,
+    place_layers,
+    spread,
+    workspace_bytes,
+)
+from offload_runtime.planner.prediction import (
+    DEFAULT_GRAPH_LAUNCH_US,
+    LayerCosts,
+    MachineFigures,
+    PassCosts,
+    PassPrediction,
+    PrefillCosts,
+    PrefillPrediction,
+    StepCosts,
+    attention_operations,
+    predict_pass,
+    predict_prefill,
+    predict_step,
+)
+from offload_runtime.planner.rounds import RoundCosts, RoundPrediction, expected_tokens, predict_round
+
+__all__ = [
+    "DEFAULT_GRAPH_LAUNCH_US",
+    "RING_SLOTS",
+    "HostKVNeeds",
+    "LayerCosts",
+    "MachineFigures",
+    "MemoryNeeds",
+    "PassCosts",
+    "PassPrediction",
+    "Placement",
+    "PrefillCosts",
+    "PrefillPrediction",
+    "RoundCosts",
+    "RoundPrediction",
+    "StepCosts",
+    "all_resident",
+    "attention_operations",
+    "expected_tokens",
+    "place_kv_layers",
+    "place_layers",
+    "predict_pass",
+    "predict_prefill",
+    "predict_round",
+    "predict_step",
+    "spread",
+    "workspace_bytes",
+]

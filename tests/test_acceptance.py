@@ -1,0 +1,162 @@
+"""What each level of speculation accepts: counted by the runtime, and by dense attention over what each level sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.kv_cache.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.speculation import Acceptance, NgramProposer
+from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, decode, replay
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.test_cli_fakes import make_stats
+
+CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 64, 7, 3
+BUDGET, CHUNK, SINKS = 192, 8, 16
+# On the way the newest blocks move on: from 768 tokens on there is another one to choose chunks from.
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(740)]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
+Shared = dict[SamplingParams, tuple[list[int], DenseLlama]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=2048, num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Shared:
+    """Plain decoding by the book: prompt and answer, and the model with all keys."""
+    made = {}
+    for params in SAMPLINGS:
+        model = dense(target)
+        made[params] = decode(model, PROMPT, COUNT, params), model
+    return made
+
+
+def dense(directory: Path) -> DenseLlama:
+    return DenseLlama(LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32), CAPACITY)
+
+
+def generate(runtime: Runtime, params: SamplingParams, **options: Any) -> Any:
+    return runtime.generate(
+        PROMPT, max_new_tokens=COUNT, temperature=params.temperature, seed=params.seed, gamma=GAMMA, ignore_eos=True,
+        **options,
+    )  # fmt: skip
+
+
+def make_policy(name: str, config: ModelConfig) -> ChunkPolicy:
+    if name == "streaming":
+        return StreamingPolicy(config, budget_tokens=BUDGET, chunk_size=CHUNK, sink_tokens=SINKS)
+    made = RetrievalPolicy if name == "retrieval" else TopKPolicy
+    return made(
+        config, torch.float32, budget_tokens=BUDGET, chunk_size=CHUNK, capacity_tokens=CAPACITY, batch=1,
+        budget=DeviceBudget(torch.device("cpu"), None),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "refresh_steps"), [("retrieval", 1), ("retrieval", 4), ("topk", 1), ("streaming", 1)]
+)
+def test_triforce(target: Path, draft: Path, plain: Shared, policy: str, refresh_steps: int) -> None:
+    options = SpeculationOptions(
+        "triforce", "full", SINKS, chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT,
+        refresh_steps=refresh_steps, policy=policy,
+    )  # fmt: skip
+    with load(target, draft=draft, context=CAPACITY, kv="gpu", speculation=options) as runtime:
+        for params in SAMPLINGS:
+            truth, full = plain[params]
+            guesser = DenseDraft(dense(draft), params)
+            middle = DenseMiddle(
+                full, dense(target), make_policy(policy, runtime.config), chunk_size=CHUNK,
+                refresh_steps=refresh_steps, params=params,
+            )  # fmt: skip
+            outer = replay(
+                truth, len(PROMPT), lambda tokens, count: middle.propose(tokens, count, guesser, GAMMA_DRAFT),  # noqa: B023
+                gamma=GAMMA, proposed_by="middle",
+            )  # fmt: skip
+            inner = Acceptance("draft", "middle", middle.steps, middle.steps * GAMMA_DRAFT, middle.accepted)
+            result = generate(runtime, params)
+            assert result.tokens == truth[len(PROMPT) :]
+            assert result.stats.acceptance == (inner, outer)
+            assert all(0 < level.accepted < level.proposed for level in (inner, outer))
+
+
+def test_a_chain(target: Path, draft: Path, plain: Shared) -> None:
+    with load(target, draft=draft, context=CAPACITY) as runtime:
+        for params in SAMPLINGS:
+            truth, _ = plain[params]
+            guesser = DenseDraft(dense(draft), params)
+            expected = replay(truth, len(PROMPT), guesser.guess, gamma=GAMMA, proposed_by="draft")
+            result = generate(runtime, params)
+            assert (result.tokens, result.stats.acceptance) == (truth[len(PROMPT) :], (expected,))
+            assert 0 < expected.accepted < expected.proposed
+            assert generate(runtime, params, speculate=False).stats.acceptance == ()
+
+
+def test_n_grams_have_no_idea_in_some_rounds(target: Path, plain: Shared) -> None:
+    truth, _ = plain[SAMPLINGS[0]]
+    expected = replay(truth, len(PROMPT), NgramProposer().propose, gamma=GAMMA, proposed_by="ngram")
+    with load(target, context=CAPACITY) as runtime:
+        stats = generate(runtime, SAMPLINGS[0]).stats
+    assert stats.acceptance == (expected,)
+    assert stats.passes > expected.verifications > 0
+
+
+@pytest.fixture(scope="module")
+def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
+    options = SpeculationOptions("triforce", chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT)
+    with load(target, draft=draft, context=CAPACITY, kv="gpu", speculation=options, max_batch=2) as runtime:
+        yield runtime
+
+
+def test_every_generation_and_every_answer_of_a_batch_has_its_own_figures(runtime: Runtime) -> None:
+    other = PROMPT[100:]
+    alone = [
+        runtime.generate(prompt, max_new_tokens=24, gamma=GAMMA, ignore_eos=True).stats for prompt in (PROMPT, other)
+    ]
+    together = runtime.generate_batch([PROMPT, other], max_new_tokens=24, gamma=GAMMA, ignore_eos=True)
+    assert [result.stats.acceptance for result in together] == [stats.acceptance for stats in alone]
+    assert alone[0].acceptance != alone[1].acceptance and len(alone[0].acceptance) == 2
+    assert runtime.generate(PROMPT, max_new_tokens=1, gamma=GAMMA).stats.acceptance == (
+        Acceptance("draft", "middle", 0, 0, 0), Acceptance("middle", "target", 0, 0, 0)
+    )  # fmt: skip
+
+
+def test_a_stream_tells_no_figures_of_another(runtime: Runtime) -> None:
+    """One that ends before it began, and one that another generation has overtaken."""
+    idle = runtime.stream(PROMPT, max_new_tokens=8)
+    idle.close()
+    assert idle.result.stats.acceptance == ()
+    overtaken = runtime.stream(PROMPT, max_new_tokens=24, gamma=GAMMA, ignore_eos=True)
+    for _ in range(3):
+        next(overtaken)
+    runtime.generate(PROMPT[::-1], max_new_tokens=8, ignore_eos=True)
+    overtaken.close()
+    (level,) = overtaken.result.stats.acceptance
+    assert level.verified_by == "target"
+
+
+def test_rates() -> None:
+    level = Acceptance("draft", "middle", 4, 12, 6)
+    assert make_stats(acceptance=(level,)).to_dict()["acceptance"] == [
+        {
+            "proposed_by": "draft", "verified_by": "middle", "verifications": 4, "proposed": 12, "accepted": 6,
+            "rate": 0.5, "accepted_per_verification": 1.5,
+        }
+    ]  # fmt: skip
+    nothing = Acceptance("draft", "middle", 0, 0, 0)
+    assert (nothing.rate, nothing.accepted_per_verification) == (0.0, 0.0)

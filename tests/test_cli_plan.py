@@ -1,0 +1,158 @@
+"""`offload-runtime plan`: tables, JSON and picture of what fits, and a way out where it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload_runtime.cli import app
+from offload_runtime.config import parse_bytes
+from offload_runtime.machine_profile import load_profile, save_profile
+from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+
+
+@pytest.fixture(autouse=True)
+def no_profiles_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+
+
+def plan(target: str, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--target", str(CONFIGS / target), *arguments])
+
+
+def planned(target: str, *arguments: str) -> dict[str, Any]:
+    result = plan(target, "--json", "--profile", "rtx4090", *arguments)
+    assert result.exit_code == 0, result.output
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def test_tables_say_what_lives_where_and_how_fast() -> None:
+    draft = str(CONFIGS / "llama-3.2-1b")
+    result = plan("llama-3.1-8b", "--draft", draft, "--context", "131072", "--profile", "rtx4090")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "machine: rtx4090", "TriForce: the draft, then the target over 4096 retrieved tokens", "all 32 layers on the",
+        "KV cache of 1 x 131072 tokens: 2 of 32 layers on the device (8, 24), 30 streamed (0-7, 9-23, 25-31)",
+        "retrieval cache", "draft weights", "ring of KV pieces", "workspace", "of 25.8 GB", "of 68.7 GB", "page-locked",
+        "pass, 25 tokens", "middle step", "to first token", "0.98", "1 GB more device memory: ", "a second card: ",
+    ):  # fmt: skip
+        assert text in result.stdout, text
+    parts = re.search(r"device memory\n(.*?)├", result.stdout, re.DOTALL)
+    peak = re.search(r"peak +│ +([0-9.]+ GB) of 25\.8 GB", result.stdout)
+    assert parts is not None and peak is not None
+    listed = [parse_bytes(size) for size in re.findall(r"[0-9.]+ [kMG]B", parts[1])]
+    assert sum(listed) == pytest.approx(parse_bytes(peak[1]), rel=0.02)
+
+
+def test_json_has_the_same_in_bytes_and_seconds() -> None:
+    record = planned("llama-2-13b", "--context", "4096")
+    memory, layers = record["device_memory"], record["layers"]
+    assert record["fits"] and record["profile"] == "rtx4090" and record["context_tokens"] == 4096
+    assert sum(part["nbytes"] for part in memory["parts"]) == memory["peak_bytes"] <= memory["limit_bytes"]
+    assert sorted(layers["weights_resident"] + layers["weights_streamed"]) == list(range(40))
+    assert sorted(layers["kv_resident"] + layers["kv_streamed"]) == list(range(40))
+    verify = record["pass"]["verify"]
+    assert verify["bound_by"] == "link" and verify["seconds"] == pytest.approx(verify["bytes_streamed"] / 25e9)
+    assert [row["acceptance"] for row in record["by_acceptance"]] == [0.7, 0.8, 0.85, 0.9, 0.95, 0.98]
+    assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
+
+
+def test_options_reach_the_plan() -> None:
+    plain = planned("llama-3.1-8b", "--draft", "none", "--context", "8192", "--resident-layers", "4", "--kv", "gpu")
+    assert len(plain["layers"]["weights_resident"]) == 4 and plain["by_acceptance"] == [] and plain["gamma"] == 0
+    batch = planned("llama-3.1-8b", "--batch", "3", "--context", "8192", "--gamma", "7", "--vram", "23GB")
+    assert (batch["batch"], batch["gamma"], batch["device_memory"]["limit_bytes"]) == (3, 7, 23 * 10**9)
+    wide = planned("llama-3.1-8b", "--dtype", "fp32", "--context", "4096")
+    assert wide["pass"]["verify"]["bytes_streamed"] > plain["pass"]["verify"]["bytes_streamed"]
+
+
+def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
+    arguments = ("--context", "131072", "--kv", "gpu", "--profile", "rtx4090")
+    result = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB")
+    assert result.exit_code == 2
+    assert "short of device memory: " in result.stdout and "what fits instead:\n  --context " in result.stdout
+    assert "error: the device budget of 20.0 GB is too small by " in result.stderr
+    context = re.search(r"--context (\d+)", result.stdout)
+    assert context is not None
+    again = plan("llama-3.1-8b", "--context", context[1], "--kv", "gpu", "--profile", "rtx4090", "--batch", "2",
+                 "--vram", "20GB")  # fmt: skip
+    assert again.exit_code == 0
+    as_json = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB", "--json")
+    record = json.loads(as_json.stdout)
+    assert (as_json.exit_code, record["fits"]) == (2, False) and record["short_bytes"]["device memory"] > 10**9
+    assert record["nearest"][0]["change"] == f"--context {context[1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--profile", "rtx9999"), "rtx9999"),
+        (("--ram", "much"), "'much' is not a size"),
+        (("--ram", "10GB"), "host memory of 10.0 GB is too small"),
+        (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090"),
+        (("--speculation", "triforce"), "a draft model or nothing"),
+        (("--draft", "none", "--gamma", "4"), "--gamma 4 does nothing with --draft none"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    profile = () if "--profile" in arguments else ("--profile", "rtx4090")
+    result = plan("llama-3.1-8b", *profile, *arguments)
+    assert result.exit_code == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_without_a_profile_the_users_own_or_a_common_card() -> None:
+    common = plan("llama-3.1-8b", "--context", "4096")
+    assert "planning for rtx4090" in common.stderr and "machine: rtx4090 " in common.stdout
+    save_profile(load_profile("h200"), "mine")
+    own = plan("llama-3.1-8b", "--context", "4096")
+    assert "planning for mine" in own.stderr and "machine: mine" in own.stdout
+
+
+def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model")
+    arguments = ["generate", "--target", str(checkpoint), "--prompt", "the quick", "--max-new-tokens", "2"]
+    options = ["--device", "cpu", "--context", "256", "--resident-layers", "2", "--draft", "none", "--json"]
+    result = CliRunner().invoke(app, [*arguments, *options, "--explain"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"]
+    for text in ("weights: 2 of 5 layers on the device (1, 3), 3 streamed (0, 2, 4)", "ring of layers", "workspace"):
+        assert text in result.stderr
+    assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
+    assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
+
+
+def test_a_machine_of_two_cards_is_said_to_use_one() -> None:
+    result = plan("llama-3.1-8b", "--context", "4096", "--profile", "rtx4090-x2")
+    assert "one of its 2 cards: tensor parallelism is not built yet" in result.stdout
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for ending, beginning in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        path = tmp_path / f"plan.{ending}"
+        result = plan("llama-2-13b", "--context", "4096", "--profile", "rtx4090", "--plot", str(path))
+        assert result.exit_code == 0 and path.read_bytes().startswith(beginning)
+    drawn = path.read_text()
+    for text in ("resident layers", "workspace", "device memory", "streamed layers"):
+        assert f"<!-- {text}" in drawn  # matplotlib writes each label as a comment beside its outlines
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("--context", "4096", "--profile", "rtx4090", "--plot")
+    assert "must end in one of" in plan("llama-3.1-8b", *arguments, str(tmp_path / "plan.doc")).stderr
+    nowhere = plan("llama-3.1-8b", *arguments, str(tmp_path / "no" / "plan.png"))
+    assert nowhere.exit_code == 2 and "cannot be written: No such file" in nowhere.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert "pip install 'offload-runtime[plots]'" in plan("llama-3.1-8b", *arguments, "x.png").stderr

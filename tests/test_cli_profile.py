@@ -1,0 +1,144 @@
+"""`offload-runtime profile`: options, table, TOML, JSON, saving, and what may go wrong, without measuring."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload_runtime.cli import app
+from offload_runtime.errors import DeviceError
+from offload_runtime.machine_profile import CpuFigures, MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.machine_profile.gpu_info import NvmlAnswer, PcieLink
+from offload_runtime.machine_profile.host_info import HostInfo
+from offload_runtime.machine_profile.report import GpuReport, MachineReport, MeasureOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))
+PROFILE = MachineProfile(
+    "this-machine", "a test", 2, 64 * 10**9, gpu_name="Some GPU", vram_bytes=24 * 10**9, link_gbps=6.4, hbm_gbps=1008.0,
+    launch_us=4.5, graph_launch_us=1.25, pinnable_bytes=32 * 10**9, host_gbps=60.0, cpu=CPU, tflops={"bf16": 165.2},
+    link_by_copy_mib={0.0625: 0.75, 16.0: 6.4}, host_by_threads={1: 12.0, 16: 60.0},
+)  # fmt: skip
+LINK = PcieLink(generation=4, width=4, generation_max=4, width_max=16)
+REPORT = MachineReport(
+    PROFILE, HostInfo(CPU, 64 * 10**9, 48 * 10**9, None, wsl=True),
+    {"disk_gbps": "left out", "link_back_gbps": "refused", "link_both_gbps": "refused"},
+    GpuReport(("Some GPU", "Some GPU"), (8, 9), 23 * 10**9, NvmlAnswer("580.1", LINK, "")), 61.25,
+)  # fmt: skip
+
+
+class FakeMeasuring:
+    """Stands for `measure_machine`: prints to stdout as a library might, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[MeasureOptions] = []
+        self.error: Exception | None = None
+
+    def __call__(self, options: MeasureOptions, *, on_progress: Any) -> MachineReport:
+        self.asked.append(options)
+        on_progress("link", 0, 1)
+        print("noise")
+        if self.error is not None:
+            raise self.error
+        return REPORT
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
+    fake = FakeMeasuring()
+    monkeypatch.setattr(measure, "measure_machine", fake)
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+    return fake
+
+
+def profile(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
+
+
+def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> None:
+    result = profile()
+    assert result.exit_code == 0, result.stderr
+    assert measuring.asked == [MeasureOptions()]
+    for words in (
+        "measured in 61 s", "2 x Some GPU", "24.0 GB, 23.0 GB free",
+        "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "64 KiB 0.75 · 16 MiB 6.4 GB/s",
+        "1008 GB/s", "bf16 165 TFLOP/s", "4.5 us from Python, 1.2 us in a CUDA graph", "can be pinned", "32.0 GB",
+        "Some CPU, 16 logical cores (avx2, avx512f)", "1 thread 12.0 · 16 threads 60.0 GB/s",
+        "not measured: link_back_gbps, link_both_gbps (refused)", "not measured: disk_gbps (left out)",
+        "what matters:", "  - the card runs at x4 and could do x16: move it to another slot",
+        "  - this is Linux under Windows (WSL2)",
+    ):  # fmt: skip
+        assert words in result.stdout
+    assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
+
+
+def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert profile("--device", "cuda", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
+    assert measuring.asked == [MeasureOptions("cuda", quick=True, full=True, disk_file=file)]
+
+
+def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path: Path) -> None:
+    result = profile("--save", "box")
+    assert result.exit_code == 0
+    assert result.stdout.endswith(f"\nsaved to {tmp_path / 'config/profiles/box.toml'}\n")
+    assert "[tflops]" not in result.stdout
+    loaded = load_profile("box")
+    assert (loaded.name, loaded.link_by_copy_mib) == ("box", PROFILE.link_by_copy_mib)
+
+
+def test_json_is_one_object_and_nothing_else(measuring: FakeMeasuring, tmp_path: Path) -> None:
+    record = json.loads(profile("--json", "--save", "box").stdout)
+    assert record["profile"]["link_by_copy_mib"] == {"0.0625": 0.75, "16": 6.4}
+    assert record["missing"] == dict(REPORT.missing)
+    assert "runs at x4" in record["matters"][0]
+    assert record["gpu"]["nvml"]["link"] == {"generation": 4, "width": 4, "generation_max": 4, "width_max": 16}
+    assert record["host"]["wsl"] is True
+    assert record["saved"] == str(tmp_path / "config/profiles/box.toml")
+    assert json.loads(profile("--json").stdout)["saved"] is None
+
+
+def test_a_bad_name_is_refused_before_a_minute_of_measuring(measuring: FakeMeasuring) -> None:
+    result = profile("--save", "a/b")
+    assert (result.exit_code, result.stdout, measuring.asked) == (2, "", [])
+    assert "error: 'a/b' is not a name for a profile" in result.stderr
+
+
+def test_what_was_measured_is_not_lost_when_it_cannot_be_saved(measuring: FakeMeasuring, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("a file in the way")
+    result = profile("--save", "box")
+    assert result.exit_code == 2
+    assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
+    assert "box.toml cannot be written" in result.stderr
+
+
+def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> None:
+    measuring.error = DeviceError("there is no cuda:7")
+    result = profile("--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1] == "error: there is no cuda:7"
+    result = profile("--disk-file", "/absent")
+    assert "--disk-file /absent is not a file" in result.stderr
+
+
+def test_the_real_command_measures_this_machine(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": path, "OFFLOAD_RUNTIME_CONFIG": str(tmp_path)}
+    command = [sys.executable, "-m", "offload_runtime.cli", "profile", "--device", "cpu", "--quick", "--json"]
+    result = subprocess.run(
+        [*command, "--save", "here"], capture_output=True, text=True, encoding="utf-8", timeout=120, env=environment,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["saved"] == str(tmp_path / "profiles" / "here.toml")
+    assert record["profile"]["host_gbps"] > 0
+    assert record["missing"]["link_gbps"] == "--device cpu leaves the GPU out"

@@ -1,0 +1,308 @@
+"""Measuring a machine: the host, the GPU, the reasons for what cannot be had, and the advice that follows."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.errors import DeviceError, OptionError
+from offload_runtime.machine_profile import CpuFigures, MachineProfile, host_speed, load_profile, pinning, save_profile
+from offload_runtime.machine_profile.advice import advise
+from offload_runtime.machine_profile.gpu_info import NvmlAnswer, PcieLink, read_nvml
+from offload_runtime.machine_profile.host_info import HostInfo, read_host_info
+from offload_runtime.machine_profile.measure import measure_machine
+from offload_runtime.machine_profile.report import Findings, GpuReport, MachineReport, MeasureOptions
+from offload_runtime.machine_profile.schema import DTYPES
+from offload_runtime.machine_profile.timing import CannotMeasureError, counted
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty configuration directory of the test's own."""
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+
+
+# The host as the system tells it.
+
+
+def fake_system(tmp_path: Path, *, version: str = "Linux version 6.8", limit: str = "max") -> dict[str, Path]:
+    """The files that Linux tells about itself in."""
+    (tmp_path / "version").write_text(version)
+    flags = "fpu avx2 avx512f amx_bf16 sse2"
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\nmodel name\t: Some CPU \x01 @ 3GHz\nflags: {flags}\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(GIB))
+    return {"proc": tmp_path, "cgroup": tmp_path}
+
+
+def test_the_host_is_read_from_the_system(tmp_path: Path) -> None:
+    host = read_host_info(**fake_system(tmp_path))
+    assert (host.cpu.name, host.cpu.features) == ("Some CPU @ 3GHz", ("avx2", "avx512f", "amx_bf16"))
+    assert not host.wsl
+    assert host.ram_bytes > 2 * GIB
+    contained = read_host_info(**fake_system(tmp_path, version="5.15-microsoft-standard-WSL2", limit=str(3 * GIB // 2)))
+    assert contained.wsl
+    assert (contained.ram_bytes, contained.available_bytes) == (3 * GIB // 2, GIB // 2)
+    nowhere = read_host_info(proc=tmp_path / "absent", cgroup=tmp_path / "absent")
+    assert nowhere.cpu.name and nowhere.cpu.cores >= 1
+
+
+HOST = HostInfo(CpuFigures("Some CPU", 16), 64 * GIB, 48 * GIB, 8 << 20, wsl=False)
+
+
+def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
+    assert pinning.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
+    assert pinning.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB
+    assert pinning.estimate_pinnable_bytes(HOST, sample_locked=False) == 8 << 20
+    for host, locked in ((replace(HOST, locked_limit_bytes=None), False), (replace(HOST, available_bytes=GIB), True)):
+        with pytest.raises(CannotMeasureError):
+            pinning.estimate_pinnable_bytes(host, sample_locked=locked)
+    assert pinning.sample_bytes(HOST, 2 * GIB) == 2 * GIB
+    assert pinning.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8
+
+
+# Measuring.
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> None:
+    steps: list[tuple[str, int, int]] = []
+    report = measure_machine(MeasureOptions(device="cpu", quick=True), on_progress=lambda *step: steps.append(step))
+    profile = report.profile
+    assert report.gpu is None
+    assert profile.gpus == 0
+    assert profile.cpu is not None
+    assert set(profile.host_by_threads) == {1, profile.cpu.cores}
+    assert profile.host_gbps == max(profile.host_by_threads.values())
+    assert 0.1 < profile.host_gbps < 10_000
+    counts = len(profile.host_by_threads)
+    assert steps == [("host memory", done, counts) for done in range(counts + 1)]
+    for key in ("link_gbps", "hbm_gbps", "tflops", "pinnable_bytes", "pcie_width"):
+        assert report.missing[key] == "--device cpu leaves the GPU out"
+    assert "--quick" in report.missing["disk_gbps"]
+    assert "torch" in profile.source
+    assert any("no GPU was measured" in line for line in advise(report))
+    save_profile(profile, "cpu-box")
+    assert load_profile("cpu-box") == replace(profile, name="cpu-box")
+
+
+def test_what_fails_becomes_a_reason_and_ends_nothing() -> None:
+    def fail(error: Exception) -> Callable[[], Any]:
+        def measure() -> Any:
+            raise error
+
+        return measure
+
+    found = Findings()
+    found.take("hbm_gbps", fail(torch.OutOfMemoryError("CUDA out of memory.\nLong story")))
+    found.take(("link_gbps", "link_back_gbps"), fail(CannotMeasureError("no card")))
+    found.take("disk_gbps", fail(OSError()))
+    found.take(("pin_gbps", "launch_us"), lambda: (12.34567, 2.0))
+    assert found.missing == {
+        "hbm_gbps": "CUDA out of memory.", "link_gbps": "no card", "link_back_gbps": "no card", "disk_gbps": "OSError",
+    }  # fmt: skip
+    assert found.figures == {"pin_gbps": 12.35, "launch_us": 2.0}
+    with pytest.raises(KeyError):  # a defect of ours is not a property of the machine
+        found.take("tflops", fail(KeyError("x")))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory on a disk."""
+    try:
+        host_speed.refuse_memory_file(tmp_path)
+    except CannotMeasureError as error:
+        pytest.skip(str(error))
+    return tmp_path
+
+
+def test_the_disk_is_read_block_by_block_and_the_temporary_file_goes(disk: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    with host_speed.temporary_disk_file(disk / "new", 32 << 20, on_progress=quiet) as file:
+        assert file.stat().st_size == 32 << 20
+        rate = host_speed.measure_disk_gbps(file, most_bytes=1 << 40, on_progress=lambda *step: steps.append(step))
+    assert rate > 0
+    assert steps == [("disk, reading", done, 2) for done in range(3)]
+    assert list((disk / "new").iterdir()) == []
+
+
+def test_what_cannot_time_a_disk_is_refused_with_the_reason(disk: Path) -> None:
+    small = disk / "small"
+    small.write_bytes(bytes(1000))
+    with pytest.raises(CannotMeasureError, match="less than 16 MiB"):
+        host_speed.measure_disk_gbps(small, most_bytes=1 << 30, on_progress=quiet)
+    room = host_speed.temporary_disk_file(disk, 1 << 60, on_progress=quiet)
+    with pytest.raises(CannotMeasureError, match="free: name a file with --disk-file"), room:
+        raise AssertionError("there was room for an exabyte")
+    with pytest.raises(OptionError, match="absent is not a file"):
+        MeasureOptions(disk_file=disk / "absent")
+
+
+def test_a_file_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def mounts(all: bool) -> list[Any]:
+        return [types.SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
+            ("/", "ext4"), (tmp_path.resolve(), "tmpfs"), (tmp_path.resolve() / "disk", "xfs"))]  # fmt: skip
+
+    monkeypatch.setattr(host_speed.psutil, "disk_partitions", mounts)
+    with pytest.raises(CannotMeasureError, match=r"is in memory \(tmpfs\)"):
+        host_speed.refuse_memory_file(tmp_path / "some" / "file")
+    host_speed.refuse_memory_file(tmp_path / "disk" / "file")
+
+
+@pytest.mark.parametrize(("cores", "quick", "counts"), [
+    (1, False, [1]), (6, False, [1, 2, 4, 6]), (16, False, [1, 2, 4, 8, 16]), (16, True, [1, 16]), (1, True, [1]),
+])  # fmt: skip
+def test_threads_that_are_tried_end_with_all_cores(cores: int, quick: bool, counts: list[int]) -> None:
+    assert host_speed.thread_counts(cores, quick=quick) == counts
+
+
+def test_the_reader_reads_all_of_its_memory() -> None:
+    seen: list[int] = []
+    reader = host_speed.HostReader(1 << 20, 3, reduce=lambda part: seen.append(part.nbytes))
+    for threads in (1, 2, 3):
+        reader.read(threads)
+    reader.close()
+    assert sum(seen) == 3 << 20
+    assert sorted(seen)[-1] == 1 << 20
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    with pytest.raises(DeviceError, match="'tpu' is not a device"):
+        measure_machine(MeasureOptions(device="tpu"))
+    with pytest.raises(DeviceError, match="cuda:99 cannot be measured"):
+        measure_machine(MeasureOptions(device="cuda:99"))
+    with pytest.raises(OptionError, match="--full tries how much memory can be page-locked, which needs a GPU"):
+        measure_machine(MeasureOptions(device="cpu", full=True))
+
+
+# NVML and advice.
+
+
+class FakeNvml:
+    """Stands for pynvml: a link, or an error in one of its functions."""
+
+    def __init__(self, *, generation: int = 3, width: int = 4, failing: str = "") -> None:
+        self._generation, self._width, self._failing = generation, width, failing
+        self.opened = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers = {
+            "nvmlDeviceGetCurrPcieLinkWidth": self._width, "nvmlDeviceGetMaxPcieLinkWidth": 16,
+            "nvmlDeviceGetCurrPcieLinkGeneration": self._generation, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
+            "nvmlSystemGetDriverVersion": "580.1",
+        }  # fmt: skip
+
+        def call(*arguments: Any) -> Any:
+            if name == self._failing:
+                raise RuntimeError("Not Supported")
+            self.opened += {"nvmlInit": 1, "nvmlShutdown": -1}.get(name, 0)
+            if name == "nvmlDeviceGetHandleByUUID":
+                assert arguments == ("GPU-abc",)
+            return answers.get(name)
+
+        return call
+
+
+def test_nvml_tells_the_link_or_why_not() -> None:
+    nvml = FakeNvml()
+    assert read_nvml("abc", lambda: nvml) == NvmlAnswer("580.1", PcieLink(3, 4, 4, 16), "")
+    broken = FakeNvml(failing="nvmlDeviceGetMaxPcieLinkWidth")
+    assert read_nvml("abc", lambda: broken) == NvmlAnswer("580.1", None, "NVML refuses a query: Not Supported")
+    assert nvml.opened == broken.opened == 0
+    assert read_nvml("abc", lambda: FakeNvml(failing="nvmlInit")).reason == "NVML is not available: Not Supported"
+    for generation, width in ((3, 0), (0, 16)):
+        nowhere = read_nvml("abc", lambda g=generation, w=width: FakeNvml(generation=g, width=w))
+        assert (nowhere.link, nowhere.reason) == (None, f"NVML tells of a link of generation {generation}, x{width}")
+
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'pynvml'")
+
+    assert read_nvml("abc", missing) == NvmlAnswer(None, None, "NVML is not available: No module named 'pynvml'")
+
+
+GOOD_LINK = PcieLink(4, 16, 4, 16)
+
+
+def report(
+    *, link: PcieLink | None = GOOD_LINK, host: HostInfo = HOST, missing: dict[str, str] | None = None,
+    names: tuple[str, ...] = ("Some GPU",), capability: tuple[int, int] = (8, 0), free_bytes: int = 23 * GIB,
+    **figures: Any,
+) -> MachineReport:  # fmt: skip
+    """A measured machine without a fault, but for what is given."""
+    nvml = NvmlAnswer("580.1", link, "" if link else "NVML is not available: no library")
+    gpu = GpuReport(names, capability, free_bytes, nvml)
+    card = {"gpu_name": "Some GPU", "vram_bytes": 24 * GIB, "link_gbps": 25.0, **figures}
+    profile = MachineProfile("mine", "a test", gpus=1, ram_bytes=host.ram_bytes, **card)
+    return MachineReport(profile, host, missing or {}, gpu, 1.0)
+
+
+def test_a_good_machine_gets_no_advice() -> None:
+    assert advise(report()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"link": PcieLink(4, 4, 4, 16), "link_gbps": 6.4}, "runs at x4 and could do x16: move it to another slot"),
+        ({"link": PcieLink(3, 16, 4, 16), "link_gbps": 12.5}, "PCIe 3 while it copies and could do PCIe 4"),
+        ({"link_gbps": 11.0}, "reach 11.0 of the link's 31.5 GB/s"),
+        ({"link": None}, "cannot be told: NVML is not available: no library"),
+        ({"free_bytes": 20 * GIB}, "4.3 GB of 25.8 GB VRAM was taken before"),
+        ({"capability": (7, 5)}, "(compute capability 7.5) has no bf16 matrix units: use --dtype fp16"),
+        ({"names": ("Some GPU", "Old GPU")}, "not part of this profile: Old GPU"),
+        ({"missing": {"pin_gbps": "refused"}}, "refused; ulimit -l is 8.4 MB: raise the limit"),
+        ({"host": replace(HOST, wsl=True)}, "WSL2), which locks about half of the 68.7 GB"),
+        ({"host": replace(HOST, available_bytes=5 * GIB)}, "only 5.4 GB of 68.7 GB RAM is free"),
+        ({"disk_gbps": 0.15}, "the disk reads 0.15 GB/s, so that a 7B model in 16 bits loads in 90 s"),
+    ],
+)
+def test_each_fault_gets_its_own_line(fault: dict[str, Any], words: str) -> None:
+    (line,) = advise(report(**fault))
+    assert words in line
+
+
+def test_steps_are_counted_as_they_begin_and_once_at_the_end() -> None:
+    seen: list[tuple[str, int, int]] = []
+    assert list(counted("ab", "stage", lambda *step: seen.append(step))) == ["a", "b"]
+    assert seen == [("stage", 0, 2), ("stage", 1, 2), ("stage", 2, 2)]
+
+
+@pytest.mark.gpu
+def test_measuring_a_gpu_gives_plausible_figures() -> None:
+    found = measure_machine(MeasureOptions(device="cuda", quick=True))
+    profile = found.profile
+    unknown = {key for key in found.missing if key != "disk_gbps"}
+    assert unknown <= {"pcie_generation", "pcie_width"}, found.missing
+    assert found.gpu is not None
+    assert profile.gpu_name == torch.cuda.get_device_name(0)
+    assert profile.vram_bytes and profile.vram_reserved_bytes and profile.pinnable_bytes
+    assert 0 < profile.vram_reserved_bytes < profile.vram_bytes
+    assert 0 < found.gpu.free_bytes < profile.vram_bytes
+    assert profile.link_gbps and profile.link_back_gbps and profile.link_both_gbps and profile.hbm_gbps
+    assert profile.link_gbps == max(profile.link_by_copy_mib.values()) > 1
+    assert profile.link_by_copy_mib[0.25] < profile.link_by_copy_mib[64.0]
+    assert 1 < profile.link_back_gbps < 1000
+    assert 0.2 * profile.link_gbps < profile.link_both_gbps < 1.1 * profile.link_gbps
+    assert 2 * profile.link_gbps < profile.hbm_gbps < 20_000
+    assert set(profile.tflops) == set(DTYPES)
+    assert profile.tflops["bf16"] > profile.tflops["fp32"] > 1
+    assert profile.graph_launch_us and profile.launch_us
+    assert 0.1 < profile.graph_launch_us < 100 > profile.launch_us > 0.5
+    assert profile.pin_gbps and profile.host_gbps_while_link_busy and profile.link_gbps_while_host_busy
+    assert profile.pin_gbps > 0.1
+    assert 0.1 < profile.link_gbps_while_host_busy < 1.1 * profile.link_gbps
+    if found.gpu.nvml.link is not None:
+        assert profile.link_gbps < found.gpu.nvml.link.peak_gbps
+    save_profile(profile, "measured")
+    assert load_profile("measured") == replace(profile, name="measured")

@@ -1,0 +1,227 @@
+"""Machine profiles: what a file may say, and where profiles are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.errors import ProfileError, StorageError
+from offload_runtime.machine_profile import (
+    CpuFigures,
+    MachineProfile,
+    list_profiles,
+    load_profile,
+    profile_from_mapping,
+    profile_toml,
+    save_profile,
+)
+from offload_runtime.machine_profile.gpu_info import PcieLink
+from offload_runtime.machine_profile.schema import DTYPES, PCIE_WIDTHS
+from offload_runtime.machine_profile.store import shipped_directory
+
+GIB = 1 << 30
+SHIPPED = ("h200", "rtx3090", "rtx4090", "rtx4090-x2")
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty configuration directory of the test's own; returns where profiles go in it."""
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+    return tmp_path / "config" / "profiles"
+
+
+def card(**changes: Any) -> dict[str, Any]:
+    """The tables of a profile of one card, with some keys changed."""
+    table = {
+        "name": "mine", "source": "a test", "gpus": 1, "gpu_name": "Some GPU", "vram_bytes": 24 * GIB,
+        "ram_bytes": 64 * GIB, "link_gbps": 25.0, "hbm_gbps": 1000,
+    }  # fmt: skip
+    return table | changes
+
+
+# What a profile may say.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"link_gbs": 3}, "link_gbs is not a key of a profile: did you mean link_gbps? allowed are name, source, gpus"),
+        ({"wheels": 4}, "wheels is not a key of a profile: allowed are name, source"),
+        ({"link_gbps": "fast"}, "link_gbps must be a number from 1e-06 to 1e+06 (GB/s, GB = 1e9), not 'fast'"),
+        ({"link_gbps": True}, "link_gbps must be a number"),
+        ({"link_gbps": float("nan")}, "link_gbps must be a number"),
+        ({"hbm_gbps": float("inf")}, "hbm_gbps must be a number"),
+        ({"link_gbps": 0}, "link_gbps must be a number from 1e-06"),
+        ({"vram_bytes": 24.5}, "vram_bytes must be a whole number from 1"),
+        ({"vram_bytes": 10**400}, "vram_bytes must be a whole number from 1"),
+        ({"pcie_width": 5}, "pcie_width must be one of 1, 2, 4, 8, 12, 16, 32, not 5"),
+        ({"gpu_name": "two\nlines"}, "gpu_name must be text"),
+        ({"source": ""}, "source must be text"),
+        ({"tflops": {"int3": 1.0}}, "tflops must be a table keyed by bf16, fp16, fp32"),
+        ({"tflops": {"bf16": -1.0}}, "with values that are a number"),
+        ({"tflops": 165.0}, "tflops must be a table"),
+        ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be a table keyed by a number"),
+        ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean 1.0"),
+        ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be a table keyed by a whole number"),
+        ({"cpu": {"name": "x", "cores": 0}}, "cpu.cores must be a whole number from 1"),
+        ({"cpu": {"name": "x", "cores": 1, "feature": []}}, "cpu.feature is not a key of a profile: did you mean cpu."),
+        ({"cpu": {"name": "x"}}, "cpu.cores missing"),
+        ({"cpu": "x"}, "cpu must be a table"),
+        ({"gpus": 0}, "gpus = 0 cannot have gpu_name, vram_bytes, link_gbps, hbm_gbps"),
+        ({"gpus": None}, "gpus must be a whole number from 0 to 64"),
+        ({"vram_bytes": None}, "gpus = 1 needs gpu_name and vram_bytes"),
+        ({"vram_reserved_bytes": 25 * GIB}, "vram_reserved_bytes = 26843545600 exceeds vram_bytes"),
+        ({"pinnable_bytes": 65 * GIB}, "pinnable_bytes = 69793218560 exceeds ram_bytes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(changes: dict[str, Any], words: str) -> None:
+    profile_from_mapping(card())
+    with pytest.raises(ProfileError) as caught:
+        profile_from_mapping(card(**changes))
+    assert words in str(caught.value)
+
+
+def test_needed_keys_are_named() -> None:
+    with pytest.raises(ProfileError, match=r"^source, ram_bytes missing: every profile needs name, source, gpus"):
+        profile_from_mapping({"name": "x", "gpus": 0})
+
+
+rates = st.floats(1e-6, 1e6)
+lines = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40).filter(lambda s: s.isprintable() and s.strip())
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> MachineProfile:
+    """Any profile that the schema allows: every optional figure is there or not."""
+
+    def maybe(strategy: st.SearchStrategy[Any]) -> Any:
+        return draw(st.none() | strategy)
+
+    gpus, ram_bytes = draw(st.integers(0, 64)), draw(st.integers(1, 1 << 50))
+    figures: dict[str, Any] = {key: maybe(rates) for key in ("host_gbps", "disk_gbps")} | {
+        "cpu": maybe(st.builds(CpuFigures, lines, st.integers(1, 8192), st.lists(lines, max_size=3).map(tuple)))
+    }
+    figures["host_by_threads"] = draw(st.dictionaries(st.integers(1, 8192), rates, max_size=3))
+    if gpus:
+        vram_bytes = draw(st.integers(1, 1 << 50))
+        figures |= {"gpu_name": draw(lines), "vram_bytes": vram_bytes}
+        figures |= {key: maybe(rates) for key in ("link_gbps", "link_back_gbps", "link_both_gbps", "hbm_gbps",
+                                                  "pin_gbps", "host_gbps_while_link_busy")}  # fmt: skip
+        figures |= {key: maybe(st.floats(1e-3, 1e6)) for key in ("launch_us", "graph_launch_us")}
+        figures["vram_reserved_bytes"] = maybe(st.integers(1, vram_bytes))
+        figures["pinnable_bytes"] = maybe(st.integers(1, ram_bytes))
+        figures["pcie_generation"] = maybe(st.integers(1, 7))
+        figures["pcie_width"] = maybe(st.sampled_from(PCIE_WIDTHS))
+        figures["tflops"] = draw(st.dictionaries(st.sampled_from(DTYPES), rates))
+        figures["link_by_copy_mib"] = draw(st.dictionaries(st.floats(2**-20, 1 << 20), rates, max_size=3))
+    return MachineProfile(draw(lines), draw(lines), gpus, ram_bytes, **figures)
+
+
+@given(profile=profiles())
+def test_every_profile_comes_back_from_its_toml_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, profile: MachineProfile
+) -> None:
+    path = tmp_path_factory.mktemp("profile") / "any.toml"
+    path.write_text(profile_toml(profile), encoding="utf-8")
+    assert load_profile(path) == profile
+
+
+# Where profiles are found.
+
+
+def test_the_shipped_profiles_are_there_and_plausible() -> None:
+    assert tuple(entry.name for entry in list_profiles() if entry.shipped) == SHIPPED
+    for name in SHIPPED:
+        profile = load_profile(name)
+        assert profile.name == name
+        assert profile.gpus == (2 if name.endswith("-x2") else 1)
+        assert profile.link_gbps and profile.hbm_gbps and profile.vram_bytes and profile.vram_reserved_bytes
+        assert profile.pcie_generation and profile.pcie_width and profile.pinnable_bytes
+        link = PcieLink(profile.pcie_generation, profile.pcie_width, profile.pcie_generation, profile.pcie_width)
+        assert 0.6 * link.peak_gbps < profile.link_gbps < link.peak_gbps
+        assert 10 * profile.link_gbps < profile.hbm_gbps < 10_000
+        assert 20 * GIB < profile.vram_bytes - profile.vram_reserved_bytes < 200 * GIB
+        assert profile.ram_bytes // 2 < profile.pinnable_bytes < profile.ram_bytes
+        assert 50 < profile.tflops["bf16"] < 1000
+        by_size = list(profile.link_by_copy_mib.values())
+        assert by_size == sorted(by_size)
+    assert load_profile("rtx4090").vram_bytes == 24564 << 20
+
+
+def test_one_card_of_the_pair_is_the_single_card() -> None:
+    one, two = load_profile("rtx4090"), load_profile("rtx4090-x2")
+    host = {key: getattr(two, key) for key in ("name", "gpus", "ram_bytes", "pinnable_bytes")}
+    assert replace(one, **host) == two
+
+
+def test_saved_profiles_are_listed_and_hide_shipped_ones(own: Path) -> None:
+    mine = profile_from_mapping(card(link_gbps=12.5))
+    assert save_profile(mine, "box") == own / "box.toml"
+    assert save_profile(mine, "rtx4090") == own / "rtx4090.toml"
+    assert load_profile("box") == replace(mine, name="box")
+    assert load_profile("rtx4090").link_gbps == 12.5
+    assert [(e.name, e.shipped) for e in list_profiles()] == [
+        ("box", False), ("h200", True), ("rtx3090", True), ("rtx4090", False), ("rtx4090-x2", True),
+    ]  # fmt: skip
+    save_profile(replace(mine, link_gbps=13.0), "box")
+    assert load_profile("box").link_gbps == 13.0
+    assert sorted(path.name for path in own.iterdir()) == ["box.toml", "rtx4090.toml"]
+
+
+def test_profiles_live_in_the_platforms_configuration_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("OFFLOAD_RUNTIME_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    mine = profile_from_mapping(card())
+    assert save_profile(mine, "a") == tmp_path / "me/.config/offload-runtime/profiles/a.toml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    assert save_profile(mine, "a") == tmp_path / "xdg/offload-runtime/profiles/a.toml"
+
+
+def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
+    with pytest.raises(ProfileError, match=r"'rtx4900': did you mean rtx4090\? there are h200, rtx3090, rtx4090, rtx4"):
+        load_profile("rtx4900")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x.toml", "sp ace", "a" * 65, "ä", "a\n"])
+def test_names_that_cannot_be_loaded_again_are_refused(name: str, own: Path) -> None:
+    with pytest.raises(ProfileError, match="is not a name for a profile"):
+        save_profile(profile_from_mapping(card()), name)
+    assert not own.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'name = "x"\nlink_gbps = = 3\n', "is not TOML: .*line 2"),
+        (b'name = "\xff"\n', r"is not UTF-8 text \(byte 8\)"),
+        (b'name = "x"\nsource = "x"\ngpus = 0\nram_bytes = "64 GB"\n', "ram_bytes must be a whole number"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "broken.toml"
+    if content is not None:
+        path.write_bytes(content)
+    for given_as in (path, str(path)):
+        with pytest.raises(ProfileError, match=f"^{path}.*{words}"):
+            load_profile(given_as)
+
+
+def test_a_profile_that_cannot_be_written_says_where_and_how_out(own: Path) -> None:
+    own.parent.mkdir()
+    own.write_text("a file in the way")
+    with pytest.raises(StorageError, match=r"box.toml cannot be written .* set OFFLOAD_RUNTIME_CONFIG"):
+        save_profile(profile_from_mapping(card()), "box")
+
+
+def test_the_installed_package_has_the_checkouts_profiles() -> None:
+    assert {path.name for path in shipped_directory().glob("*.toml")} == {f"{name}.toml" for name in SHIPPED}

@@ -1,0 +1,147 @@
+"""Which levels speculation gets: what `auto` takes and why it does without TriForce, and what is refused early."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.engine import Runtime, assembly
+from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+CONTEXT, DRAFT_CONTEXT = 700, 512
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(600)]
+SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 64, "budget_tokens": 128, "gamma_draft": 3}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+@pytest.fixture(scope="module")
+def short_draft(draft: Path) -> Path:
+    """A draft whose positions end before the context does."""
+    directory = draft.parent / "short"
+    directory.mkdir()
+    for path in draft.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    config = json.loads((draft / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": DRAFT_CONTEXT}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def windowed(target: Path) -> Path:
+    """The same target as a Mistral with a sliding window."""
+    directory = target.parent / "windowed"
+    directory.mkdir()
+    for path in target.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read before the mistake was seen")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "load_weights", refuse)
+        yield
+
+
+def refused(kind: type[OffloadError], target: Path, **options: Any) -> str:
+    with pytest.raises(kind) as caught, load(target, context=CONTEXT, **options):
+        pass
+    return str(caught.value)
+
+
+def least_vram(target: Path, **options: Any) -> int:
+    """What a refusal names as the least budget."""
+    named = re.search(r"([0-9.]+ [kMG]?B) is the least", refused(BudgetError, target, vram="1MB", **options))
+    assert named is not None
+    return parse_bytes(named[1])
+
+
+def placement(target: Path, mode: str = "auto", draft_cache: str = "auto", **options: Any) -> str:
+    """What the runtime says about who proposes."""
+    with load(
+        target, context=CONTEXT, speculation=SpeculationOptions(mode, draft_cache, **SMALL), **options
+    ) as runtime:
+        return runtime.placement.rpartition("; ")[2]
+
+
+def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, windowed: Path) -> None:
+    assert placement(target, draft=draft, kv="host").startswith("TriForce: the draft, then the target")
+    not_triforce = "proposals from the draft (not TriForce: {})"
+    assert placement(target, draft=draft, kv="gpu") == not_triforce.format("the KV cache is on the device")
+    streamed = placement(target, draft=draft, kv="host", resident_layers=2)
+    assert streamed == not_triforce.format("3 of 5 layers are streamed")
+    assert "this model has sliding windows" in placement(windowed, draft=draft, kv="host")
+    with load(target, draft=draft, context=CONTEXT, kv="host") as runtime:  # the default budget of 4096 tokens
+        assert "(not TriForce: a retrieval budget of 4096 tokens is more than the context of 700)" in runtime.placement
+
+
+def test_who_asked_for_no_triforce_is_not_told_why_there_is_none(target: Path, draft: Path) -> None:
+    assert placement(target, "chain", draft=draft, kv="host") == "proposals from the draft"
+    assert placement(target, kv="host") == "proposals from ngram"
+    assert placement(target, "none", kv="host") == "plain decoding"
+
+
+def test_auto_does_without_a_middle_level_that_does_not_fit(target: Path, draft: Path) -> None:
+    speculation = SpeculationOptions("chain", **SMALL)
+    vram = least_vram(target, draft=draft, kv="host", speculation=speculation)
+    said = placement(target, draft=draft, kv="host", vram=vram + 10_000)
+    assert re.search(r"\(not TriForce: its [0-9.]+ [kM]B do not fit the device\)$", said)
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_draft: Path) -> None:
+    """It would have nothing to say there, and the middle level would wait for it."""
+    message = refused(
+        OptionError, target, draft=short_draft, kv="host", speculation=SpeculationOptions("triforce", "full", **SMALL)
+    )
+    assert "the draft was made for 512 tokens and the context has 700" in message
+    assert "--draft-cache streaming" in message
+
+
+def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Path) -> None:
+    said = placement(target, "auto", "full", draft=short_draft, kv="host")
+    assert said.endswith("(not TriForce: the draft was made for 512 tokens and the context has 700)")
+    options = SpeculationOptions("triforce", **SMALL)
+    with load(target, draft=short_draft, context=CONTEXT, kv="host", speculation=options) as runtime:
+        assert runtime._models.draft is not None
+        assert isinstance(runtime._models.draft.runner.cache, StreamingDraftCache)
+        inner, outer = runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True).stats.acceptance
+    assert inner.accepted > 0 and outer.accepted > 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "triforce"])
+def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: Path, mode: str) -> None:
+    options: dict[str, Any] = {"draft": draft, "kv": "gpu", "speculation": SpeculationOptions(mode, **SMALL)}
+    with load(target, context=CONTEXT, max_batch=2, **options) as runtime:
+        vram = runtime._parts.budget.reserved_bytes + 10_000
+    message = refused(BudgetError, target, max_batch=40, vram=vram, **options)
+    named = re.search(r"; ([0-9]+) prompts at once would fit, 40 do not$", message)
+    assert named is not None
+    fitting = int(named[1])
+    assert fitting >= 2
+    Runtime.load(target, device="cpu", context=CONTEXT, max_batch=fitting, vram=vram, **options).close()
+    message = refused(OffloadError, target, max_batch=fitting + 1, vram=vram, **options)
+    assert message.endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")

@@ -1,0 +1,19 @@
+"""The plans in the documentation are those that the planner makes today."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+import plan_table  # noqa: E402 (a script beside the package)
+
+
+def test_the_documented_plans_are_current(tmp_path: Path) -> None:
+    plan_table.main(["--out", str(tmp_path / "plans.md")])
+    made = (tmp_path / "plans.md").read_text()
+    assert made.count("\n| Llama") + made.count("\n| Qwen") == 2 * len(plan_table.ROWS) * len(plan_table.CONTEXTS)
+    documented = (ROOT / "docs" / "plans.md").read_text()
+    assert made == documented, "plans have changed: run `python tools/plan_table.py --out docs/plans.md`"

@@ -1,0 +1,374 @@
+"""Plans of whole runs: within their budgets, monotone, the same as what is then loaded, and a way out when refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.costs import pass_costs
+from offload_runtime.engine.forecast import forecast, upgrades
+from offload_runtime.engine.nearest import Refusal, plan_or_refuse
+from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.machine_profile import MachineProfile, load_profile
+from offload_runtime.model import Window
+from offload_runtime.planner import MachineFigures
+from offload_runtime.weights import DescribedModel, describe_model, packed_bytes
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
+    """A model of any size up to 70B, some with sliding windows."""
+    kv_heads, group = draw(st.sampled_from([32, 8, 2, 1])), draw(st.sampled_from([1, 2, 4]))
+    layers, head_dim = (
+        draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4)),
+        draw(st.sampled_from([128, 64])),
+    )
+    windows = draw(st.sampled_from([(), (4096,) * layers, tuple(4096 if i % 2 else None for i in range(layers))]))
+    config = ModelConfig(
+        "LlamaForCausalLM", kv_heads * group * head_dim, draw(st.sampled_from([512, 2048, 14336])), layers,
+        kv_heads * group, kv_heads, head_dim, draw(st.sampled_from([1000, 32000, 128256])), 131072, 1e-5,
+        {"rope_type": "default", "rope_theta": 1e4}, layer_windows=windows,
+    )  # fmt: skip
+    return DescribedModel(config, torch.bfloat16)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> PlanRequest:
+    """What somebody might ask for; most of it makes sense."""
+    has_draft = draw(st.booleans())
+    mode = draw(st.sampled_from(["auto", "chain", "triforce"] if has_draft else ["auto", "none"]))
+    return PlanRequest(
+        target=draw(models()),
+        draft_name="small" if has_draft else "ngram",
+        draft=draw(models(most_layers=4)) if has_draft else None,
+        context=draw(st.integers(2, 8192) | st.integers(20_000, 131072)),
+        kv=draw(st.sampled_from(["host", "auto", "gpu"])),
+        batch=draw(st.sampled_from([1, 1, 2, 5])),
+        resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
+        speculation=SpeculationOptions(mode),
+    )
+
+
+machines = st.builds(
+    MachineFigures, name=st.just("some"), vram_reserved_bytes=st.just(GB), link_gbps=st.floats(3, 60),
+    vram_bytes=st.integers(3 * GB, 12 * GB) | st.integers(16 * GB, 80 * GB), hbm_gbps=st.floats(200, 5000),
+    ram_bytes=st.integers(8 * GB, 500 * GB), tflops=st.just({"bf16": 165.0}),
+    pinnable_bytes=st.none() | st.integers(4 * GB, 300 * GB),
+)  # fmt: skip
+
+
+def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | None:
+    try:
+        return plan_run(request, machine)
+    except (BudgetError, OptionError, ContextLengthError):
+        return None
+
+
+def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
+    """Nothing that is held exceeds what there is."""
+    assert plan.device_limit_bytes is not None
+    assert plan.device_bytes <= plan.device_limit_bytes <= machine.vram_bytes
+    assert plan.host_bytes <= machine.ram_bytes
+    assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
+
+
+@PROPERTY
+@given(requests(), machines)
+def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, machine: MachineFigures) -> None:
+    plan = plan_or_none(request, machine)
+    if plan is None:
+        return
+    check_limits(plan, machine)
+    plans, parts = plan.placed.plans, {part.name: part.nbytes for part in plan.device}
+    target, placement = plans.target, plan.placed.placement
+    assert len(parts) == len(plan.device)
+    # Weights are on the device or on the host, and the device's share of a draft is all of it.
+    host = {part.name: part.nbytes for part in plan.host}
+    resident = parts.get("resident layers", 0) + parts["embedding and head"]
+    streamed = placement.num_streamed * target.layer_bytes
+    assert resident + streamed == packed_bytes(target.config, target.dtype)
+    assert streamed <= host.get("streamed layers", 0) <= streamed + 4096 * placement.num_streamed
+    if plans.draft is not None:
+        assert parts["draft weights"] == packed_bytes(plans.draft.config, plans.draft.dtype)
+    # Keys and values of the whole context as well.
+    kept = parts.get("KV cache", parts.get("KV of resident layers", 0))
+    assert kept + host.get("KV cache", 0) == target.whole_kv_bytes
+    assert set(plan.resident_kv_layers) <= set(range(target.config.num_layers))
+
+
+@PROPERTY
+@given(requests(), machines)
+def test_a_forecast_streams_what_is_streamed(request: PlanRequest, machine: MachineFigures) -> None:
+    plan = plan_or_none(request, machine)
+    if plan is None:
+        return
+    predicted = forecast(plan, request, machine)
+    target = plan.placed.plans.target
+    host_kv = sum(part.nbytes for part in plan.host if part.name == "KV cache")
+    streamed = plan.placed.placement.num_streamed * target.layer_bytes
+    assert streamed <= predicted.plain.bytes_streamed <= streamed + host_kv
+    assert predicted.prefill.link_bytes >= target.batch * streamed
+    assert predicted.plain.seconds > 0 and predicted.prefill.seconds > 0
+    speeds = [row.tok_per_s for row in predicted.rounds]
+    assert speeds == sorted(speeds)
+
+
+@PROPERTY
+@given(requests(), machines, st.integers(0, 20 * GB))
+def test_more_vram_never_predicts_slower(request: PlanRequest, machine: MachineFigures, more_bytes: int) -> None:
+    """Of plans with the same levels: a middle level takes memory that would keep layers, and pays for it otherwise."""
+    request = replace(request, speculation=replace(request.speculation, mode="none"), draft_name="none", draft=None)
+    less = plan_or_none(request, replace(machine, pinnable_bytes=None))
+    if less is None:
+        return
+    larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes, pinnable_bytes=None)
+    more = plan_run(request, larger)
+    # A ring gets its third slot before any layer stays; it smooths what the prediction takes to be smooth already.
+    assume(less.placed.placement.num_slots != 2)
+    before, after = forecast(less, request, machine), forecast(more, request, larger)
+    assert after.plain.bytes_streamed <= before.plain.bytes_streamed
+    assert after.plain.seconds <= before.plain.seconds * (1 + 1e-9)
+
+
+def test_no_step_of_vram_makes_a_pass_longer() -> None:
+    """Where the memory of one more layer of weights would keep more bytes of keys and values, those are kept."""
+    machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 90 * GB, {"bf16": 165.0})
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "none", context=2048, kv="host", batch=4)
+    sizes = [size * GB // 20 for size in range(6 * 20, 40 * 20)]
+    plans = [plan_or_none(replace(request, vram_bytes=size), machine) for size in sizes]
+    streamed = [
+        pass_costs(plan.placed, length_tokens=2047, rows=1).streamed_bytes
+        for plan in plans
+        if plan is not None and plan.placed.placement.num_slots != 2
+    ]
+    assert streamed[-1] == 0 and len(set(streamed)) > 40
+    assert streamed == sorted(streamed, reverse=True)
+
+
+def test_keys_and_values_that_stay_are_those_of_full_attention_first() -> None:
+    """A layer with a sliding window streams little of what it would take to keep it."""
+    machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
+    config = describe_model(CONFIGS / "llama-3.1-8b").config()
+    config = replace(config, layer_windows=tuple(None if layer % 4 == 3 else 1024 for layer in range(32)))
+    request = PlanRequest(DescribedModel(config, torch.bfloat16), context=65536, batch=4, kv="host")
+    kept = plan_run(replace(request, vram_bytes=25 * GB), machine).resident_kv_layers
+    assert 0 < len(kept) < 8 and all(layer % 4 == 3 for layer in kept)
+    more = plan_run(replace(request, vram_bytes=38 * GB), machine).resident_kv_layers
+    assert len(more) > 8 and set(range(3, 32, 4)) <= set(more)
+
+
+@PROPERTY
+@given(requests(), machines, st.floats(1, 8), st.floats(1, 8))
+def test_more_link_or_hbm_is_never_slower(
+    request: PlanRequest, machine: MachineFigures, link: float, hbm: float
+) -> None:
+    plan = plan_or_none(request, machine)
+    if plan is None:
+        return
+    better = replace(machine, link_gbps=link * machine.link_gbps, hbm_gbps=hbm * machine.hbm_gbps)
+    slow, fast = forecast(plan, request, machine), forecast(plan_run(request, better), request, better)
+    assert fast.plain.seconds <= slow.plain.seconds * (1 + 1e-9)
+    assert fast.prefill.seconds <= slow.prefill.seconds * (1 + 1e-9)
+
+
+@PROPERTY
+@given(requests(), machines)
+def test_what_is_proposed_instead_fits(request: PlanRequest, machine: MachineFigures) -> None:
+    outcome = plan_or_refuse_or_none(request, machine)
+    if not isinstance(outcome, Refusal):
+        return
+    for proposal in outcome.proposals:
+        again = plan_run(proposal.request, proposal.machine)
+        assert again == proposal.plan
+        check_limits(again, proposal.machine)
+        if proposal.machine == machine:
+            assert proposal.change.startswith("--")
+    assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
+
+
+def plan_or_refuse_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | Refusal | None:
+    try:
+        return plan_or_refuse(request, machine)
+    except OptionError:  # no machine could do this
+        return None
+
+
+def test_a_refusal_names_the_largest_that_fits() -> None:
+    """One block more than the proposed context, or 20 MB less than the proposed memory, does not fit."""
+    machine = MachineFigures("small", 25 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=6, kv="gpu")
+    outcome = plan_or_refuse(request, machine)
+    assert isinstance(outcome, Refusal) and isinstance(outcome.problem, BudgetError)
+    context = next(p for p in outcome.proposals if p.change.startswith("--context"))
+    assert isinstance(context.request.context, int)
+    with pytest.raises(BudgetError):
+        plan_run(replace(request, context=context.request.context + 256), machine)
+    memory = next(p for p in outcome.proposals if "device memory" in p.change)
+    assert memory.request.vram_bytes is not None
+    with pytest.raises(BudgetError, match="too small"):
+        plan_run(
+            replace(request, vram_bytes=memory.request.vram_bytes - 20_000_000), replace(machine, vram_bytes=200 * GB)
+        )
+    assert outcome.short_bytes["device memory"] == memory.request.vram_bytes - 25 * GB
+
+
+def test_several_changes_together_when_no_single_one_fits() -> None:
+    machine = MachineFigures("tiny", 9 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=131072,
+        kv="gpu", resident_layers=30, batch=4, speculation=SpeculationOptions("chain"),
+    )  # fmt: skip
+    outcome = plan_or_refuse(request, machine)
+    assert isinstance(outcome, Refusal)
+    assert {p.change for p in outcome.proposals if p.machine == machine} >= {
+        "--batch 1 --kv auto --resident-layers auto --draft ngram"
+    }
+
+
+def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
+    machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": 165.0}, 20 * GB)
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=2, kv="host")
+    with pytest.raises(BudgetError, match=r"page-locks 20\.0 GB at most, too little by .* \(.*KV cache"):
+        plan_run(request, machine)
+    with pytest.raises(BudgetError, match=r"host memory of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
+        plan_run(replace(request, ram_bytes=15 * GB, context=4096), machine)
+    with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
+        plan_run(replace(request, vram_bytes=30 * GB), machine)
+
+
+def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:
+    machine = machine_figures(load_profile("rtx4090"))
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), context=4096)
+    predicted = forecast(plan_run(request, machine), request, machine)
+    gigabyte, card = upgrades(predicted, request, machine)
+    assert predicted.usual_tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
+    assert "not built" in card.note and not gigabyte.note
+    large = replace(machine, ram_bytes=400 * GB, pinnable_bytes=None)  # where a second card's memory is not enough
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-70b"), context=4096)
+    predicted = forecast(plan_run(request, large), request, large)
+    _, card = upgrades(predicted, request, large)
+    assert 2 * card.before_tok_per_s < card.after_tok_per_s < 3 * card.before_tok_per_s
+
+
+def test_a_profile_without_a_gpu_or_a_link_cannot_be_planned_for() -> None:
+    with pytest.raises(OptionError, match="has no GPU"):
+        machine_figures(MachineProfile("bare", "measured", 0, 8 * GB))
+    with pytest.raises(OptionError, match="does not know link_gbps"):
+        machine_figures(MachineProfile("odd", "measured", 1, 8 * GB, "card", 8 * GB, hbm_gbps=500.0))
+
+
+TABLE = [
+    "llama-2-7b", "llama-2-7b-128k", "llama-2-13b", "llama-2-13b-128k", "llama-2-70b", "llama-3.1-8b",
+    "llama-3.1-70b", "qwen2.5-32b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", ["rtx4090", "rtx4090-x2"])
+@pytest.mark.parametrize("name", TABLE)
+def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: str) -> None:
+    machine = machine_figures(load_profile(profile))
+    for context in (4096, 32768, 131072):
+        started_s = time.perf_counter()
+        request = PlanRequest(describe_model(CONFIGS / name), context=context)
+        outcome = plan_or_refuse(request, machine)
+        if isinstance(outcome, Refusal):
+            assert outcome.proposals, f"{name} at {context}: {outcome.problem}"
+        else:
+            check_limits(outcome, machine)
+            assert forecast(outcome, request, machine).usual_tok_per_s > 0
+        # The promise is two seconds with the imports; arithmetic alone has to stay far below.
+        assert time.perf_counter() - started_s < 2
+
+
+# --- what is planned is what is loaded
+
+CONTEXT = 3000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=10, context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("draft"), num_layers=1, seed=1, context=CONTEXT)
+
+
+def placements(checkpoint: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bool, bool]]]:
+    """Names and options of runs, and whether weights and KV are streamed."""
+    yield "weights", {"kv": "gpu", "resident_layers": 0}, (True, False)
+    yield "weights in part", {"kv": "gpu", "resident_layers": 3}, (True, False)
+    yield "KV", {"kv": "host"}, (False, True)
+    yield "both", {"kv": "host", "resident_layers": 0}, (True, True)
+    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2) as runtime:
+        floor = runtime.plan.device_bytes
+        needs = runtime.plan.placed.plans.target.host_kv_needs
+        layer = needs.layer_bytes - needs.open_bytes
+    yield "both in part", {"kv": "host", "resident_layers": 2, "vram": floor + 2 * layer}, (True, True)
+    yield "auto under a limit", {"kv": "auto", "vram": floor + 2 * layer}, (True, False)
+
+
+def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
+    """What one decoding pass behind `tokens` tokens streams, as the streamer counts it."""
+    runner = runtime._models.target.runner
+    runner.prefill(0, [index % 300 for index in range(tokens)])
+    runner.verify([Window((1,) * rows)], [0])  # plans made before the blocks were written are used up
+    before = runner.streamer.bytes_begun
+    runner.verify([Window((1,) * rows)], [0])
+    return runner.streamer.bytes_begun - before
+
+
+def test_predicted_bytes_are_those_that_the_run_streams(checkpoint: Path) -> None:
+    seen = []
+    for name, options, (weights, kv) in placements(checkpoint):
+        with load(checkpoint, context=CONTEXT, **options) as runtime:
+            costs = pass_costs(runtime.plan.placed, length_tokens=1000, rows=5)
+            assert costs.streamed_bytes == passes_bytes(runtime, 1000, 5), name
+            assert any(layer.streamed_weight_bytes for layer in costs.layers) == weights, name
+            if name != "auto under a limit":
+                assert any(layer.streamed_kv_bytes for layer in costs.layers) == kv, name
+            seen.append(costs.streamed_bytes)
+    assert len(set(seen)) > 3  # the runs differ
+
+
+@pytest.mark.parametrize("mode", ["none", "chain", "triforce"])
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Path, kv: str, mode: str) -> None:
+    options = SpeculationOptions(mode, budget_tokens=256)
+    proposer: Any = "none" if mode == "none" else draft
+    with load(checkpoint, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
+        reserved = {item.name: item.nbytes for item in runtime._parts.budget.reservations}
+        assert runtime.plan.device_bytes == sum(reserved.values())
+        parts = {part.name: part.nbytes for part in runtime.plan.device}
+        assert parts["embedding and head"] == reserved["target: embedding and head"]
+        assert parts["resident layers"] == reserved["target: resident layers"]
+        assert parts["workspace"] == reserved["workspace"]
+        assert runtime.plan.pinned_bytes == 0  # there is nothing to copy to
+
+
+def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a plan touched CUDA")
+
+    for name in ("init", "_lazy_init", "get_device_capability", "mem_get_info", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
+    plan = plan_run(request, machine_figures(load_profile("rtx4090")))
+    assert plan.placed.plans.target.shape.window_rows == 256 and plan.placed.plans.target.dtype == torch.bfloat16

@@ -1,0 +1,123 @@
+"""Plans of well-known models at several contexts on several machines, as a Markdown table.
+
+python tools/plan_table.py --out docs/plans.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload_runtime.config import format_bytes
+from offload_runtime.engine.forecast import USUAL_ACCEPTANCE, forecast
+from offload_runtime.engine.nearest import Refusal, plan_or_refuse
+from offload_runtime.engine.planning import PlanRequest, machine_figures
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.machine_profile import load_profile
+from offload_runtime.weights import describe_model
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
+CONTEXTS = (4096, 32768, 131072)
+# Beyond 4096 tokens the rows of Llama 2 are its published extensions by YaRN.
+EXTENDED = {"llama-2-7b": "llama-2-7b-128k", "llama-2-13b": "llama-2-13b-128k"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A target, by the folder of its configuration, and what drafts for it."""
+
+    name: str
+    target: str
+    draft: str
+
+
+ROWS = (
+    Row("Llama-2-7B", "llama-2-7b", "llama-68m"),
+    Row("Llama-2-13B", "llama-2-13b", "llama-68m"),
+    Row("Llama-2-70B", "llama-2-70b", "llama-68m"),
+    Row("Llama-3.1-8B", "llama-3.1-8b", "llama-3.2-1b"),
+    Row("Llama-3.1-70B", "llama-3.1-70b", "llama-3.2-1b"),
+    Row("Qwen2.5-32B", "qwen2.5-32b", "qwen2.5-0.5b"),
+)
+HEADER = (
+    "| model | context | weights on the card | KV on the card | VRAM | pinned | a pass streams | s / pass | bound by | "
+    f"first token, s | tokens/s plain | at {USUAL_ACCEPTANCE} |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|"
+)
+INTRODUCTION = f"""# Plans
+
+What `offload-runtime plan` says of well-known models, from their configurations alone; nothing here was run. A draft
+proposes (Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B); the last column takes {USUAL_ACCEPTANCE} of the proposals to be right.
+Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
+`offload_runtime/planner`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
+Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.
+Made by `tools/plan_table.py`.
+"""
+
+
+def table_lines(profile: str) -> Iterator[str]:
+    """The table of one machine."""
+    yield HEADER
+    for row in ROWS:
+        for context in CONTEXTS:
+            yield table_row(row, context, profile)
+
+
+def table_row(row: Row, context: int, profile: str) -> str:
+    """One line: the plan, or why there is none and what would fit."""
+    machine = machine_figures(load_profile(profile))
+    folder = EXTENDED.get(row.target, row.target) if context > 4096 else row.target
+    request = PlanRequest(
+        describe_model(CONFIGS / folder), row.draft, describe_model(CONFIGS / row.draft), context=context
+    )
+    outcome = plan_or_refuse(request, machine)
+    head = f"| {row.name} | {context} | "
+    if isinstance(outcome, Refusal):
+        ways = "; ".join(proposal.change for proposal in outcome.proposals)
+        return f"{head}does not fit. What would: {ways} |" + " |" * 9
+    predicted = forecast(outcome, request, machine)
+    cells = [
+        layers(outcome.resident_weight_layers, outcome),
+        layers(outcome.resident_kv_layers, outcome),
+        format_bytes(outcome.device_bytes),
+        format_bytes(outcome.pinned_bytes),
+        format_bytes(predicted.verify.bytes_streamed),
+        f"{predicted.verify.seconds:.3f}",
+        predicted.verify.bound_by,
+        f"{predicted.prefill.seconds:.1f}",
+        f"{predicted.plain_tok_per_s:.2f}",
+        f"{predicted.usual_tok_per_s:.1f}" + (" (TriForce)" if outcome.placed.middle is not None else ""),
+    ]
+    return head + " | ".join(cells) + " |"
+
+
+def layers(resident: Sequence[int], plan: RunPlan) -> str:
+    """How many of the layers."""
+    return f"{len(resident)} of {plan.placed.placement.num_layers}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="Markdown file to write; stdout when left out")
+    parser.add_argument("--profiles", nargs="+", default=["rtx4090", "rtx4090-x2"])
+    options = parser.parse_args(arguments)
+    parts = [INTRODUCTION]
+    for profile in options.profiles:
+        found = load_profile(profile)
+        cards = f", one of its {found.gpus} cards" if found.gpus > 1 else ""
+        memory = f"{format_bytes(found.vram_bytes or 0)} of VRAM, {format_bytes(found.ram_bytes)} of RAM"
+        parts.append(f"## {profile}{cards}: {memory}, link {found.link_gbps:g} GB/s\n")
+        parts.append("\n".join(table_lines(profile)) + "\n")
+    text = "\n".join(parts)
+    if options.out is None:
+        sys.stdout.write(text)
+    else:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
