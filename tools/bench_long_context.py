@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
 sys.path.append(str(ROOT))
 
+from bench_gumbel_argmax import measure_copy_gbps  # noqa: E402
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # noqa: E402
 from long_context.decoding import compare  # noqa: E402
 from long_context.internals import (  # noqa: E402
@@ -31,6 +32,7 @@ from long_context.internals import (  # noqa: E402
     bytes_written_back,
     engine_of,
     finish_writing_back,
+    levels_of,
     pinned_bytes,
     proposers_of,
     runner_of,
@@ -39,12 +41,14 @@ from long_context.internals import (  # noqa: E402
 )
 from long_context.options import add_common_options, settings_of, sources  # noqa: E402
 from long_context.session import Session  # noqa: E402
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS  # noqa: E402
 
 from offload_runtime.config import GB, SamplingParams, SpeculationOptions  # noqa: E402
 from offload_runtime.engine import Runtime  # noqa: E402
 from offload_runtime.errors import OffloadError  # noqa: E402
 from offload_runtime.kv_cache import HostKVCache  # noqa: E402
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
+from offload_runtime.weights import packed_bytes  # noqa: E402
 
 
 class Bench:
@@ -121,6 +125,29 @@ class Bench:
         """Times of single steps of the two inner levels, replayed as in decoding."""
         return self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=24)
 
+    def middle_passes(
+        self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: dict[str, float]
+    ) -> list[dict[str, Any]]:
+        """Steps of the middle level over so many tokens, beside the time that reading all they touch once takes."""
+        config, itemsize = runner_of(self.runtime).decoder.config, self.runtime.dtype.itemsize
+        shared_bytes = (config.vocab_size + 1) * config.hidden_size * itemsize  # head and final norm
+        layers_bytes = packed_bytes(config, self.runtime.dtype) - shared_bytes * (
+            1 if config.tie_word_embeddings else 2
+        )
+        found = []
+        for count in rows:
+            set_variant(proposer, gamma_draft=count - 1, refresh_steps=1)
+            steps_ms = self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=64)
+            recent = levels_of(proposer).middle.cache.recent  # type: ignore[union-attr]
+            keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
+            nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
+            row = {"tokens": count, **steps_ms, "bytes": nbytes}
+            for name, gbps in hbm_gbps.items():
+                bound_ms = 1e3 * nbytes / (gbps * GB)
+                row |= {f"{name}_hbm_ms": bound_ms, f"times_{name}_hbm": steps_ms["middle_step_ms"] / bound_ms}
+            found.append(row)
+        return found
+
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one dictionary."""
@@ -128,7 +155,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     target, draft = sources(arguments)
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
-        gamma_draft=max(variant[0] for variant in arguments.variants), policy=arguments.policy,
+        gamma_draft=max([variant[0] for variant in arguments.variants] + [rows - 1 for rows in arguments.step_rows]),
+        policy=arguments.policy,
         recent_tokens=arguments.recent,
     )  # fmt: skip
     started = time.perf_counter()
@@ -148,8 +176,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for row in report["windows"]:
             _show("pass", row)
         proposer = proposers_of(runtime)[0]
+        set_variant(proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])
+        hbm_gbps = {"nominal": arguments.hbm_gbps}  # a copy on the device reaches less
+        if runtime.device.type == "cuda":
+            hbm_gbps["measured"] = measure_copy_gbps()
+        report["middle_passes"] = bench.middle_passes(proposer, arguments.step_rows, arguments.budget, hbm_gbps)
+        for row in report["middle_passes"]:
+            _show("middle pass", row)
         report["decoding"] = []
         for temperature in arguments.temperatures:
             params = SamplingParams(temperature, seed=1)
@@ -196,6 +231,8 @@ def main() -> int:
         "--variants", type=_triples, default=[(4, 1, 24), (4, 4, 24)],
         help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
     )  # fmt: skip
+    parser.add_argument("--step-rows", type=_numbers, default=[17], help="tokens of the middle passes that are timed")
+    parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
     arguments = parser.parse_args()
     try:

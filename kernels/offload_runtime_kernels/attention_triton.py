@@ -86,7 +86,7 @@ class _Call:
 
     def run(
         self, out: torch.Tensor, lse: torch.Tensor, queries: range, splits: range | None, *, first_partial: int = 0,
-        tree: bool = False, final: torch.Tensor | None = None,
+        tree: bool = False, final: torch.Tensor | None = None, quick: bool = False,
     ) -> None:  # fmt: skip
         """Enqueue one launch on the current stream.
 
@@ -98,6 +98,7 @@ class _Call:
             first_partial: The split whose result comes first in `out`.
             tree: Each query has keys of its own.
             final: [B, T, H, D], written instead of `out` and `lse` when there is one split and no other.
+            quick: Cut tiles and rows as it suits the pass, whose bits then depend on how many rows it has.
         """
         batch, num_queries, num_heads, head_dim = self.q.shape
         rows, num_kv_heads = self.rows, self.kv.num_kv_heads
@@ -106,10 +107,15 @@ class _Call:
             rows_per_program = _PREFILL_ROWS
         else:
             rows_per_program = max(_WINDOW_ROWS, triton.next_power_of_2(group))
+            if quick:  # keys are read once for all rows
+                rows_per_program = max(rows_per_program, min(32, triton.next_power_of_2(len(queries) * group)))
         programs = len(queries) if tree else triton.cdiv(len(queries) * group, rows_per_program)
         # By head and dtype alone, so that the bits do not depend on the pass: what fits 100 KB of shared memory.
         channels = max(16, triton.next_power_of_2(head_dim))
         row_bytes = channels * self.q.element_size()
+        tile = TILE_TOKENS if row_bytes <= 512 else 32
+        if quick and row_bytes <= 256:
+            tile = 2 * TILE_TOKENS
         attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
             self.q, self.kv.data, out, lse, self.q if final is None else final, rows.positions, rows.sequences,
             rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
@@ -119,7 +125,7 @@ class _Call:
             int(final is not None), self.scale * 1.4426950408889634, self.kv.first_block, self.kv.num_blocks,
             *self.kv.data.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-            D_BLOCK=channels, ROWS=rows_per_program, TILE=TILE_TOKENS if row_bytes <= 512 else 32,
+            D_BLOCK=channels, ROWS=rows_per_program, TILE=tile,
             SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
             FP32_DOT=self.q.dtype == torch.float32, num_warps=4, num_stages=1 if row_bytes >= 512 else 2,
         )  # fmt: skip
@@ -222,7 +228,7 @@ def attend_sources_triton(
         before = 0  # splits of the sources before
         for call, splits in calls:
             final = out if num_splits == 1 else None
-            call.run(partial, lse, queries, splits, first_partial=splits.start - before, final=final)
+            call.run(partial, lse, queries, splits, first_partial=splits.start - before, final=final, quick=True)
             before += len(splits)
         if num_splits > 1:
             join_kernel[(num_rows, num_heads)](

@@ -11,6 +11,7 @@ from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import shape_named
 from widening.stretched import StretchedCheckpoint
 
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
@@ -33,7 +34,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-cache", default="streaming")
     parser.add_argument("--recent", type=int, default=512)
     parser.add_argument("--budget", type=int, default=4096)
-    parser.add_argument("--chunk-size", type=int, default=8)
+    parser.add_argument("--chunk-size", type=int, default=SpeculationOptions.chunk_size)
     parser.add_argument("--policy", default="retrieval")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--plain-tokens", type=int, default=8)
