@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
 sys.path.append(str(ROOT))
 
-from bench_gumbel_argmax import measure_copy_gbps  # noqa: E402
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # noqa: E402
 from long_context.decoding import compare  # noqa: E402
 from long_context.internals import (  # noqa: E402
@@ -126,7 +125,7 @@ class Bench:
         return self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=24)
 
     def middle_passes(
-        self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: dict[str, float]
+        self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: float
     ) -> list[dict[str, Any]]:
         """Steps of the middle level over so many tokens, beside the time that reading all they touch once takes."""
         config, itemsize = runner_of(self.runtime).decoder.config, self.runtime.dtype.itemsize
@@ -141,11 +140,9 @@ class Bench:
             recent = levels_of(proposer).middle.cache.recent  # type: ignore[union-attr]
             keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
             nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
-            row = {"tokens": count, **steps_ms, "bytes": nbytes}
-            for name, gbps in hbm_gbps.items():
-                bound_ms = 1e3 * nbytes / (gbps * GB)
-                row |= {f"{name}_hbm_ms": bound_ms, f"times_{name}_hbm": steps_ms["middle_step_ms"] / bound_ms}
-            found.append(row)
+            hbm_ms = 1e3 * nbytes / (hbm_gbps * GB)
+            times = steps_ms["middle_step_ms"] / hbm_ms
+            found.append({"tokens": count, **steps_ms, "bytes": nbytes, "hbm_ms": hbm_ms, "times_hbm": times})
         return found
 
 
@@ -179,10 +176,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         set_variant(proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])
-        hbm_gbps = {"nominal": arguments.hbm_gbps}  # a copy on the device reaches less
-        if runtime.device.type == "cuda":
-            hbm_gbps["measured"] = measure_copy_gbps()
-        report["middle_passes"] = bench.middle_passes(proposer, arguments.step_rows, arguments.budget, hbm_gbps)
+        report["middle_passes"] = bench.middle_passes(
+            proposer, arguments.step_rows, arguments.budget, arguments.hbm_gbps
+        )
         for row in report["middle_passes"]:
             _show("middle pass", row)
         report["decoding"] = []
