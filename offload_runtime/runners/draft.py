@@ -90,7 +90,6 @@ class DraftModel:
         self._last_token = draft_vocab_size - 1
         self._params = SamplingParams()
         self._cached: list[int] = []  # the leading tokens whose keys the cache holds, or held before it let go of them
-        self._shown = 0  # leading tokens that were compared with these since the start
         self._device = device = runner.cache.store(0).data.device
         self.window = window or DeviceWindow(device)
         fixed_length = None if streaming is None else streaming.capacity_tokens
@@ -107,9 +106,8 @@ class DraftModel:
         self._place_host = (0, 0)
 
     def start(self, params: SamplingParams) -> None:
-        """Choose tokens this way from now on. Until the next start a sequence only grows."""
+        """Choose tokens this way from now on."""
         self._params = params
-        self._shown = 0
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
@@ -138,9 +136,7 @@ class DraftModel:
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
         target = max(0, len(tokens) - _REWRITTEN_TOKENS)
-        # What was compared before is not compared again: that takes milliseconds of a long context.
-        same = min(self._shown, len(self._cached), target)
-        known = same + _common_prefix(self._cached[same:], tokens[same:target])
+        known = min(_common_prefix(self._cached, tokens), target)
         # First, so that an interruption never leaves it longer than the cache.
         cached, self._cached = self._cached, []
         del cached[known:]
@@ -153,7 +149,7 @@ class DraftModel:
             self._cached = cached
             self._feed(tokens[known:target])
         cached += tokens[known:target]
-        self._cached, self._shown = cached, len(tokens)
+        self._cached = cached
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: int) -> None:
@@ -299,9 +295,9 @@ def step_graph_bytes(config: ModelConfig, element_bytes: int) -> int:
     return 16 * row * element_bytes + logits + nodes + (32 << 20)
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of leading tokens that two sequences share."""
+def _common_prefix(left: list[int], right: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences share; of long ones, which mostly share all, without many copies."""
     length = min(len(left), len(right))
-    if list(left[:length]) == list(right[:length]):
+    if (left if len(left) == length else left[:length]) == list(right[:length]):
         return length
     return next(index for index in range(length) if left[index] != right[index])

@@ -1,7 +1,6 @@
 """Where guesses come from: the context itself (prompt lookup) or a small draft model.
 
-A proposer is shown the whole sequence each time and finds out by itself what of its earlier guesses was kept. Between
-two starts a sequence only grows.
+A proposer is shown the whole sequence each time and finds out by itself what of its earlier guesses was kept.
 """
 
 from __future__ import annotations
