@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_runtime.errors import CopyError
+from offload_runtime.link_pace import LinkPace, current_link_pace
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
@@ -29,15 +30,20 @@ COPY_PIECE_BYTES = 64 << 20
 class CopyEngine(Protocol):
     """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
 
-    bytes_copied: int
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
 
     def new_event(self) -> Any:
         """An event that counts as fired until it is first used."""
 
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any) -> None:
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None
+    ) -> None:
         """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
 
-        `src` must stay unchanged, and `dst` unread, until `ready` has fired.
+        `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
+        owns `src`.
         """
 
     def compute_wait(self, ready: Any) -> None:
@@ -48,6 +54,9 @@ class CopyEngine(Protocol):
 
     def is_done(self, ready: Any) -> bool:
         """Whether the latest `enqueue` with this event has finished; never waits."""
+
+    def wait(self, ready: Any) -> None:
+        """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
 
     def copy_seconds(self) -> float:
         """Total time that finished copies have kept the link busy, in seconds."""
@@ -75,10 +84,12 @@ class ThreadCopyEngine:
 
     Args:
         before_copy: Called in the worker before each copy: tests inject delays and failures with it.
+        pace: Of the link that the copies emulate; None: none.
     """
 
-    def __init__(self, *, before_copy: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None) -> None:
         self.bytes_copied = 0
+        self._pace = pace
         self._before_copy = before_copy
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -92,20 +103,22 @@ class ThreadCopyEngine:
     def new_event(self) -> _HostEvent:
         return _HostEvent()
 
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent) -> None:
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent,
+        source_free: _HostEvent | None = None,
+    ) -> None:  # fmt: skip
         self._raise_failure()
+        fired = (ready,) if source_free is None else (ready, source_free)
         with self._changed:
-            ready.armed += 1
+            for event in fired:
+                event.armed += 1
             self._pending += 1
-            self._queue.put((dst, src, free, free.armed, ready))
+            self._queue.put((dst, src, free, free.armed, fired))
 
     def compute_wait(self, ready: _HostEvent) -> None:
-        target = ready.armed
         started = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: ready.fired >= target or self._failure is not None)
+        self.wait(ready)
         self._stall_s += time.perf_counter() - started
-        self._raise_failure()
 
     def compute_record(self, free: _HostEvent) -> None:
         with self._changed:
@@ -115,6 +128,12 @@ class ThreadCopyEngine:
 
     def is_done(self, ready: _HostEvent) -> bool:
         return ready.fired >= ready.armed
+
+    def wait(self, ready: _HostEvent) -> None:
+        target = ready.armed
+        with self._changed:
+            self._changed.wait_for(lambda: ready.fired >= target or self._failure is not None)
+        self._raise_failure()
 
     def copy_seconds(self) -> float:
         return self._copy_s
@@ -140,15 +159,19 @@ class ThreadCopyEngine:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            dst, src, free, free_target, ready = item
+            dst, src, free, free_target, fired = item
             try:
                 with self._changed:
                     self._changed.wait_for(lambda: free.fired >= free_target)  # noqa: B023 (used at once)
                 if self._before_copy is not None:
                     self._before_copy()
                 started = time.perf_counter()
+                if self._pace is not None:
+                    self._pace.begin()
                 with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
                     dst.copy_(src)
+                if self._pace is not None:
+                    self._pace.carried(src.nbytes)
                 self._copy_s += time.perf_counter() - started
             except BaseException as error:
                 with self._changed:
@@ -157,7 +180,8 @@ class ThreadCopyEngine:
                 return
             with self._changed:
                 self.bytes_copied += src.nbytes
-                ready.fired += 1
+                for event in fired:
+                    event.fired += 1
                 self._pending -= 1
                 self._changed.notify_all()
 
@@ -191,20 +215,28 @@ class CudaCopyEngine:
     Args:
         device: The GPU.
         before_copy: Called with the copy stream current before each copy: tests inject delays with it.
+        pace: Of the link that the copies emulate; None: none.
     """
 
-    def __init__(self, device: torch.device, *, before_copy: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None
+    ) -> None:
         self.bytes_copied = 0
+        self._pace = pace
         self._device = device
         self._before_copy = before_copy
-        self._stream = torch.cuda.Stream(device)
+        # What keeps the pace is a kernel: it must not queue behind the compute's.
+        self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
         self._copies = _IntervalTimer()
         self._stalls = _IntervalTimer()
 
     def new_event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
+        return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
 
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event) -> None:
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
+        source_free: torch.cuda.Event | None = None,
+    ) -> None:  # fmt: skip
         self._copies.harvest()
         start, end = self._copies.event(), self._copies.event()
         try:
@@ -213,11 +245,17 @@ class CudaCopyEngine:
                 if self._before_copy is not None:
                     self._before_copy()
                 start.record(self._stream)
+                if self._pace is not None:
+                    self._pace.begin()
                 for offset in range(0, src.nbytes, COPY_PIECE_BYTES):
                     piece = slice(offset, offset + COPY_PIECE_BYTES)
                     dst[piece].copy_(src[piece], non_blocking=True)
+                    if self._pace is not None:
+                        self._pace.carried(src[piece].nbytes)
                 end.record(self._stream)
                 ready.record(self._stream)
+                if source_free is not None:
+                    source_free.record(self._stream)
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
         self._copies.add(start, end)
@@ -238,6 +276,12 @@ class CudaCopyEngine:
     def is_done(self, ready: torch.cuda.Event) -> bool:
         return ready.query()
 
+    def wait(self, ready: torch.cuda.Event) -> None:
+        try:
+            ready.synchronize()
+        except RuntimeError as error:
+            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+
     def copy_seconds(self) -> float:
         return self._copies.harvest()
 
@@ -252,14 +296,15 @@ class CudaCopyEngine:
 
 
 def make_copy_engine(device: torch.device, *, before_copy: Callable[[], None] | None = None) -> CopyEngine:
-    """The copy engine that fits `device`."""
+    """The copy engine that fits `device`; within `paced_link` it emulates a slower link."""
+    pace = current_link_pace(device)
     if device.type == "cuda":
-        return CudaCopyEngine(device, before_copy=before_copy)
-    return ThreadCopyEngine(before_copy=before_copy)
+        return CudaCopyEngine(device, before_copy=before_copy, pace=pace)
+    return ThreadCopyEngine(before_copy=before_copy, pace=pace)
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
-    """Peak bandwidth of back-to-back copies of `src` (host, pinned on CUDA) into `dst`, in GB/s.
+    """Peak bandwidth of back-to-back copies of `src` into `dst`, in GB/s; what is on the host is pinned on CUDA.
 
     Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
     """

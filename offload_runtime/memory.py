@@ -20,6 +20,7 @@ import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.page_locking import LOCK_BLOCK_BYTES, CudaRegistrar, LockedPages, Registrar
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -51,40 +52,59 @@ class HostArena:
             with contextlib.suppress(OSError):  # a kernel built without huge pages
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(self._pages, dtype=torch.uint8)  # [nbytes] uint8, host
-        self._unpin: weakref.finalize[[int], HostArena] | None = None
+        self._locked: LockedPages | None = None
 
-    def pin(self) -> None:
-        """Page-lock the arena for full-speed asynchronous copies.
+    def pin(self, registrar: Registrar | None = None) -> None:
+        """Page-lock the arena, as one block, for full-speed asynchronous copies.
+
+        Args:
+            registrar: Who locks; None for CUDA.
 
         Raises:
             BudgetError: The system does not let this process lock that much memory.
         """
-        if self.pinned:
-            return
-        code = int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), self.nbytes, 0))
+        code = self._lock(registrar or CudaRegistrar(), self.nbytes)
         if code != 0:
+            self.unpin()
             raise BudgetError(
                 f"could not page-lock {format_bytes(self.nbytes)} for {self.name} (CUDA error {code}): "
-                "raise the locked-memory limit (ulimit -l; WSL2 and Windows lock at most about half of the RAM) "
-                "or choose a smaller model"
+                "raise the locked-memory limit (ulimit -l; WSL2 and Windows lock at most about half of the RAM), lower "
+                "--pinned or choose a smaller model"
             )
-        # Locked pages that are unmapped stay registered, and the next arena at their address could not be locked.
-        self._unpin = weakref.finalize(self, _unpin, self.buffer.data_ptr())
+
+    def pin_blocks(self, registrar: Registrar, block_bytes: int | None = None) -> bool:
+        """Page-lock the arena block by block until the system refuses; returns whether it locked everything.
+
+        No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
+        """
+        return self._lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
+
+    def _lock(self, registrar: Registrar, block_bytes: int) -> int:
+        if self._locked is None:
+            self._locked = LockedPages(self.buffer.data_ptr(), self.nbytes, registrar)
+            # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
+            weakref.finalize(self, self._locked.unlock)
+        return self._locked.lock(block_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes from the beginning on whose pages are locked."""
+        return 0 if self._locked is None else self._locked.locked_bytes
 
     @property
     def pinned(self) -> bool:
-        """Whether the pages are locked."""
-        return self._unpin is not None and self._unpin.alive
+        """Whether all pages are locked."""
+        return self.pinned_bytes == self.nbytes
+
+    def unpin(self) -> None:
+        """Unlock the pages."""
+        if self._locked is not None:
+            self._locked.unlock()
 
     def close(self) -> None:
         """Unlock the pages. They are returned to the system when the last tensor that views them is gone."""
-        if self._unpin is not None:
-            self._unpin()
+        self.unpin()
         self.buffer = torch.empty(0, dtype=torch.uint8)
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.kv_cache.host_writes import HostWrites
 from offload_runtime.kv_cache.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramProposer
@@ -68,15 +69,32 @@ def make_policy(name: str, config: ModelConfig) -> ChunkPolicy:
     )  # fmt: skip
 
 
+@pytest.fixture
+def prompt_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full blocks are on the host when they are asked for: how long they take decides how much counts as recent."""
+    collect = HostWrites.collect
+
+    def collect_all(writes: HostWrites) -> None:
+        writes._engine.drain()
+        collect(writes)
+
+    monkeypatch.setattr(HostWrites, "collect", collect_all)
+
+
+@pytest.mark.usefixtures("prompt_writes")
 @pytest.mark.parametrize(
-    ("policy", "refresh_steps"), [("retrieval", 1), ("retrieval", 4), ("topk", 1), ("streaming", 1)]
-)
-def test_triforce(target: Path, draft: Path, plain: Shared, policy: str, refresh_steps: int) -> None:
+    ("policy", "refresh_steps", "kv"),
+    [
+        ("retrieval", 1, "gpu"), ("retrieval", 4, "gpu"), ("topk", 1, "gpu"), ("streaming", 1, "gpu"),
+        ("retrieval", 1, "host"), ("retrieval", 4, "host"), ("topk", 1, "host"),
+    ],
+)  # fmt: skip
+def test_triforce(target: Path, draft: Path, plain: Shared, policy: str, refresh_steps: int, kv: str) -> None:
     options = SpeculationOptions(
         "triforce", "full", SINKS, chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT,
         refresh_steps=refresh_steps, policy=policy,
     )  # fmt: skip
-    with load(target, draft=draft, context=CAPACITY, kv="gpu", speculation=options) as runtime:
+    with load(target, draft=draft, context=CAPACITY, kv=kv, speculation=options) as runtime:
         for params in SAMPLINGS:
             truth, full = plain[params]
             guesser = DenseDraft(dense(draft), params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from offload_runtime import engine
 from offload_runtime.cli import app, line_editor
 from offload_runtime.cli.chat_commands import COMMANDS, read_json_object, write_json_atomically
 from offload_runtime.errors import OptionError, StorageError
-from tests.test_cli_fakes import FakeRuntime, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
@@ -90,8 +91,17 @@ def test_help_and_stats(runtime: FakeRuntime) -> None:
     assert "no answer yet" in result.stderr
     assert all(command.help in result.stderr for command in COMMANDS)
     assert "3 tokens in 2 passes" in result.stderr
+    assert "emulated" not in result.stderr and "time of a pass" not in result.stderr
     assert result.stderr.count(runtime.placement) == 3
     assert said(runtime) == ["one"]
+
+
+def test_stats_of_an_emulated_machine_and_of_predictions(runtime: FakeRuntime) -> None:
+    runtime.stats = make_stats(emulated="rtx4090", predicted_s_per_pass=0.1, measured_s_per_pass=0.12)
+    answered, stats = chat(turns="one\n/stats\n").stderr.split("of 25.0 GB/s", 1)
+    assert "emulating rtx4090 · " in answered
+    assert stats.count("predicted 0.1 s a pass, measured 0.12 (+20.0 %)") == 2
+    assert re.search(r"emulated machine +rtx4090", stats)
 
 
 def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:

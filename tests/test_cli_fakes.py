@@ -22,6 +22,7 @@ def make_stats(**changes: Any) -> GenerationStats:
         "prompt_tokens": 7, "new_tokens": 3, "time_to_first_token_s": 0.25, "tok_per_s": 12.5, "passes": 2,
         "tokens_per_pass": 1.5, "bytes_per_pass": 2_000_000_000, "link_gbps": 20.0, "link_peak_gbps": 25.0,
         "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
+        "measured_s_per_pass": 0.12, "predicted_s_per_pass": None, "emulated": None,
         "acceptance": (Acceptance("draft", "middle", 5, 20, 13), Acceptance("middle", "target", 2, 10, 9)),
     }  # fmt: skip
     return GenerationStats(**{**figures, **changes})
@@ -46,6 +47,7 @@ class FakeStream:
     on_prefill: Callable[[int, int], None]
     settle: Callable[[str], None]
     finish_reason: str
+    stats: GenerationStats
     result: GenerationResult | None = None
     given: list[str] = field(default_factory=list)
 
@@ -72,7 +74,7 @@ class FakeStream:
 
     def _finish(self, reason: str, rest: str) -> None:
         text = "".join(self.given) + rest
-        self.result = GenerationResult(self.tokens, text, reason, make_stats())
+        self.result = GenerationResult(self.tokens, text, reason, self.stats)
         self.settle(text)
 
 
@@ -87,6 +89,8 @@ class FakeRuntime:
         self.dtype = torch.float32
         self.load_report = "loaded 1.0 GB in 1.0 s (1.0 GB/s)"
         self.placement = "1 of 2 layers resident"
+        self.emulated: str | None = None
+        self.stats = make_stats()
         self.context_tokens = 100
         self.pieces: Sequence[str] = ("Hel", "lo")
         self.plain_tokens = [1, 2, 3]
@@ -98,13 +102,15 @@ class FakeRuntime:
         self.before_piece: Callable[[int], None] = lambda number: None
 
     def load(
-        self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, resident_layers: int | str,
+        self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, ram: int | None,
+        pinned: int | None, resident_layers: int | str,
         context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int,
+        emulate: str | None, profile: str | None,
         on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None,
     ) -> FakeRuntime:  # fmt: skip
         options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
-        options |= {"max_batch": max_batch}
+        options |= {"max_batch": max_batch, "emulate": emulate, "profile": profile, "ram": ram, "pinned": pinned}
         self.loads.append((target, options))
         on_progress("target weights", 1, 2)
         if self.load_error is not None:
@@ -127,7 +133,7 @@ class FakeRuntime:
             raise self.answer_error
         tokens = self.speculative_tokens if speculate else self.plain_tokens
         return FakeStream(
-            self.pieces, tokens, self.held_back, self.before_piece, on_prefill, settle, self.finish_reason
+            self.pieces, tokens, self.held_back, self.before_piece, on_prefill, settle, self.finish_reason, self.stats
         )
 
     def generate_batch(
@@ -147,7 +153,7 @@ class FakeRuntime:
             self.before_piece(number + 1)
             stopped = should_stop()
             text, reason = ("half", "interrupted") if stopped else (f"answer {number}", self.finish_reason)
-            results.append(GenerationResult(self.plain_tokens, text, reason, make_stats()))
+            results.append(GenerationResult(self.plain_tokens, text, reason, self.stats))
         return results
 
     def conversation(self, system: str | None) -> FakeConversation:

@@ -56,7 +56,7 @@ def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {
         "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stats": make_stats().to_dict(),
-        "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5,
+        "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
     }  # fmt: skip
     assert NOISE in result.stderr
 
@@ -67,7 +67,8 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
-        "policy": "topk", "refresh-steps": "2",
+        "policy": "topk", "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
+        "ram": "60GB", "pinned": "30GB",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -81,10 +82,33 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     assert runtime.loads == [
         ("some/model", {
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
-            "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host",
+            "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host", "emulate": "rtx3090",
+            "profile": "rtx4090", "ram": 60_000_000_000, "pinned": 30_000_000_000,
             "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
         })
     ]  # fmt: skip
+
+
+def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:
+    assert "predicted" not in generate("--prompt", "Hi").stderr
+    runtime.stats = make_stats(predicted_s_per_pass=0.234, measured_s_per_pass=0.2359)
+    figures = generate("--prompt", "Hi").stderr.splitlines()[-1]
+    assert "predicted 0.234 s a pass, measured 0.236 (+0.8 %)" in figures
+    printed = json.loads(generate("--prompt", "Hi", "--json").stdout)["stats"]
+    assert (printed["predicted_s_per_pass"], printed["measured_s_per_pass"]) == (0.234, 0.2359)
+
+
+def test_every_output_of_an_emulated_run_says_so(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.emulated, runtime.stats = "rtx4090", make_stats(emulated="rtx4090")
+    assert generate("--prompt", "Hi").stderr.splitlines()[-1].startswith("emulating rtx4090 · ")
+    record = json.loads(generate("--prompt", "Hi", "--json").stdout)
+    assert record["emulated"] == record["stats"]["emulated"] == "rtx4090"
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("Hi")
+    batch = generate("--json", *(f"--prompt-file={file}" for file in files))
+    assert json.loads(batch.stdout)["emulated"] == "rtx4090"
+    assert sum(": emulating rtx4090 · " in line for line in batch.stderr.splitlines()) == 2
 
 
 def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
@@ -246,7 +270,7 @@ def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
         "results": [
             {"name": files[1], "text": "answer 0", **answer}, {"name": "stdin", "text": "answer 1", **answer}
         ],
-        "target": "some/model", "draft": "ngram", "device": "cpu", "dtype": "fp32", "seed": 5,
+        "target": "some/model", "draft": "ngram", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
     }  # fmt: skip
     assert [prompt for prompt, _ in runtime.requests] == ["the text of a.txt", "from a pipe"]
 

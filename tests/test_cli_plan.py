@@ -98,6 +98,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
         (("--profile", "rtx9999"), "rtx9999"),
         (("--ram", "much"), "'much' is not a size"),
         (("--ram", "10GB"), "host memory of 10.0 GB is too small"),
+        (("--pinned", "1MB", "--vram", "9GB", "--context", "2048"), "--pinned page-locks 1.0 MB at most"),
         (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090"),
         (("--speculation", "triforce"), "a draft model or nothing"),
         (("--draft", "none", "--gamma", "4"), "--gamma 4 does nothing with --draft none"),
@@ -109,6 +110,20 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert result.exit_code == 2
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+def test_staging_and_what_it_costs_are_said() -> None:
+    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--vram", "9GB", "--context", "2048", "--pinned", "4GB")
+    result = plan(*arguments)
+    assert result.exit_code == 0, result.stderr
+    said = re.search(r"(\d+) of (\d+) streamed layers are staged from pageable memory", result.stdout)
+    assert said is not None and 0 < int(said[1]) < int(said[2])
+    assert "if all could be page-locked" in result.stdout and "staging ring" in result.stdout
+    record = json.loads(plan(*arguments, "--json").stdout)
+    assert len(record["layers"]["weights_staged"]) == int(said[1])
+    assert record["host_memory"]["pinned_bytes"] <= 4 * 10**9
+    predicted = record["pass"]["plain"]
+    assert predicted["bound_by"] == "staging" and predicted["seconds"] == predicted["staging_s"] > predicted["link_s"]
 
 
 def test_without_a_profile_the_users_own_or_a_common_card() -> None:

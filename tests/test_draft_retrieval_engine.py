@@ -192,6 +192,17 @@ def test_a_draft_whose_positions_do_not_reach_is_refused() -> None:
         plans(65537, "retrieval")
 
 
+def test_a_budget_larger_than_the_context_is_refused_and_not_reserved() -> None:
+    def planned(context: int, draft_cache: str, budget_tokens: int) -> ModelPlan:
+        options = SpeculationOptions("chain", draft_cache, budget_tokens=budget_tokens)
+        return draft_plan(SMALL, torch.bfloat16, CPU, context=context, window=64, options=options)
+
+    assert kind(planned(4096, "retrieval", 4096)) == kind(planned(9000, "auto", 9000)) == "retrieval"
+    with pytest.raises(OptionError, match=r"4100 of at most 4096 tokens .* lower --budget-tokens"):
+        planned(4096, "retrieval", 4100)
+    assert kind(planned(9000, "auto", 9004)) == "streaming"  # nobody asked for a cache of chunks
+
+
 def test_the_runtime_says_what_auto_took(target: Path) -> None:
     models = [write_checkpoint(target.parent / str(layers), context=16384, num_layers=layers) for layers in (1, 14)]
     for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("270MB", "streaming draft cache of the 16")):

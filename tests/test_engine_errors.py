@@ -153,7 +153,7 @@ class TestBeforeLoading:
                     "resident_layers": 2,
                     "draft": "none",
                 },
-                "3 of 5 layers are streamed: raise --vram",
+                "3 of 5 layers are streamed: drop --resident-layers",
             ),
             ({"speculation": SpeculationOptions("triforce")}, "--draft none"),
             ({"speculation": SpeculationOptions("none"), "draft": "some/model"}, "idle"),

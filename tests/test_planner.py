@@ -25,7 +25,7 @@ from offload_runtime.planner import (
 sizes = st.integers(0, 30 * 10**9)
 needs_of_models = st.builds(
     MemoryNeeds, layer_bytes=st.integers(1, 2 * 10**9), num_layers=st.integers(1, 96), shared_bytes=sizes,
-    kv_bytes=sizes, draft_bytes=sizes, workspace_bytes=sizes, context_bytes=sizes,
+    kv_bytes=sizes, draft_bytes=sizes, workspace_bytes=sizes, context_bytes=sizes, middle_bytes=sizes,
 )  # fmt: skip
 
 
@@ -123,11 +123,11 @@ def test_negative_resident_layers_are_refused() -> None:
 def test_every_part_counts_once() -> None:
     needs = MemoryNeeds(
         layer_bytes=10**6, num_layers=3, shared_bytes=1, kv_bytes=10, draft_bytes=100, workspace_bytes=1000,
-        context_bytes=10_000,
+        context_bytes=10_000, middle_bytes=100_000,
     )  # fmt: skip
-    assert needs.fixed_bytes == 11_111
-    assert place_layers(needs, 3_011_111, None).num_streamed == 0
-    assert place_layers(needs, 3_011_110, None).num_streamed == 3
+    assert needs.fixed_bytes == 111_111
+    assert place_layers(needs, 3_111_111, None).num_streamed == 0
+    assert place_layers(needs, 3_111_110, None).num_streamed == 3
 
 
 def test_the_message_lists_what_adds_up_to_the_least() -> None:
@@ -139,6 +139,12 @@ def test_the_message_lists_what_adds_up_to_the_least() -> None:
     assert sum(parse_bytes(size) for size in re.findall(r"[0-9.]+ [kMGT]?B", listed[1])) == 22 * 10**9
     for part in ("too small by 2.0 GB", "--vram", "--context", "smaller draft", "fewer layers resident"):
         assert part in str(caught.value)
+
+
+def test_a_middle_level_that_is_too_large_is_named_with_its_own_way_out() -> None:
+    needs = MemoryNeeds(10**9, 8, 0, 0, 10**9, 0, middle_bytes=3 * 10**9)
+    with pytest.raises(BudgetError, match=r"draft model 1\.0 GB, retrieval cache 3\.0 GB, .*lower --budget-tokens"):
+        place_layers(needs, 5 * 10**9, None)
 
 
 @given(st.integers(0, 96), st.integers(1, 96))

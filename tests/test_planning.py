@@ -20,6 +20,7 @@ from offload_runtime.engine.forecast import forecast, upgrades
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
 from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
 from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.model import Window
@@ -103,7 +104,14 @@ def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, mach
     resident = parts.get("resident layers", 0) + parts["embedding and head"]
     streamed = placement.num_streamed * target.layer_bytes
     assert resident + streamed == packed_bytes(target.config, target.dtype)
-    assert streamed <= host.get("streamed layers", 0) <= streamed + 4096 * placement.num_streamed
+    on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
+    assert streamed <= on_host <= streamed + 4096 * placement.num_streamed
+    # Layers are staged only for want of page-locked memory, and then for not much less than there is.
+    assert bool(placement.staged_layers) == ("staged layers" in host) == ("staging ring" in host)
+    if placement.staged_layers:
+        assert machine.pinnable_bytes is not None
+        assert plan.pinned_bytes + arena_bytes(target) > machine.pinnable_bytes
+        assert set(placement.staged_layers) <= set(placement.streamed_layers)
     if plans.draft is not None:
         assert parts["draft weights"] == packed_bytes(plans.draft.config, plans.draft.dtype)
     # Keys and values of the whole context as well.
@@ -246,10 +254,20 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=2, kv="host")
     with pytest.raises(BudgetError, match=r"page-locks 20\.0 GB at most, too little by .* \(.*KV cache"):
         plan_run(request, machine)
+    staged = plan_run(replace(staged_request(request), pinned_bytes=5 * GB), machine)
+    assert staged.pinned_bytes <= 5 * GB and len(staged.staged_weight_layers) > 0
+    assert len(plan_run(staged_request(request), machine).staged_weight_layers) == 0
+    with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
+        plan_run(replace(staged_request(request), pinned_bytes=10_000_000), machine)
     with pytest.raises(BudgetError, match=r"host memory of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
         plan_run(replace(request, ram_bytes=15 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
         plan_run(replace(request, vram_bytes=30 * GB), machine)
+
+
+def staged_request(request: PlanRequest) -> PlanRequest:
+    """The same with a small card and all of it streamed."""
+    return replace(request, context=4096, batch=1, kv="gpu", vram_bytes=8 * GB)
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

@@ -13,15 +13,17 @@ import transformers
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.memory import HostArena
+from offload_runtime.memory import PAGE_BYTES, HostArena
 from offload_runtime.weights import (
     Shard,
     checkpoint_tensors,
+    layer_layout,
     load_weights,
     model_config_from_transformers,
     open_checkpoint,
     random_weights,
 )
+from tests.helpers.page_locking import LimitedRegistrar
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -123,6 +125,22 @@ def test_refused_locking_gives_everything_back(directory, arenas):
     with pytest.raises(BudgetError, match="refused"):
         load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3))
     assert all(arena.closed for arena in arenas.made)
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_layers_that_may_not_be_locked_stay_pageable_and_are_not_asked_for_again(directory, allowed):
+    config = open_checkpoint(directory).config()
+    arena_bytes = -(-layer_layout(config, torch.bfloat16).total_bytes // PAGE_BYTES) * PAGE_BYTES
+    registrar = LimitedRegistrar(allowed * arena_bytes)
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3), blockwise=registrar)
+    assert sum(arena.pinned for arena in weights.layers) == allowed
+    assert registrar.locked_bytes == allowed * arena_bytes
+    assert registrar.num_calls == min(allowed + 1, 3)
+    plain = load_weights(open_checkpoint(directory), torch.bfloat16)
+    for index in range(3):
+        assert torch.equal(weights.layers[index].buffer, plain.layers[index].buffer)
+    weights.close()
+    assert not registrar.locked
 
 
 class Altered:

@@ -12,13 +12,9 @@ from functools import partial
 
 import torch
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
-from offload_runtime_kernels.chunk_scores import (
-    chunk_scores_reference,
-    chunk_scores_triton,
-    select_chunks_reference,
-    select_chunks_triton,
-)
+from offload_runtime_kernels.chunk_scores import chunk_scores_reference, chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries
+from offload_runtime_kernels.select_chunks import select_chunks_reference, select_chunks_triton
 
 HEAD_DIM = 128
 

@@ -75,12 +75,16 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             device=options.device,
             dtype=options.dtype,
             vram=options.vram_bytes,
+            ram=options.ram_bytes,
+            pinned=options.pinned_bytes,
             resident_layers=options.resident_layers,
             context=options.context,
             kv=options.kv,
             speculation=options.speculation,
             max_batch=options.max_batch,
             max_gamma=options.max_gamma,
+            emulate=options.emulate,
+            profile=options.profile,
             on_progress=bars.on_bytes,
             on_plan=_explain if options.explain else None,
         )
@@ -189,13 +193,28 @@ def answer_batch(
 
 
 def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance, link."""
-    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
+    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance, link, prediction.
+
+    Figures of an emulated machine begin with its name.
+    """
+    figures = [] if stats.emulated is None else [f"emulating {stats.emulated}"]
+    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
     if acceptance := acceptance_figure(stats):
         figures.append(acceptance)
     if stats.link_gbps is not None:
         figures.append(f"link {link_figure(stats)}")
+    if prediction := prediction_figure(stats):
+        figures.append(prediction)
     return figures
+
+
+def prediction_figure(stats: GenerationStats) -> str:
+    """Return the predicted time of a pass beside the measured one; nothing where none was predicted or none passed."""
+    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
+    if not predicted_s or not measured_s:
+        return ""
+    off = 100 * (measured_s / predicted_s - 1)
+    return f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"
 
 
 def acceptance_figure(stats: GenerationStats) -> str:
@@ -248,4 +267,5 @@ def _run_record(runtime: Runtime, options: LoadOptions, params: GenerationParams
         "device": str(runtime.device),
         "dtype": _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")],
         "seed": params.sampling.seed,
+        "emulated": runtime.emulated,
     }

@@ -10,7 +10,6 @@ from offload_runtime.cli import options as opt
 from offload_runtime.cli.settings import check_gamma, generation_params, load_options, speculation_options
 from offload_runtime.cli.terminal import ending_in_order
 from offload_runtime.cli.user_text import collect_prompts, user_path
-from offload_runtime.config import parse_bytes
 
 app = typer.Typer(
     name="offload-runtime",
@@ -83,7 +82,11 @@ def generate(
     device: opt.DeviceOption = opt.Device.auto,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
+    ram: opt.RamOption = None,
+    pinned: opt.PinnedOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
+    emulate: opt.EmulateOption = None,
+    profile: opt.FiguresOption = None,
     explain: opt.ExplainOption = False,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
@@ -103,8 +106,9 @@ def generate(
             top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
-            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=gamma, speculation=proposing, max_batch=max(1, len(files)), explain=explain,
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
+            resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
+            max_batch=max(1, len(files)), emulate=emulate, profile=profile, explain=explain,
         )  # fmt: skip
         prompts = collect_prompts(prompt, files)
         run = run_generate if len(prompts) == 1 else run_batch
@@ -142,7 +146,11 @@ def chat(
     device: opt.DeviceOption = opt.Device.auto,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
+    ram: opt.RamOption = None,
+    pinned: opt.PinnedOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
+    emulate: opt.EmulateOption = None,
+    profile: opt.FiguresOption = None,
     explain: opt.ExplainOption = False,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
@@ -161,8 +169,10 @@ def chat(
             top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
-            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=gamma, speculation=proposing, explain=explain,
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
+            resident_layers=resident_layers,
+            context=context, kv=kv, gamma=gamma, speculation=proposing, emulate=emulate, profile=profile,
+            explain=explain,
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 
@@ -194,7 +204,10 @@ def verify(
     device: opt.DeviceOption = opt.Device.auto,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
+    ram: opt.RamOption = None,
+    pinned: opt.PinnedOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
+    emulate: opt.EmulateOption = None,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
@@ -208,8 +221,9 @@ def verify(
             refresh_steps=refresh_steps, gamma_draft=gamma_draft,
         )  # fmt: skip
         load = load_options(
-            target=target, draft=draft, device=device, dtype=dtype, vram=vram, resident_layers=resident_layers,
-            context=context, kv=kv, gamma=None, speculation=proposing,
+            target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
+            resident_layers=resident_layers,
+            context=context, kv=kv, gamma=None, speculation=proposing, emulate=emulate,
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
         run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)
@@ -236,9 +250,8 @@ def plan(
     profile: opt.ProfileOption = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
-    ram: Annotated[
-        str | None, typer.Option("--ram", metavar="SIZE", help="Most host memory to use; by itself, the machine's.")
-    ] = None,
+    ram: opt.RamOption = None,
+    pinned: opt.PinnedOption = None,
     resident_layers: opt.ResidentLayersOption = "auto",
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw the plan as bars, such as plan.png or plan.svg.")
@@ -255,13 +268,13 @@ def plan(
             refresh_steps=refresh_steps, gamma_draft=gamma_draft,
         )  # fmt: skip
         load = load_options(
-            target=target, draft=draft, device=opt.Device.cuda, dtype=dtype, vram=vram,
+            target=target, draft=draft, device=opt.Device.cuda, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
             max_batch=batch,
         )  # fmt: skip
         check_gamma(gamma, draft=draft, mode=proposing.mode)
         run_plan_command(
-            load, profile=profile, ram_bytes=None if ram is None else parse_bytes(ram), gamma=gamma,
+            load, profile=profile, gamma=gamma,
             picture=None if plot is None else user_path(plot), as_json=as_json,
         )  # fmt: skip
 

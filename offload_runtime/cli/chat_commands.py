@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.cli.answer import link_figure
+from offload_runtime.cli.answer import link_figure, prediction_figure
 from offload_runtime.cli.terminal import status_line, stderr_console
 from offload_runtime.cli.user_text import decode_utf8, user_path
 from offload_runtime.config import format_bytes
@@ -124,6 +124,7 @@ def _stats(session: ChatSession, argument: str) -> None:
 
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
+    more = [("time of a pass", prediction_figure(stats)), ("emulated machine", stats.emulated or "")]
     return [
         ("prompt", f"{stats.prompt_tokens} tokens"),
         ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),
@@ -134,6 +135,7 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
+        *((name, figure) for name, figure in more if figure),
     ]
 
 

@@ -186,6 +186,21 @@ VramOption = Annotated[
         "--vram", metavar="SIZE", rich_help_panel=_MACHINE, help="Most GPU memory to use, such as 24GB or 20GiB."
     ),
 ]
+RamOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ram", metavar="SIZE", rich_help_panel=_MACHINE, help="Most host memory to use; by itself, what there is."
+    ),
+]
+PinnedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pinned",
+        metavar="SIZE",
+        rich_help_panel=_MACHINE,
+        help="Most of it to page-lock; layers beyond it are staged, which is slower. By itself, what the system gives.",
+    ),
+]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
@@ -193,6 +208,25 @@ ProfileOption = Annotated[
         metavar="NAME|FILE",
         rich_help_panel=_MACHINE,
         help="The machine to plan for, such as rtx4090; left out, your own saved profile.",
+    ),
+]
+EmulateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--emulate",
+        metavar="NAME|FILE",
+        rich_help_panel=_MACHINE,
+        help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth.",
+    ),
+]
+FiguresOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        rich_help_panel=_MACHINE,
+        help="Predict the time of a pass by these figures; left out, by a profile of this GPU, your own or a shipped "
+        "one.",
     ),
 ]
 ResidentLayersOption = Annotated[

@@ -24,7 +24,6 @@ def run_plan_command(
     options: LoadOptions,
     *,
     profile: str | None,
-    ram_bytes: int | None,
     gamma: int | None,
     picture: Path | None,
     as_json: bool,
@@ -45,9 +44,9 @@ def run_plan_command(
         from offload_runtime.engine.forecast import forecast, upgrades
         from offload_runtime.engine.hierarchy import describe_speculation
         from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-        from offload_runtime.engine.planning import machine_figures
+        from offload_runtime.engine.planning import machine_figures, ram_limit_bytes
 
-        figures, request = machine_figures(machine), plan_request(options, ram_bytes=ram_bytes, gamma=gamma)
+        figures, request = machine_figures(machine), plan_request(options, gamma=gamma)
         outcome = plan_or_refuse(request, figures)
     if isinstance(outcome, Refusal):
         _refuse(outcome, machine, as_json=as_json)
@@ -66,7 +65,7 @@ def run_plan_command(
 
     tables = plan_tables(
         outcome, predicted, gains, machine=machine,
-        ram_limit_bytes=machine.ram_bytes if ram_bytes is None else ram_bytes,
+        ram_limit_bytes=ram_limit_bytes(request, figures),
         speculation=describe_speculation(
             options.draft if request.draft is None else "the draft", outcome.placed, options.speculation
         ),
@@ -100,7 +99,7 @@ def choose_profile(name: str | None) -> MachineProfile:
     return load_profile(chosen)
 
 
-def plan_request(options: LoadOptions, *, ram_bytes: int | None, gamma: int | None) -> PlanRequest:
+def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:
     """Read the configuration files of target and draft."""
     from offload_runtime.engine.loading import parse_resident_layers
     from offload_runtime.engine.planning import PlanRequest, describe_pair
@@ -119,5 +118,6 @@ def plan_request(options: LoadOptions, *, ram_bytes: int | None, gamma: int | No
         max_gamma=options.max_gamma,
         speculation=options.speculation,
         vram_bytes=options.vram_bytes,
-        ram_bytes=ram_bytes,
+        ram_bytes=options.ram_bytes,
+        pinned_bytes=options.pinned_bytes,
     )

@@ -10,6 +10,7 @@ from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, USUAL_ACCEPTANCE, RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.staging_plan import describe_staging
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.planner import PassPrediction
 
@@ -37,6 +38,8 @@ def plan_tables(
     tables += [*memory_tables(plan, ram_limit_bytes=ram_limit_bytes), _time_table(plan, predicted)]
     if predicted.rounds:
         tables.append(_rounds_table(plan, predicted))
+    if plan.staged_weight_layers:
+        tables.append(_staging_line(predicted.plain))
     tables += [_gain_line(gain) for gain in gains]
     return tables
 
@@ -63,8 +66,10 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     length_tokens = target.context_tokens - 1
     streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
     place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
+    staging = [describe_staging(plan.placed.placement)] if plan.staged_weight_layers else []
     return [
         f"weights: {_layers(plan.resident_weight_layers, layers)}",
+        *staging,
         f"{place}: {_layers(plan.resident_kv_layers, layers)}",
         f"a pass behind {length_tokens} tokens streams {format_bytes(streamed_bytes)}",
         device,
@@ -146,6 +151,13 @@ def _figures_table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
     return table
+
+
+def _staging_line(predicted: PassPrediction) -> str:
+    return (
+        f"staging takes {_seconds(predicted.staging_s)} s of a pass beside the link's {_seconds(predicted.link_s)} s: "
+        f"{_seconds(predicted.seconds)} s instead of {_seconds(predicted.unstaged_s)} s if all could be page-locked"
+    )
 
 
 def _gain_line(gain: Upgrade) -> str:

@@ -15,10 +15,10 @@ from offload_runtime.errors import OptionError
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `Runtime.load` is asked for. `vram_bytes` None means all that is free.
+    """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `max_gamma` is the deepest window to make room for; the default is the runtime's own. With `explain` the plan is
-    printed before anything is loaded.
+    `max_gamma` is the deepest window to make room for; the default is the runtime's own. `emulate` and `profile` name
+    machines. With `explain` the plan is printed before anything is loaded.
     """
 
     target: str
@@ -26,11 +26,15 @@ class LoadOptions:
     device: str = "auto"
     dtype: str = "auto"
     vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    pinned_bytes: int | None = None
     resident_layers: int | str = "auto"
     context: int | str = "auto"
     kv: str = "auto"
     max_batch: int = 1
     max_gamma: int = 63
+    emulate: str | None = None
+    profile: str | None = None
     explain: bool = False
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
@@ -48,12 +52,16 @@ def load_options(
     device: Device,
     dtype: Dtype,
     vram: str | None,
+    ram: str | None,
+    pinned: str | None,
     resident_layers: str,
     context: str,
     kv: KVPlace,
     gamma: int | None,
     speculation: SpeculationOptions,
     max_batch: int = 1,
+    emulate: str | None = None,
+    profile: str | None = None,
     explain: bool = False,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
@@ -66,12 +74,16 @@ def load_options(
         device=device.value,
         dtype=dtype.value,
         vram_bytes=None if vram is None else parse_bytes(vram),
+        ram_bytes=None if ram is None else parse_bytes(ram),
+        pinned_bytes=None if pinned is None else parse_bytes(pinned),
         resident_layers=_count_or_auto("--resident-layers", resident_layers),
         context=reserved_tokens,
         kv=kv.value,
         speculation=speculation,
         max_batch=max_batch,
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
+        emulate=emulate,
+        profile=profile,
         explain=explain,
     )
 

@@ -70,10 +70,13 @@ def run_verify(
             report = verify(runtime, plan, on_progress=bars.on_runs)
         machine = {"device": str(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch.")}
     if as_json:
-        record = {"target": options.target, "draft": options.draft, **machine, "quick": quick, **report.to_dict()}
+        shared = {"target": options.target, "draft": options.draft, **machine, "quick": quick}
+        record = {**shared, "emulated": runtime.emulated, **report.to_dict()}
         write_json(record, sys.stdout)
     else:
         _print_report(report)
+        if runtime.emulated is not None:
+            write_text(f"on an emulated {runtime.emulated}\n")
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 

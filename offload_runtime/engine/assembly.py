@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime.config import ModelConfig, SamplingParams, format_bytes
+from offload_runtime.config import ModelConfig, SamplingParams
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_link_gbps
 from offload_runtime.engine.plans import ModelPlan, Plans
+from offload_runtime.engine.staged_layers import StagedLayers, lock_layers, staged_engine
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
 from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
+from offload_runtime.page_locking import make_registrar
 from offload_runtime.planner import Placement, all_resident
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
@@ -38,7 +40,8 @@ class LoadedModel:
     """A model ready to run, and what of it stays on the host.
 
     `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `rope` is
-    the table that rotates its queries and keys.
+    the table that rotates its queries and keys. `engine` is the queue of its copies, which ends with `engine.close`;
+    `staged` holds the ring that some of its layers are staged through.
     """
 
     runner: ModelRunner
@@ -46,6 +49,21 @@ class LoadedModel:
     placement: Placement
     link_peak_gbps: float | None
     rope: RopeTable
+    engine: CopyEngine
+    staged: StagedLayers | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory of the weights and their staging ring."""
+        ring_bytes = 0 if self.staged is None else self.staged.ring.pinned_bytes
+        return ring_bytes + sum(arena.pinned_bytes for arena in self.weights.layers)
+
+    def close(self) -> None:
+        """Give all memory back. Nothing may be copying any more."""
+        self.runner.cache.close()
+        self.weights.close()
+        if self.staged is not None:
+            self.staged.ring.close()
 
 
 def require_kernels(device: torch.device) -> None:
@@ -116,9 +134,13 @@ def load_models(
         )
     target = load_model(sources.target, plans.target, placement, budget, engine, name="target", on_progress=on_progress)
     if budget.device.type == "cuda":
-        for model in (target, draft):
-            if model is not None:
-                warm_up(model)
+        try:
+            for model in (target, draft):
+                if model is not None:
+                    warm_up(model)
+        except BaseException:
+            target.engine.close()
+            raise
     return LoadedModels(target, draft)
 
 
@@ -129,21 +151,31 @@ def load_model(
     """Read the weights and connect the parts of one model."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
+    registrar = make_registrar(budget.device)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
-    streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
-    pin = streamed if budget.device.type == "cuda" else set()
-    weights = load_weights(source, plan.dtype, pin=pin, on_progress=report)
+    pin = set() if registrar is None else set(placement.streamed_layers) - set(placement.staged_layers)
+    weights = load_weights(source, plan.dtype, pin=pin, blockwise=registrar, on_progress=report)
+    staged = None
     try:
-        return connect_model(weights, plan, placement, budget, engine, name=name)
+        if registrar is not None:
+            staged = lock_layers(weights, plan, placement, registrar)
+        return connect_model(weights, plan, placement, budget, engine, name=name, staged=staged)
     except BaseException:
         weights.close()
+        if staged is not None:
+            staged.ring.close()
         raise
 
 
 def connect_model(
-    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *, name: str
-) -> LoadedModel:
-    """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA."""
+    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *, name: str,
+    staged: StagedLayers | None = None,
+) -> LoadedModel:  # fmt: skip
+    """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
+
+    `staged` says which layers are not page-locked; without it all that are streamed must be.
+    """
+    placement = placement if staged is None else staged.placement
     device, layout = budget.device, weights.layer_layout
     layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
     slots: list[torch.Tensor] = []
@@ -162,20 +194,28 @@ def connect_model(
     cache, kv_slots = _make_cache(plan, budget, name)
     link_peak_gbps = None
     if slots:
-        streamed = next(index for index in range(len(layers_host)) if index not in resident)
-        link_peak_gbps = measure_link_gbps(engine, slots[0], layers_host[streamed])
+        pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
+        source = pinned[0] if pinned or staged is None else staged.pieces[0]
+        link_peak_gbps = measure_link_gbps(engine, slots[0][: source.nbytes], source)
     elif kv_slots:
         link_peak_gbps = _measure_kv_link(kv_slots[0], engine)
-    streamer = LayerStreamer(
-        layers_host, resident, slots, make_views=layout.views, engine=engine,
-        kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
-    )  # fmt: skip
     decoder = Decoder(plan.config, weights.shared_layout.views(shared))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, device, fixed_length=fixed_length)
-    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
-    return LoadedModel(runner, weights, placement, link_peak_gbps, rope)
+    rows = RowBuilder(rope, device)
+    if staged is not None:  # the last that can fail but for the streamer: it has threads
+        engine = staged_engine(engine, weights, staged)
+    try:
+        streamer = LayerStreamer(
+            layers_host, resident, slots, make_views=layout.views, engine=engine,
+            kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+        )  # fmt: skip
+    except BaseException:
+        engine.close()
+        raise
+    runner = ModelRunner(decoder, streamer, cache, rows, plan.shape)
+    return LoadedModel(runner, weights, placement, link_peak_gbps, rope, engine, staged)
 
 
 def _make_cache(
@@ -270,40 +310,3 @@ def warm_up(model: LoadedModel) -> None:
         sample(logits, SamplingParams(temperature=temperature), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
     torch.cuda.synchronize(logits.device)
-
-
-def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -> str:
-    """One line: what is resident, what is streamed, through how many slots."""
-    placement, streamed = model.placement, model.placement.num_streamed
-    where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
-    if streamed:
-        nbytes = model.runner.streamer.bytes_per_pass
-        where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
-    limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    return (
-        f"{where}; {_describe_kv(plans.target)}; "
-        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{_describe_draft_cache(plans)}"
-    )
-
-
-def _describe_draft_cache(plans: Plans) -> str:
-    draft = plans.draft
-    if draft is None:
-        return ""
-    held = format_bytes(draft.kv_bytes)
-    if draft.streaming is not None:
-        kept = f"{draft.streaming.sink_tokens} first and {draft.streaming.recent_tokens} newest tokens"
-        return f"; streaming draft cache of the {kept} ({held})"
-    if draft.retrieval is not None:
-        return f"; the draft retrieves {draft.retrieval.budget_tokens} tokens a head of its own KV cache ({held})"
-    if draft.context_tokens < plans.target.context_tokens:
-        return f"; the draft has nothing to say behind {draft.context_tokens} tokens"
-    return ""
-
-
-def _describe_kv(plan: ModelPlan) -> str:
-    where = f"KV cache {format_bytes(plan.whole_kv_bytes)} for {plan.context_tokens} tokens"
-    if not plan.kv.on_host:
-        return where
-    resident = f" but for {len(plan.kv.resident_layers)} layers" if plan.kv.resident_layers else ""
-    return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_bytes)} of it on the device"

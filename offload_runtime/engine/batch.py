@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.engine.answer import Answer
-from offload_runtime.engine.figures import AnswerFigures, PassFigures, PassMeter, generation_stats
+from offload_runtime.engine.expectation import Expectation
+from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
-from offload_runtime.engine.stats import GenerationResult
+from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder, Tally, Turn, play_round
 
 OnBatchProgress = Callable[[int, int], None]
@@ -55,6 +56,7 @@ class BatchGeneration:
 
     Args:
         parts: The runtime's machinery.
+        expected: What the figures are held against.
         proposers: One for each prompt.
         prompts: Token ids of each.
         params: What was asked for, the same for all.
@@ -62,10 +64,11 @@ class BatchGeneration:
     """
 
     def __init__(
-        self, parts: StreamParts, proposers: Sequence[Proposer], prompts: Sequence[Sequence[int]],
-        params: GenerationParams, *, gamma: int,
+        self, parts: StreamParts, expected: Expectation, proposers: Sequence[Proposer],
+        prompts: Sequence[Sequence[int]], params: GenerationParams, *, gamma: int,
     ) -> None:  # fmt: skip
         self._parts = parts
+        self._expected = expected
         self._params = params
         self._gamma = gamma
         self._members = [
@@ -105,7 +108,15 @@ class BatchGeneration:
             self._round(active)
             rounds += 1
         passes = meter.read(rounds, time.perf_counter() - first_round_s)
-        return [self._result(member, started_s, passes) for member in self._members]
+        answers = [self._figures(member, started_s) for member in self._members]
+        predicted_s = self._expected.seconds_per_pass(answers)
+        return [
+            _result(
+                member,
+                generation_stats(self._parts, answer, passes, self._expected, predicted_s_per_pass=predicted_s),
+            )
+            for member, answer in zip(self._members, answers, strict=True)
+        ]
 
     def _begin(self, member: _Member, on_prefill: Callable[[int, int], None] | None) -> None:
         """Work on a prompt and say the first token behind it."""
@@ -140,13 +151,15 @@ class BatchGeneration:
         if member.finish_reason is not None:
             self._parts.target.cache.truncate(member.sequence, 0)
 
-    def _result(self, member: _Member, started_s: float, passes: PassFigures) -> GenerationResult:
-        assert member.finish_reason is not None
+    def _figures(self, member: _Member, started_s: float) -> AnswerFigures:
         name = member.proposer.name
-        answer = AnswerFigures(
+        return AnswerFigures(
             prompt_tokens=len(member.prompt), new_tokens=len(member.answer.tokens), started_s=started_s,
             first_token_s=member.first_token_s, last_token_s=member.last_token_s, passes=member.passes,
             acceptance=() if name is None else member.tally.levels(name, member.proposer.counts()),
         )  # fmt: skip
-        stats = generation_stats(self._parts, answer, passes)
-        return GenerationResult(list(member.answer.tokens), member.answer.text, member.finish_reason, stats)
+
+
+def _result(member: _Member, stats: GenerationStats) -> GenerationResult:
+    assert member.finish_reason is not None
+    return GenerationResult(list(member.answer.tokens), member.answer.text, member.finish_reason, stats)

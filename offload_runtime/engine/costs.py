@@ -54,6 +54,7 @@ def pass_costs(placed: PlacedLevels, *, length_tokens: int, rows: int) -> PassCo
                 streamed_weight_bytes=layout.total_bytes if layer in streamed_weights else 0,
                 streamed_kv_bytes=target.batch * blocks * block_bytes(config, target.dtype),
                 launches=_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * target.batch * pieces,
+                staged_weight_bytes=layout.total_bytes if layer in placed.placement.staged_layers else 0,
             )
         )  # fmt: skip
     return PassCosts(dtype_name(target), tuple(layers), _head_costs(target, height))
@@ -147,6 +148,7 @@ def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
         matrix_operations=2 * target.batch * elements * prompt_tokens,
         attention_operations=target.batch * attention,
         growth_bytes=written,
+        staged_weight_bytes=target.batch * len(placed.placement.staged_layers) * target.layer_bytes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationStats
 from offload_runtime.speculation import Acceptance
@@ -53,8 +54,11 @@ class PassMeter:
         return PassFigures(passes, seconds, streamed_bytes, stall_s)
 
 
-def generation_stats(parts: StreamParts, answer: AnswerFigures, passes: PassFigures) -> GenerationStats:
-    """The figures of one answer beside the bounds of its runtime."""
+def generation_stats(
+    parts: StreamParts, answer: AnswerFigures, passes: PassFigures, expected: Expectation,
+    *, predicted_s_per_pass: float | None,
+) -> GenerationStats:  # fmt: skip
+    """The figures of one answer beside the bounds of its runtime and what was predicted for its passes."""
     decode_s, after_first = answer.last_token_s - answer.first_token_s, max(0, answer.new_tokens - 1)
     streamed = passes.streamed_bytes > 0 and passes.seconds > 0
     per_pass = round(passes.streamed_bytes / passes.passes) if passes.passes else parts.target.streamer.bytes_per_pass
@@ -72,4 +76,7 @@ def generation_stats(parts: StreamParts, answer: AnswerFigures, passes: PassFigu
         peak_vram_bytes=parts.budget.peak_bytes(),
         pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
         acceptance=tuple(answer.acceptance),
+        measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
+        predicted_s_per_pass=predicted_s_per_pass,
+        emulated=expected.emulated,
     )

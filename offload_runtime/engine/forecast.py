@@ -71,7 +71,7 @@ def forecast(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> Ru
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     middle_step_s = None if middle is None else predict_step(middle_step_costs(placed), machine)
     costs = RoundCosts(
-        link_s=verify.link_s,
+        link_s=verify.copies_s,
         busy_s=max(verify.compute_s, verify.launch_s),
         bound_by=verify.bound_by,
         lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes
+from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.engine.placing import Limits, place
 from offload_runtime.engine.plans import Plans, settle_draft_cache
@@ -80,9 +80,16 @@ class PlacedLevels:
 
 
 def what_keeps_triforce_out(
-    plans: Plans, placement: Placement, options: SpeculationOptions
+    plans: Plans, placement: Placement, options: SpeculationOptions, *, resident_layers: int | None
 ) -> tuple[str, Sequence[str]] | None:
-    """Why there cannot be a middle level, and what would help; None when there can."""
+    """Why there cannot be a middle level, and what would help; None when there can.
+
+    Args:
+        plans: With the middle level among them.
+        placement: Of the target's layers beside it.
+        options: How to propose.
+        resident_layers: As many as were asked for; None if that was left to us.
+    """
     config, context, draft = plans.target.config, plans.target.context_tokens, plans.draft
     if options.budget_tokens > context:
         reason = f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}"
@@ -91,7 +98,11 @@ def what_keeps_triforce_out(
         return "it needs full attention, and this model has sliding windows", []
     if placement.num_streamed:
         reason = f"{placement.num_streamed} of {config.num_layers} layers are streamed"
-        return reason, ["raise --vram", "lower --context"]
+        if resident_layers is not None:
+            return reason, ["drop --resident-layers"]
+        # Without streamed layers there is no ring either.
+        missing_bytes = (placement.num_streamed - placement.num_slots) * plans.target.layer_bytes
+        return reason, [f"raise --vram by {format_bytes_up(missing_bytes)}", "lower --context"]
     if draft is not None and draft.streaming is None and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the middle level would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
@@ -156,7 +167,7 @@ def _place_levels(
     enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
     if options.mode == "triforce":
         with_middle, placement = place(enlarged, budget, resident_layers, kv, whole_weights=True)
-        obstacle = what_keeps_triforce_out(with_middle, placement, options)
+        obstacle = what_keeps_triforce_out(with_middle, placement, options, resident_layers=resident_layers)
         if obstacle is not None:
             reason, remedies = obstacle
             raise OptionError(f"no TriForce here: {reason}: {', '.join([*remedies, 'or use --speculation chain'])}")
@@ -170,7 +181,7 @@ def _place_levels(
         with_middle, placement = place(enlarged, budget, resident_layers, "host", whole_weights=True)
     except BudgetError:
         return replace(without, reason=f"its {format_bytes(middle.nbytes)} do not fit the device")
-    obstacle = what_keeps_triforce_out(with_middle, placement, options)
+    obstacle = what_keeps_triforce_out(with_middle, placement, options, resident_layers=resident_layers)
     return replace(without, reason=obstacle[0]) if obstacle else PlacedLevels(with_middle, placement, middle)
 
 

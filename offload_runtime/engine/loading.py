@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,18 @@ import torch
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
+from offload_runtime.engine.description import describe_placement
+from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
 from offload_runtime.engine.hierarchy import describe_speculation, make_proposers, place_batch
+from offload_runtime.engine.host_memory import check_ram, host_limits
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
-from offload_runtime.engine.run_plan import RunPlan, describe_run
+from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
 from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.link_pace import paced_link
+from offload_runtime.machine_profile.host_info import read_host_info
 from offload_runtime.memory import (
     DeviceBudget,
-    check_host_memory,
     current_device,
     device_memory_used_by_others,
     resolve_device,
@@ -55,13 +59,17 @@ def load_runtime(
     target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource, *, device: str, dtype: str,
     limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
-    on_plan: Callable[[RunPlan], None] | None = None,
+    ram_bytes: int | None = None, pinned_bytes: int | None = None,
+    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
     Args:
         limit_bytes: Most device memory to use; None for all that is free.
         resident_layers: None for as many as fit.
+        ram_bytes: Most host memory to use; None for what is available.
+        pinned_bytes: Most of it to page-lock; None for what the system allows.
+        emulation: A smaller machine to play.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
@@ -69,6 +77,11 @@ def load_runtime(
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
     assembly.require_kernels(chosen)
+    page_locks = assembly.make_registrar(chosen) is not None
+    host = host_limits(ram_bytes, pinned_bytes, read_host_info(), page_locks=page_locks)
+    if emulation is not None:
+        require_memory(emulation, chosen)
+        limit_bytes = emulation.limit_bytes(limit_bytes)
     with current_device(chosen):
         if options.mode == "none":
             kind = draft = "none"
@@ -79,25 +92,44 @@ def load_runtime(
         )  # fmt: skip
         require_dtype(plans.target.dtype, chosen)
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-        placed = place_batch(plans, budget, resident_layers, kv, options)
-        plan, plans, middle = describe_run(placed, budget, chosen.type), placed.plans, placed.middle
+        placed = host.stage(place_batch(plans, budget, resident_layers, kv, options))
+        plan = describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
+        plans, middle = placed.plans, placed.middle
         if on_plan is not None:
             on_plan(plan)
+        check_ram(plan, host.ram_bytes, host.ram_name)
         reserve_workspace(plans, budget)
-        check_host_memory(plans.host_bytes)
-        engine = make_copy_engine(chosen)
-        with _given_back_on_failure(engine, budget):
+        engine = _make_engine(emulation, budget)
+        # What the target makes for itself are queues of the way back.
+        back_gbps = None if emulation is None else emulation.link_back_gbps
+        with _given_back_on_failure(engine, budget) as on_failure, paced_link(back_gbps):
             models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
+            on_failure.callback(models.target.close)
+            on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposers = make_proposers(kind, models, middle, options, budget, batch=batch)
             source = "triforce" if middle is not None else "ngram" if models.draft is None else "model"
             gamma = default_gamma(chosen.type, source)
             return LoadedRuntime(
-                sources, models, proposers, budget, engine,
+                sources, models, proposers, budget, models.target.engine,
                 default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
-                placement=assembly.describe_placement(models.target, plans, budget)
-                + f"; {describe_speculation(kind, placed, options)}",
-                plan=plan,
+                placement=describe_placement(models.target, plans, budget)
+                + f"; {describe_speculation(kind, placed, options)}"
+                + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
+                plan=with_placement(plan, models.target.placement),
             )  # fmt: skip
+
+
+def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngine:
+    """The queue of copies to the device, which keeps the pace of what is emulated."""
+    if emulation is None:
+        return make_copy_engine(budget.device)
+    try:
+        require_link(emulation, budget.device)
+    except BaseException:
+        budget.release()
+        raise
+    with paced_link(emulation.link_gbps):
+        return make_copy_engine(budget.device)
 
 
 def default_gamma(device_type: str, source: str) -> int:
@@ -127,13 +159,15 @@ def check_proposals(draft: str, mode: str) -> None:
 
 
 @contextmanager
-def _given_back_on_failure(engine: CopyEngine, budget: DeviceBudget) -> Iterator[None]:
-    """Stop the copies and give the device memory back when loading fails."""
+def _given_back_on_failure(engine: CopyEngine, budget: DeviceBudget) -> Iterator[ExitStack]:
+    """Stop the copies and give the device memory back when loading fails, and first do what is put on the stack."""
+    on_failure = ExitStack()
+    on_failure.callback(budget.release)
+    on_failure.callback(engine.close)
     try:
-        yield
+        yield on_failure
     except BaseException as error:
-        engine.close()
-        budget.release()
+        on_failure.close()
         if isinstance(error, torch.OutOfMemoryError):
             raise BudgetError(
                 f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"

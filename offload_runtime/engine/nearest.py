@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.engine.host_memory import least_pinned_bytes
 from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
 from offload_runtime.engine.plans import longest_context, resolve_context
 from offload_runtime.engine.run_plan import RunPlan
@@ -154,10 +155,10 @@ class _Search:
     def _machines(self) -> Iterator[Proposal]:
         """A machine with the least memory of each kind that the run needs; of a context that the model has."""
         for prefix, request in self._possible_contexts():
-            vram_bytes = self._least_vram(replace(request, ram_bytes=None))
+            unbounded = replace(request, ram_bytes=None, pinned_bytes=None)
+            vram_bytes = self._least_vram(unbounded)
             if vram_bytes is not None:
-                plan = plan_run(replace(request, ram_bytes=None, vram_bytes=vram_bytes), self._ample)
-                yield from self._machine_for(plan, vram_bytes, prefix, request)
+                yield from self._machine_for(replace(unbounded, vram_bytes=vram_bytes), vram_bytes, prefix)
                 return
 
     def _possible_contexts(self) -> Iterator[tuple[str, PlanRequest]]:
@@ -171,13 +172,20 @@ class _Search:
         asked = self._request.vram_bytes
         return self._machine.vram_bytes if asked is None else min(asked, self._machine.vram_bytes)
 
-    def _machine_for(self, plan: RunPlan, vram_bytes: int, prefix: str, request: PlanRequest) -> Iterator[Proposal]:
+    @property
+    def _pinned_limit(self) -> int | None:
+        limits = (self._machine.pinnable_bytes, self._request.pinned_bytes)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Proposal]:
         machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
-        pinnable = machine.pinnable_bytes
+        needed_pinned, pinnable = least_pinned_bytes(plan_run(request, self._ample)), self._pinned_limit
+        larger_pinnable = None if pinnable is None else max(pinnable, needed_pinned)
+        plan = plan_run(request, replace(self._ample, pinnable_bytes=larger_pinnable))
         kinds = [
             ("device memory", vram_bytes, self._vram_limit),
             ("host memory", plan.host_bytes, ram_limit),
-            ("page-locked memory", plan.pinned_bytes, plan.pinned_bytes if pinnable is None else pinnable),
+            ("page-locked memory", needed_pinned, needed_pinned if pinnable is None else pinnable),
         ]
         self.short_bytes = {name: needed - limit for name, needed, limit in kinds if needed > limit}
         if not self.short_bytes:
@@ -186,9 +194,9 @@ class _Search:
         listed = " and ".join(f"{format_bytes_up(needed_by[name])} of {name}" for name in self.short_bytes)
         larger = replace(
             machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, plan.host_bytes),
-            pinnable_bytes=None if pinnable is None else max(pinnable, plan.pinned_bytes),
+            pinnable_bytes=larger_pinnable,
         )  # fmt: skip
-        asked = replace(request, vram_bytes=vram_bytes, ram_bytes=max(ram_limit, plan.host_bytes))
+        asked = replace(request, ram_bytes=max(ram_limit, plan.host_bytes))
         proposal = self._attempt(f"{prefix}{listed}", asked, larger)
         if proposal is not None:
             yield proposal

@@ -134,7 +134,8 @@ def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
         num_layers=target.config.num_layers,
         shared_bytes=target.shared_bytes,
         kv_bytes=target.kv_bytes,
-        draft_bytes=(draft.all_bytes if draft is not None else 0) + plans.middle_bytes,
+        draft_bytes=draft.all_bytes if draft is not None else 0,
+        middle_bytes=plans.middle_bytes,
         # Draft and target take turns on one stream, so they share the allocator's blocks.
         workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
         context_bytes=budget.reserved_bytes,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_positive
 from offload_runtime.engine.hierarchy import place_batch
+from offload_runtime.engine.host_memory import check_ram
 from offload_runtime.engine.loading import check_proposals
 from offload_runtime.engine.plans import make_plans
-from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan, describe_run
+from offload_runtime.engine.run_plan import RunPlan, describe_run
+from offload_runtime.engine.staging_plan import place_staged
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
-from offload_runtime.planner import DEFAULT_GRAPH_LAUNCH_US, MachineFigures
+from offload_runtime.planner import DEFAULT_GRAPH_LAUNCH_US, DEFAULT_STAGING_GBPS, MachineFigures
+from offload_runtime.staging import MOST_THREADS
 from offload_runtime.weights import ModelDescription, describe_model
 
 
@@ -22,8 +25,8 @@ from offload_runtime.weights import ModelDescription, describe_model
 class PlanRequest:
     """What `Runtime.load` would be asked for.
 
-    `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes` and `ram_bytes` None allow all
-    of the machine's.
+    `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes`, `ram_bytes` and `pinned_bytes`
+    None allow all of the machine's.
     """
 
     target: ModelDescription
@@ -39,6 +42,7 @@ class PlanRequest:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     vram_bytes: int | None = None
     ram_bytes: int | None = None
+    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("batch", self.batch)
@@ -87,8 +91,19 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
         profile.name, profile.vram_bytes,
         TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
         profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
-        launch_us, profile.gpus,
+        launch_us, profile.gpus, _staging_gbps(profile),
     )  # fmt: skip
+
+
+def _staging_gbps(profile: MachineProfile) -> float:
+    """Copying within host memory while the link is busy: half of what threads read then, since it writes as much."""
+    read_gbps = profile.host_gbps_while_link_busy
+    if read_gbps is None and profile.host_gbps is not None and profile.link_gbps is not None:
+        read_gbps = max(profile.host_gbps - profile.link_gbps, profile.host_gbps / 4)
+    if read_gbps is None:
+        return DEFAULT_STAGING_GBPS
+    of_threads = [gbps for threads, gbps in profile.host_by_threads.items() if threads <= MOST_THREADS]
+    return min([read_gbps, max(of_threads, default=read_gbps)]) / 2
 
 
 def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
@@ -107,8 +122,12 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
     )  # fmt: skip
     limits = _device_limits(request, machine)
     placed = place_batch(plans, limits, request.resident_layers, request.kv, request.speculation)
-    plan = describe_run(placed, limits, device.type)
-    _check_host(plan, request, machine)
+    pinnable_bytes, name = machine.pinnable_bytes, machine.name
+    if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
+        pinnable_bytes, name = request.pinned_bytes, "--pinned"
+    staged = place_staged(placed.plans.target, placed.placement, pinnable_bytes, name)
+    plan = describe_run(replace(placed, placement=staged), limits, device.type)
+    check_ram(plan, ram_limit_bytes(request, machine), "the host memory")
     return plan
 
 
@@ -122,29 +141,6 @@ def _device_limits(request: PlanRequest, machine: MachineFigures) -> PlannedDevi
     return PlannedDevice(limit_bytes, machine.vram_reserved_bytes)
 
 
-def _check_host(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> None:
-    limit_bytes = ram_limit_bytes(request, machine)
-    if plan.host_bytes > limit_bytes:
-        loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
-        parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
-        way = "choose a 16-bit --dtype or a smaller model" if loading else "lower --context or choose a smaller model"
-        raise BudgetError(
-            f"the host memory of {format_bytes(limit_bytes)} is too small by "
-            f"{format_bytes(plan.host_bytes - limit_bytes)} ({_listed(parts)}): {way}, or plan for more with --ram"
-        )
-    if machine.pinnable_bytes is not None and plan.pinned_bytes > machine.pinnable_bytes:
-        raise BudgetError(
-            f"{machine.name} page-locks {format_bytes(machine.pinnable_bytes)} at most, too little by "
-            f"{format_bytes(plan.pinned_bytes - machine.pinnable_bytes)} "
-            f"({_listed(tuple(part for part in plan.host if part.pinned))}): raise --vram, lower --context or choose "
-            "a smaller model"
-        )
-
-
 def ram_limit_bytes(request: PlanRequest, machine: MachineFigures) -> int:
     """Host memory that may be used."""
     return machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
-
-
-def _listed(parts: tuple[MemoryPart, ...]) -> str:
-    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)

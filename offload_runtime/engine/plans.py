@@ -271,14 +271,15 @@ def draft_plan(
     """Plan of a draft model. A full cache ends where the draft's own positions do.
 
     Raises:
-        OptionError: The cache that was asked for needs positions that the draft does not have.
+        OptionError: The cache that was asked for needs positions that the draft does not have, or would retrieve more
+            than there can be.
     """
     longest = longest_context(config)
     plan = ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
     kind = options.draft_cache
     if kind == "auto":
         kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "retrieval"
-        kind = "streaming" if context > longest else kind
+        kind = "streaming" if context > longest or (kind == "retrieval" and options.budget_tokens > context) else kind
     if kind == "streaming":
         return _with_streaming_cache(plan, options)
     if kind == "full":
@@ -287,6 +288,11 @@ def draft_plan(
         raise OptionError(
             f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
             f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in the draft's config.json"
+        )
+    if options.budget_tokens > context:
+        raise OptionError(
+            f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing: "
+            "lower --budget-tokens, raise --context, or use --draft-cache full"
         )
     return replace(plan, retrieval=RetrievalPlan(options.budget_tokens, options.chunk_size))
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_runtime.engine.hierarchy import PlacedLevels
 from offload_runtime.engine.placing import Limits, memory_needs
 from offload_runtime.engine.plans import ModelPlan
-from offload_runtime.memory import PAGE_BYTES
-from offload_runtime.weights import packed_bytes
+from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes
+from offload_runtime.planner import Placement
 
 # Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
 PROCESS_BYTES = 3_000_000_000
+_LAYER_PARTS = ("streamed layers", "staged layers", "staging ring")
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,45 @@ class RunPlan:
         return self.placed.placement.resident_layers
 
     @property
+    def staged_weight_layers(self) -> tuple[int, ...]:
+        """Layers whose weights are streamed from pageable memory."""
+        return self.placed.placement.staged_layers
+
+    @property
     def resident_kv_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values stay on the device."""
         target = self.placed.plans.target
         return target.kv.resident_layers if target.kv.on_host else tuple(range(target.config.num_layers))
 
 
-def describe_run(placed: PlacedLevels, limits: Limits, device_type: str) -> RunPlan:
+def describe_run(placed: PlacedLevels, limits: Limits, device_type: str, *, page_locks: bool | None = None) -> RunPlan:
     """List what was placed.
 
     Args:
         placed: Where everything goes.
         limits: Of the device, before anything of the run was taken.
-        device_type: `cuda`, or `cpu`, where the device's memory is the host's and nothing is page-locked.
+        device_type: `cuda`, or `cpu`, where the device's memory is the host's.
+        page_locks: Whether host memory that is streamed is page-locked; None: on CUDA.
     """
     plans = placed.plans
     device = _device_parts(placed, limits)
     needs, placement = memory_needs(plans, limits), placed.placement
     held_layers = len(placement.resident_layers) + placement.num_slots
     assert sum(part.nbytes for part in device) == needs.fixed_bytes + held_layers * needs.layer_bytes
-    host = _host_parts(placed, pinned=device_type == "cuda")
+    host = _host_parts(placed, pinned=device_type == "cuda" if page_locks is None else page_locks)
+    if device_type == "cpu":
+        host = (*host[:-1], MemoryPart("all that is on the device", sum(part.nbytes for part in device)), host[-1])
     return RunPlan(placed, limits.limit_bytes, device, host, plans.host_bytes)
+
+
+def with_placement(plan: RunPlan, placement: Placement) -> RunPlan:
+    """The plan with layers staged as `placement` says, the device's memory as it was."""
+    if placement == plan.placed.placement:
+        return plan
+    placed = replace(plan.placed, placement=placement)
+    kept = [part for part in plan.host if part.name not in _LAYER_PARTS]
+    layers = [part for part in _host_parts(placed, pinned=True) if part.name in _LAYER_PARTS]
+    return replace(plan, placed=placed, host=(*layers, *kept))
 
 
 def _device_parts(placed: PlacedLevels, limits: Limits) -> tuple[MemoryPart, ...]:
@@ -115,17 +134,13 @@ def _kv_parts(target: ModelPlan) -> list[MemoryPart]:
 
 
 def _host_parts(placed: PlacedLevels, *, pinned: bool) -> tuple[MemoryPart, ...]:
-    plans, placement = placed.plans, placed.placement
-    target, draft = plans.target, plans.draft
-    layer_bytes = -(-target.layer_bytes // PAGE_BYTES) * PAGE_BYTES
-    parts = [MemoryPart("streamed layers", placement.num_streamed * layer_bytes, pinned)]
-    if target.kv.on_host:
-        streamed = target.config.num_layers - len(target.kv.resident_layers)
-        parts.append(MemoryPart("KV cache", streamed * target.host_kv_needs.layer_bytes, pinned))
-    if not pinned:  # on a CPU what is resident is in the same memory, and stays there
-        rest = packed_bytes(target.config, target.dtype) - placement.num_streamed * target.layer_bytes
-        parts.append(MemoryPart("resident weights", rest))
-        if draft is not None:
-            parts.append(MemoryPart("draft weights", packed_bytes(draft.config, draft.dtype)))
-    parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
+    target, placement, layer_bytes = placed.plans.target, placed.placement, arena_bytes(placed.plans.target)
+    staged = len(placement.staged_layers)
+    parts = [
+        MemoryPart(_LAYER_PARTS[0], (placement.num_streamed - staged) * layer_bytes, pinned),
+        MemoryPart(_LAYER_PARTS[1], staged * layer_bytes),
+        MemoryPart(_LAYER_PARTS[2], placement.staging_bytes, pinned),
+        MemoryPart("KV cache", host_kv_bytes(target), pinned),
+        MemoryPart("Python and libraries", PROCESS_BYTES),
+    ]
     return tuple(part for part in parts if part.nbytes)

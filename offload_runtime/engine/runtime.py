@@ -21,6 +21,8 @@ from offload_runtime.config import (
 from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
+from offload_runtime.engine.emulation import emulation_of
+from offload_runtime.engine.expectation import expect, known_figures
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
@@ -29,6 +31,9 @@ from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.machine_profile import MachineProfile, load_profile
+from offload_runtime.memory import resolve_device
+from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import NoProposer
 from offload_runtime.weights import CheckpointSource
 
@@ -36,7 +41,10 @@ from offload_runtime.weights import CheckpointSource
 class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
-    def __init__(self, loaded: LoadedRuntime, *, max_gamma: int) -> None:
+    def __init__(
+        self, loaded: LoadedRuntime, *, max_gamma: int, machine: MachineFigures | None = None,
+        emulated: str | None = None,
+    ) -> None:  # fmt: skip
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
         self.tokenizer: Any = loaded.sources.tokenizer
@@ -44,6 +52,7 @@ class Runtime:
         self.dtype = target.weights.layer_layout.dtype
         self.placement = loaded.placement
         self.plan = loaded.plan
+        self.emulated = emulated
         self.load_report = (
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
@@ -59,7 +68,6 @@ class Runtime:
         self._cache_owner: object | None = None
         self._current: TokenStream | None = None
         self._closed = False
-        pinned = [arena for arena in (target.weights.shared, *target.weights.layers) if arena.pinned]
         self._parts = StreamParts(
             target=target.runner,
             proposer=loaded.proposers[0],
@@ -68,16 +76,20 @@ class Runtime:
             engine=loaded.engine,
             budget=loaded.budget,
             link_peak_gbps=target.link_peak_gbps,
-            pinned_bytes=sum(arena.nbytes for arena in pinned),
+            pinned_bytes=target.pinned_bytes,
         )
+        self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
 
     @classmethod
     def load(
         cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "ngram",
         device: str = "auto", dtype: str = "auto",
-        vram: str | int | None = None, resident_layers: int | str = "auto", context: int | str = "auto",
+        vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
+        resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, on_progress: LoadProgress | None = None, on_plan: Callable[[RunPlan], None] | None = None,
+        max_gamma: int = 63, emulate: str | Path | MachineProfile | None = None,
+        profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
+        on_plan: Callable[[RunPlan], None] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -87,6 +99,10 @@ class Runtime:
             device: `auto`, `cuda`, `cuda:N` or `cpu`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
             vram: Hard limit of device memory, like `24GB`; None allows all that is free.
+            ram: Hard limit of host memory, Python and libraries included (3 GB are taken for them); None allows what is
+                available but for a reserve.
+            pinned: Hard limit of page-locked host memory; None allows what the system does. Layers that it does not
+                suffice for are staged from pageable memory, which is slower.
             resident_layers: Layers kept on the device, or `auto` for as many as fit.
             context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
                 `host`.
@@ -95,22 +111,38 @@ class Runtime:
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
+                `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
+                retrieved chunks from host memory. What computes stays as fast as it is.
+            profile: The figures by which passes are predicted, for `stats`, but for the link, which is measured; None
+                takes a profile of this GPU, your own or a shipped one.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
 
         Raises:
-            CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError: before anything
-                large is read, each saying what would help.
+            CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError:
+                before anything large is read, each saying what would help.
         """
         require_positive("max_gamma", max_gamma)
         require_positive("max_batch", max_batch)
+        emulation = None if emulate is None else emulation_of(emulate)
+        given = load_profile(profile) if isinstance(profile, str | Path) else profile
+        machine: MachineFigures | None = None
+
+        def planned(plan: RunPlan) -> None:
+            nonlocal machine
+            machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
+            if on_plan is not None:
+                on_plan(plan)
+
         loaded = load_runtime(
             target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
             resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
-            on_plan=on_plan,
+            ram_bytes=None if ram is None else parse_bytes(ram),
+            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=planned, emulation=emulation,
         )  # fmt: skip
-        return cls(loaded, max_gamma=max_gamma)
+        return cls(loaded, max_gamma=max_gamma, machine=machine, emulated=None if emulation is None else emulation.name)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -200,8 +232,9 @@ class Runtime:
         self._clear_cache(range(len(self._proposers)))
         self._cache_owner, self._current = None, None
         batch = BatchGeneration(
-            self._parts, self._proposers[: len(prompts)], tokens, params, gamma=most if speculate else 0
-        )
+            self._parts, self._expected, self._proposers[: len(prompts)], tokens, params,
+            gamma=most if speculate else 0,
+        )  # fmt: skip
         with device_errors(self.device):
             return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
 
@@ -249,7 +282,7 @@ class Runtime:
         self._clear_cache(range(1, len(self._proposers)))
         self._cache_owner = owner
         self._current = TokenStream(
-            self._parts, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
+            self._parts, self._expected, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
             is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
         )  # fmt: skip
         return self._current
@@ -291,8 +324,7 @@ class Runtime:
         budget = self._parts.budget
         for model in (self._models.target, self._models.draft):
             if model is not None:
-                model.runner.cache.close()
-                model.weights.close()
+                model.close()
         del self._models, self._parts, self._proposers
         gc.collect()
         budget.release()

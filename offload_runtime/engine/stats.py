@@ -27,6 +27,9 @@ class GenerationStats:
         pinned_bytes: Page-locked host memory.
         acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a
             middle level `draft` to `middle`, then `middle` to `target`. Empty for plain decoding.
+        measured_s_per_pass: From pass to pass, proposing and sampling included; None without passes after prefill.
+        predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`); None without them.
+        emulated: Name of the machine that was emulated.
     """
 
     prompt_tokens: int
@@ -42,6 +45,9 @@ class GenerationStats:
     peak_vram_bytes: int
     pinned_bytes: int
     acceptance: tuple[Acceptance, ...]
+    measured_s_per_pass: float | None = None
+    predicted_s_per_pass: float | None = None
+    emulated: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""

@@ -10,6 +10,7 @@ import torch
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.engine.answer import Answer
+from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
@@ -25,6 +26,7 @@ class TokenStream:
 
     Args:
         parts: The runtime's machinery.
+        expected: What the figures are held against.
         prompt: Token ids; the first `num_kept` of them are in the target's cache already.
         params: What was asked for.
         gamma: Most tokens proposed per round.
@@ -34,11 +36,12 @@ class TokenStream:
     """
 
     def __init__(
-        self, parts: StreamParts, prompt: Sequence[int], params: GenerationParams, *, gamma: int, num_kept: int,
-        is_current: Callable[[TokenStream], bool], on_prefill: OnPrefill | None = None,
+        self, parts: StreamParts, expected: Expectation, prompt: Sequence[int], params: GenerationParams,
+        *, gamma: int, num_kept: int, is_current: Callable[[TokenStream], bool], on_prefill: OnPrefill | None = None,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)
         self._parts = parts
+        self._expected = expected
         self._prompt = list(prompt)
         self._params = params
         self._gamma = gamma
@@ -148,8 +151,9 @@ class TokenStream:
             first_token_s=self._first_token_s, last_token_s=self._last_token_s, passes=self._passes,
             acceptance=self._acceptance(),
         )  # fmt: skip
-        meter = self._meter or PassMeter(parts)
-        return generation_stats(parts, answer, meter.read(self._passes, self._last_token_s - self._first_token_s))
+        passes = (self._meter or PassMeter(parts)).read(self._passes, self._last_token_s - self._first_token_s)
+        predicted_s = self._expected.seconds_per_pass([answer])
+        return generation_stats(parts, answer, passes, self._expected, predicted_s_per_pass=predicted_s)
 
     def _acceptance(self) -> tuple[Acceptance, ...]:
         if self._proposer.name is None:

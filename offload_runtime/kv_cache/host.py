@@ -299,6 +299,8 @@ class HostKVCache:
         self._epoch += 1
 
     def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # kernels may be reading blocks straight from host memory
         self._stop_writing()
         self.blocks.close()
 

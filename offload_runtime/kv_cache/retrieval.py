@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts, select_chunks
+from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.select_chunks import select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import OptionError

@@ -13,6 +13,7 @@ from offload_runtime.planner.placement import (
 )
 from offload_runtime.planner.prediction import (
     DEFAULT_GRAPH_LAUNCH_US,
+    DEFAULT_STAGING_GBPS,
     LayerCosts,
     MachineFigures,
     PassCosts,
@@ -29,6 +30,7 @@ from offload_runtime.planner.rounds import RoundCosts, RoundPrediction, expected
 
 __all__ = [
     "DEFAULT_GRAPH_LAUNCH_US",
+    "DEFAULT_STAGING_GBPS",
     "RING_SLOTS",
     "HostKVNeeds",
     "LayerCosts",

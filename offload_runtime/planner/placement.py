@@ -6,7 +6,7 @@ as many resident layers as fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_runtime.config import ModelConfig, format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OptionError
@@ -21,7 +21,10 @@ _LIBRARY_WORKSPACE_BYTES = 72 << 20
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes of the parts of one runtime on its device; `context_bytes` is what CUDA itself takes."""
+    """Bytes of the parts of one runtime on its device.
+
+    `context_bytes` is what CUDA itself takes, `middle_bytes` what the level between draft and target retrieves.
+    """
 
     layer_bytes: int
     num_layers: int
@@ -30,25 +33,44 @@ class MemoryNeeds:
     draft_bytes: int
     workspace_bytes: int
     context_bytes: int = 0
+    middle_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """Everything but the layers of the target."""
-        return self.shared_bytes + self.kv_bytes + self.draft_bytes + self.workspace_bytes + self.context_bytes
+        levels_bytes = self.draft_bytes + self.middle_bytes
+        return self.shared_bytes + self.kv_bytes + levels_bytes + self.workspace_bytes + self.context_bytes
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layers stay on the device and how many slots the others pass through."""
+    """Which layers stay on the device and how many slots the others pass through.
+
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
+    of page-locked memory on their way.
+    """
 
     resident_layers: tuple[int, ...]
     num_slots: int
     num_layers: int
+    staged_layers: tuple[int, ...] = ()
+    staging_bytes: int = 0
 
     @property
     def num_streamed(self) -> int:
         """Layers that cross the link in every pass."""
         return self.num_layers - len(self.resident_layers)
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers that cross the link in every pass."""
+        return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)
+
+    def with_pinned(self, count: int) -> Placement:
+        """The same with `count` of the streamed layers page-locked, so that they and staged ones alternate."""
+        streamed = self.streamed_layers
+        pinned = {streamed[place] for place in spread(count, len(streamed))}
+        return replace(self, staged_layers=tuple(index for index in streamed if index not in pinned))
 
 
 def all_resident(num_layers: int) -> Placement:
@@ -136,13 +158,16 @@ def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> Budge
         ("embedding and head", needs.shared_bytes),
         ("KV cache", needs.kv_bytes),
         ("draft model", needs.draft_bytes),
+        ("retrieval cache", needs.middle_bytes),
         ("workspace", needs.workspace_bytes),
         (f"{resident} resident layers", resident * needs.layer_bytes),
         (f"a ring of {ring} layers", ring * needs.layer_bytes),
     ]
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
     ways = ["raise --vram", "lower --context"]
-    if needs.draft_bytes:
+    if needs.middle_bytes:
+        ways.append("lower --budget-tokens or use --speculation chain")
+    elif needs.draft_bytes:
         ways.append("use a smaller draft or --draft ngram")
     if resident:
         ways.append("keep fewer layers resident")

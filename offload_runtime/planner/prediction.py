@@ -29,6 +29,9 @@ _HOST_LAUNCH_S = 18e-6
 # Touching and locking new host memory: 63 GB in 16 s.
 _GROWTH_GBPS = 4.0
 DEFAULT_GRAPH_LAUNCH_US = 2.5
+# A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
+# 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
+DEFAULT_STAGING_GBPS = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class MachineFigures:
 
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
-    `pinnable_bytes` None: as much as there is memory.
+    `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
+    while the link is busy.
     """
 
     name: str
@@ -50,6 +54,7 @@ class MachineFigures:
     pinnable_bytes: int | None = None
     launch_us: float = DEFAULT_GRAPH_LAUNCH_US
     gpus: int = 1
+    staging_gbps: float = DEFAULT_STAGING_GBPS
 
     def flops(self, dtype: str) -> float:
         """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
@@ -70,8 +75,9 @@ class MachineFigures:
 class LayerCosts:
     """What one layer of a pass asks for.
 
-    `streamed_*_bytes` cross the link. `weight_bytes` and `kv_bytes` are read from HBM: weights once for each tile of
-    rows. `attention_operations` are those of whole tiles of queries.
+    `streamed_*_bytes` cross the link, `staged_weight_bytes` of them out of pageable memory. `weight_bytes` and
+    `kv_bytes` are read from HBM: weights once for each tile of rows. `attention_operations` are those of whole tiles of
+    queries.
     """
 
     weight_bytes: int
@@ -81,6 +87,7 @@ class LayerCosts:
     streamed_weight_bytes: int = 0
     streamed_kv_bytes: int = 0
     launches: int = 0
+    staged_weight_bytes: int = 0
 
     @property
     def streamed_bytes(self) -> int:
@@ -101,10 +108,15 @@ class PassCosts:
         """Bytes over the link."""
         return sum(layer.streamed_bytes for layer in self.layers)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Of these, bytes that come out of pageable memory."""
+        return sum(layer.staged_weight_bytes for layer in self.layers)
+
 
 @dataclass(frozen=True)
 class PassPrediction:
-    """Seconds of a pass by cause, and which of them binds: `link`, `HBM`, `arithmetic` or `launches`.
+    """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic.
     """
@@ -117,6 +129,17 @@ class PassPrediction:
     launch_s: float
     seconds: float
     bound_by: str
+    staging_s: float = 0.0
+
+    @property
+    def copies_s(self) -> float:
+        """Until everything has arrived: staging and link work side by side."""
+        return max(self.link_s, self.staging_s)
+
+    @property
+    def unstaged_s(self) -> float:
+        """What the pass would take if all that is streamed were page-locked."""
+        return max(self.link_s, self.compute_s, self.launch_s)
 
 
 def predict_pass(costs: PassCosts, machine: MachineFigures) -> PassPrediction:
@@ -132,11 +155,15 @@ def predict_pass(costs: PassCosts, machine: MachineFigures) -> PassPrediction:
         arithmetic_s += matrices[1] + attention[1]
         compute_s += max(matrices) + max(attention)
     link_s = costs.streamed_bytes / (machine.link_gbps * GB)
+    staging_s = costs.staged_bytes / (machine.staging_gbps * GB)
     launches = sum(layer.launches for layer in costs.layers)
     launch_s = len(costs.layers) * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
-    seconds = max(link_s, compute_s, launch_s)
-    bound_by = "link" if seconds == link_s else "launches" if seconds == launch_s else _slower(hbm_s, arithmetic_s)
-    return PassPrediction(costs.streamed_bytes, link_s, hbm_s, arithmetic_s, compute_s, launch_s, seconds, bound_by)
+    seconds = max(link_s, staging_s, compute_s, launch_s)
+    by_cause = {link_s: "link", staging_s: "staging", launch_s: "launches"}
+    bound_by = "link" if seconds == link_s else by_cause.get(seconds, _slower(hbm_s, arithmetic_s))
+    return PassPrediction(
+        costs.streamed_bytes, link_s, hbm_s, arithmetic_s, compute_s, launch_s, seconds, bound_by, staging_s
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,6 +188,7 @@ class PrefillCosts:
     """What a prompt asks for: each layer's weights once over the link, its keys and values once back.
 
     `hbm_bytes` are the weights, read for every piece of the prompt. `growth_bytes` of host memory are new.
+    `staged_weight_bytes` of those over the link come out of pageable memory.
     """
 
     dtype: str
@@ -170,6 +198,7 @@ class PrefillCosts:
     matrix_operations: float
     attention_operations: float
     growth_bytes: int = 0
+    staged_weight_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +211,7 @@ class PrefillPrediction:
     growth_s: float
     seconds: float
     bound_by: str
+    staging_s: float = 0.0
 
 
 def predict_prefill(costs: PrefillCosts, machine: MachineFigures) -> PrefillPrediction:
@@ -192,10 +222,14 @@ def predict_prefill(costs: PrefillCosts, machine: MachineFigures) -> PrefillPred
     compute_s = max(hbm_s, arithmetic_s)
     link_bytes = costs.streamed_weight_bytes + costs.written_kv_bytes
     link_s, growth_s = link_bytes / (machine.link_gbps * GB), costs.growth_bytes / (_GROWTH_GBPS * GB)
+    staging_s = costs.staged_weight_bytes / (machine.staging_gbps * GB)
+    work_s = max(link_s, staging_s, compute_s)
     bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)
-    if growth_s > max(link_s, compute_s):
+    if staging_s > max(link_s, compute_s):
+        bound_by = "staging"
+    if growth_s > work_s:
         bound_by = "host memory"
-    return PrefillPrediction(link_bytes, link_s, compute_s, growth_s, growth_s + max(link_s, compute_s), bound_by)
+    return PrefillPrediction(link_bytes, link_s, compute_s, growth_s, growth_s + work_s, bound_by, staging_s)
 
 
 def attention_operations(*, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int) -> int:

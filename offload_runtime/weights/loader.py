@@ -18,6 +18,7 @@ import torch
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import HostArena
+from offload_runtime.page_locking import Registrar
 from offload_runtime.weights.checkpoint import CheckpointSource, Fill, Shard
 from offload_runtime.weights.layout import (
     Destination,
@@ -101,9 +102,12 @@ class HostWeights:
 class _Filling:
     """Which tensors are still to come, and the page-locking of blocks that are complete."""
 
-    def __init__(self, weights: HostWeights, source: CheckpointSource, *, pin: Collection[int]) -> None:
+    def __init__(
+        self, weights: HostWeights, source: CheckpointSource, *, pin: Collection[int], blockwise: Registrar | None
+    ) -> None:
         self._weights = weights
         self._source = source
+        self._blockwise = blockwise
         self._pin = frozenset(pin)
         self._todo = checkpoint_tensors(weights.config)
         self._left = Counter(destination.layer for destination in self._todo.values())
@@ -122,7 +126,11 @@ class _Filling:
         """Count a tensor as written; with its last one a layer that is to be page-locked is."""
         self._left[layer] -= 1
         if self._left[layer] == 0 and layer in self._pin:
-            self._weights.arena(layer).pin()
+            arena = self._weights.arena(layer)
+            if self._blockwise is None:
+                arena.pin()
+            elif not arena.pin_blocks(self._blockwise):
+                self._pin = frozenset()  # it has refused once: asking again only costs the system
 
     def check_complete(self) -> None:
         """Raise unless every element of every block has been written."""
@@ -153,6 +161,7 @@ def load_weights(
     dtype: torch.dtype,
     *,
     pin: Collection[int] = (),
+    blockwise: Registrar | None = None,
     on_progress: Progress | None = None,
 ) -> HostWeights:
     """Read a checkpoint into packed host arenas.
@@ -160,17 +169,20 @@ def load_weights(
     Args:
         source: An opened checkpoint.
         dtype: Of the packed weights; stored values are converted.
-        pin: Indices of the layers to page-lock (needs CUDA): those that are streamed. The shared block never is.
+        pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
+        blockwise: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
+            None locks with CUDA, everything or nothing.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:
         CheckpointError: A file ended early or a tensor never came.
-        BudgetError: Not enough memory, or the system refuses to lock that much. Nothing stays allocated.
+        BudgetError: Not enough memory, or the system refuses to lock that much (unless `blockwise`). Nothing stays
+            allocated.
     """
     started = time.perf_counter()
     weights = HostWeights.allocate(source.config(), dtype)
     try:
-        filling = _Filling(weights, source, pin=pin)
+        filling = _Filling(weights, source, pin=pin, blockwise=blockwise)
         blocks = {layer: weights.views(layer) for layer in (None, *range(len(weights.layers)))}
         done_bytes = 0
 

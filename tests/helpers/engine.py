@@ -54,6 +54,7 @@ def write_checkpoint(
     num_layers: int = NUM_LAYERS,
     vocab_size: int = 320,
     context: int = CONTEXT_TOKENS,
+    num_kv_heads: int = 2,
 ) -> Path:
     """Save a random Llama whose next token depends on what it has read; returns `directory`.
 
@@ -62,7 +63,7 @@ def write_checkpoint(
     tokenizer = byte_level_tokenizer(vocab_size)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context,
+        num_attention_heads=4, num_key_value_heads=num_kv_heads, max_position_embeddings=context,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -1,0 +1,69 @@
+"""Holds a stream up until a slower link would have carried its bytes: the GPU's own clock, no host involved.
+
+    deadline = deadline + duration,  or now  if that is more than `slack` ago;   wait until now >= deadline
+
+Launched with duration 0 before copies and with bytes / bandwidth behind each of them. Because durations are added to
+the deadline and not to the time of the launch, the few microseconds between a kernel and a copy do not add up; a link
+that idled longer than `slack`, or was slower than what is emulated, gets nothing of that back.
+
+One program of one warp, which sleeps between looks at the clock: it takes a block's place on one SM and hardly any of
+its cycles.
+"""
+
+import torch
+
+from offload_runtime_kernels._jit import jit, require_triton, tl
+
+# What a kernel before and one behind a copy leave idle, with room to spare; a pause of the schedule is longer.
+SLACK_NS = 20_000
+
+
+def pace_link_reference(deadline_ns: int, now_ns: int, duration_ns: int, *, slack_ns: int = SLACK_NS) -> int:
+    """The next deadline, all on one clock, in nanoseconds: `pace_link` without the waiting."""
+    following = deadline_ns + duration_ns
+    return now_ns if now_ns - following > slack_ns else following
+
+
+@jit
+def _read_clock(clock_ptr, TICK: tl.constexpr):
+    """Nanoseconds: of the GPU, or (`TICK` > 0) of a clock in memory that each look moves on by so much."""
+    if TICK > 0:
+        now = tl.atomic_add(clock_ptr, TICK)
+    else:
+        now = tl.inline_asm_elementwise(
+            "{ nanosleep.u32 100; mov.u64 $0, %globaltimer; }", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return now
+
+
+@jit(do_not_specialize=("duration_ns",))
+def _pace_link_kernel(deadline_ptr, clock_ptr, duration_ns, SLACK: tl.constexpr, TICK: tl.constexpr):
+    deadline = tl.load(deadline_ptr) + duration_ns
+    now = _read_clock(clock_ptr, TICK)
+    deadline = tl.where(now - deadline > SLACK, now, deadline)
+    tl.store(deadline_ptr, deadline)
+    while now < deadline:
+        now = _read_clock(clock_ptr, TICK)
+
+
+def pace_link(
+    deadline_ns: torch.Tensor, duration_ns: int, *, clock: torch.Tensor | None = None, tick_ns: int = 0
+) -> None:
+    """Hold the current stream up until `duration_ns` behind the deadline, which moves there; see above.
+
+    Args:
+        deadline_ns: [1] int64 on the stream's device: nanoseconds of the GPU's clock, 0 at first. One stream's own.
+        duration_ns: What the bytes copied since the last call would have taken; 0 before the first copy.
+        clock: [1] int64, device, to go by instead of the GPU's clock.
+        tick_ns: By how much each look moves `clock` on; positive exactly if there is one.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    require_triton("pacing the link")
+    assert deadline_ns.dtype == torch.int64 and deadline_ns.shape == (1,)
+    assert (clock is None) == (tick_ns == 0)
+    _pace_link_kernel[(1,)](
+        deadline_ns, deadline_ns if clock is None else clock, duration_ns, SLACK=SLACK_NS, TICK=tick_ns,
+        num_warps=1,
+    )  # fmt: skip

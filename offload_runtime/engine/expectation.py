@@ -1,0 +1,145 @@
+"""What a run should have taken, by the figures of its machine: predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from offload_runtime.config import GB
+from offload_runtime.engine.costs import DTYPE_NAMES, draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.planning import machine_figures
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import OptionError, ProfileError
+from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.planner import MachineFigures, RoundCosts, predict_pass, predict_round, predict_step
+from offload_runtime.speculation import Acceptance
+
+
+class Played(Protocol):
+    """What is asked of an answer: its tokens, its passes, and what was proposed in them."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def new_tokens(self) -> int: ...
+
+    @property
+    def passes(self) -> int: ...
+
+    @property
+    def acceptance(self) -> Sequence[Acceptance]: ...
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the figures of a runtime are held against.
+
+    `machine` is None where nothing is known of it, and nothing is predicted. `emulated` names the machine that this one
+    plays.
+    """
+
+    plan: RunPlan
+    machine: MachineFigures | None = None
+    emulated: str | None = None
+
+    def seconds_per_pass(self, answers: Sequence[Played]) -> float | None:
+        """Predicted seconds from pass to pass, proposals included, on average over the passes of a batch.
+
+        Args:
+            answers: All answers of the batch, which began together and ended each after its own passes.
+
+        Returns:
+            None where nothing is known of the machine, or nothing was passed.
+        """
+        machine = self.machine
+        ends = sorted({0, *(answer.passes for answer in answers)})
+        if machine is None or ends[-1] == 0:
+            return None
+        total_s = 0.0
+        for begin, end in pairwise(ends):
+            active = [answer for answer in answers if answer.passes > begin]
+            total_s += (end - begin) * _round_s(self.plan.placed, active, machine)
+        return total_s / ends[-1]
+
+
+def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFigures) -> float:
+    """Seconds of a round over these answers, each about halfway."""
+    target = replace(placed.plans.target, batch=len(answers))
+    placed = replace(placed, plans=replace(placed.plans, target=target))
+    lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
+    rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
+    length = min(sum(lengths) // len(lengths), target.context_tokens - rows)
+    verify = predict_pass(pass_costs(placed, length_tokens=length, rows=rows), machine)
+    drafting_s = sum(_drafting_s(placed, answer, machine) for answer in answers)
+    costs = RoundCosts(
+        link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
+        lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
+        gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
+    )  # fmt: skip
+    return predict_round(costs, 0.0).seconds
+
+
+def _proposed_per_pass(answer: Played) -> float:
+    """Proposals that a pass verified, on average."""
+    return answer.acceptance[-1].proposed / answer.passes if answer.acceptance else 0.0
+
+
+def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -> float:
+    """Seconds of proposing for one pass over one answer; n-grams take none."""
+    draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
+    draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
+    if not steps or middle is None:
+        return steps * draft_step_s
+    if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
+        steps = answer.acceptance[0].verifications / answer.passes
+    gamma_draft = 0 if draft is None else middle.options.gamma_draft
+    return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
+
+
+def known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineFigures | None:
+    """Figures of the machine to predict with: of the profile given, or of one that knows this GPU.
+
+    The user's own profiles come before those that are shipped. Nothing is known of a CPU unless it is given.
+
+    Args:
+        profile: What to go by; None looks for one.
+        device: Where the target runs.
+        dtype: Of the target, in which the machine's arithmetic has to be known.
+
+    Raises:
+        OptionError: The profile leaves out what is needed.
+    """
+    if profile is not None:
+        return _figures(profile, dtype)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
+        try:
+            found = load_profile(entry.path)
+            if found.gpu_name == name:
+                return _figures(found, dtype)
+        except (ProfileError, OptionError):  # nobody asked for this one
+            continue
+    return None
+
+
+def _figures(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
+    figures = machine_figures(profile)
+    figures.flops(DTYPE_NAMES[str(dtype)])
+    return figures
+
+
+def expect(
+    plan: RunPlan, machine: MachineFigures | None, *, link_peak_gbps: float | None, emulated: str | None
+) -> Expectation:
+    """What a loaded runtime is held against: the link is as fast as it was measured, if anything is streamed."""
+    if machine is not None and link_peak_gbps is not None:
+        machine = replace(machine, link_gbps=link_peak_gbps)
+    return Expectation(plan, machine, emulated)

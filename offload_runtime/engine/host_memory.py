@@ -1,0 +1,97 @@
+"""Host memory: what a run may take of it, and which layers are staged because not everything can be page-locked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan
+from offload_runtime.engine.staging_plan import host_kv_bytes, place_staged
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.machine_profile.host_info import HostInfo
+from offload_runtime.staging import ring_shape
+
+# Stays with the system and with other programs when nobody says how much may be taken.
+_KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """Most host memory of a run, this process included, and of that most page-locked memory (None: what the system
+    allows), where the device's copies need it at all. The names say whose limits these are, for messages."""
+
+    ram_bytes: int
+    ram_name: str
+    pinned_bytes: int | None
+    pinned_name: str
+    page_locks: bool
+
+    def stage(self, placed: PlacedLevels) -> PlacedLevels:
+        """The same, with layers staged that cannot be page-locked. Raises `BudgetError` as `place_staged` does."""
+        if not self.page_locks:
+            return placed
+        placement = place_staged(placed.plans.target, placed.placement, self.pinned_bytes, self.pinned_name)
+        return replace(placed, placement=placement)
+
+
+def host_limits(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> HostLimits:
+    """Limits of a run on this machine.
+
+    Args:
+        asked_ram: What the user allows of host memory; None for what is available but for a reserve.
+        asked_pinned: The same of page-locked memory; None for what can be registered.
+        host: This machine.
+        page_locks: Whether the device's copies need page-locked memory at all.
+
+    Raises:
+        OptionError: A limit of page-locked memory where there is none to lock.
+    """
+    if asked_pinned is not None and not page_locks:
+        raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
+    if asked_ram is None:
+        kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES)
+        # Python and the libraries have taken most of theirs by now.
+        ram_bytes = max(0, host.available_bytes - kept_bytes) + PROCESS_BYTES
+        ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
+    else:
+        ram_bytes, ram_name = asked_ram, "--ram"
+    if asked_pinned is None and host.wsl:  # Windows' driver locks about half of what the virtual machine has
+        return HostLimits(ram_bytes, ram_name, host.ram_bytes // 2, "WSL", page_locks)
+    return HostLimits(ram_bytes, ram_name, asked_pinned, "--pinned", page_locks)
+
+
+def check_ram(plan: RunPlan, limit_bytes: int, name: str) -> None:
+    """Refuse a plan that takes more host memory than `limit_bytes`, this process included.
+
+    Raises:
+        BudgetError: Says of what, by how much, and what would help.
+    """
+    if plan.host_bytes <= limit_bytes:
+        return
+    target = plan.placed.plans.target
+    loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
+    parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
+    ways = [] if loading or not plan.placed.placement.num_streamed else ["raise --vram, which keeps more layers there"]
+    if target.kv.on_host and not loading:
+        ways.append(f"lower --context (now {target.context_tokens})")
+    if plan.placed.plans.draft is not None:
+        ways.append("take a smaller draft")
+    ways += ["choose a 16-bit --dtype or a smaller model", "or allow more with --ram"]
+    raise BudgetError(
+        f"{name} of {format_bytes(limit_bytes)} is too small by {format_bytes_up(plan.host_bytes - limit_bytes)} "
+        f"({listed(parts)}): {', '.join(ways)}"
+    )
+
+
+def least_pinned_bytes(plan: RunPlan) -> int:
+    """Page-locked memory without which a plan cannot be: with less than all of it layers are staged."""
+    target = plan.placed.plans.target
+    ring_bytes = ring_shape(target.layer_bytes).nbytes if plan.placed.placement.num_streamed else 0
+    return min(plan.pinned_bytes, host_kv_bytes(target) + ring_bytes)
+
+
+def listed(parts: Sequence[MemoryPart]) -> str:
+    """The parts in words."""
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)

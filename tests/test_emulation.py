@@ -1,0 +1,146 @@
+"""A smaller machine played by this one: its memory is the limit, its link the pace, its tokens the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from offload_runtime.cli import app
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.emulation import emulation_of, measure_link_both_ways
+from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
+from offload_runtime.kv_cache import HostKVCache, block_bytes
+from offload_runtime.machine_profile import MachineProfile, load_profile, save_profile
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+
+MB, NUM_LAYERS = 1_000_000, 8
+# Slow enough for a layer of the checkpoint (83 kB) to take far longer than a thread oversleeps.
+TOY = MachineProfile(
+    "toy", "made up", 1, 10**9, gpu_name="toy", vram_bytes=400 * MB, vram_reserved_bytes=50 * MB, link_gbps=0.01,
+    link_back_gbps=0.005, hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
+)  # fmt: skip
+PROMPT = [7 + index % 200 for index in range(300)]  # more than a block, so that one is written back
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # So large that its keys and values take more memory than a ring for them.
+    return write_checkpoint(tmp_path_factory.mktemp("target"), context=8192, num_layers=NUM_LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+
+
+def _generate(runtime: Runtime) -> list[int]:
+    return runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3).tokens
+
+
+def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path) -> None:
+    with load(target, kv="host", resident_layers=0, draft="none") as plain:
+        expected = _generate(plain)
+        assert plain.emulated is None and "emulating" not in plain.placement
+        needed_bytes = plain.plan.device_bytes  # without a limit all keys and values stay on the host
+    save_profile(replace(TOY, vram_bytes=needed_bytes + 100_000, vram_reserved_bytes=None), "toy")
+    with load(target, kv="host", resident_layers=0, draft="none", emulate="toy") as runtime:
+        assert runtime.plan.resident_kv_layers == ()
+        assert "emulating toy: link paced to 0.01 GB/s, 0.005 back" in runtime.placement
+        assert runtime.emulated == "toy"
+        result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3)
+        cache = runtime._models.target.runner.cache
+        assert isinstance(cache, HostKVCache)
+        cache._writes.drain()
+        written = cache._writeback
+        assert written.bytes_copied == NUM_LAYERS * block_bytes(runtime.config, runtime.dtype)
+        # A copy may make good what the one before it overslept: 5 of 10 ms at the most.
+        assert written.copy_seconds() >= written.bytes_copied / 0.005e9 - 0.005 * NUM_LAYERS
+    assert result.tokens == expected
+    peak = result.stats.link_peak_gbps
+    assert peak is not None and 0 < peak <= 0.011
+    assert result.stats.to_dict()["emulated"] == "toy"
+
+
+@pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB), ("1GB", 350 * MB)])
+def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
+    with load(target, emulate=TOY, vram=vram) as runtime:
+        assert runtime.plan.device_limit_bytes == limit
+        assert f"of {limit // MB}.0 MB of device memory" in runtime.placement
+
+
+def test_what_does_not_fit_the_emulated_card_is_refused(target: Path) -> None:
+    with load(target), pytest.raises(BudgetError, match=r"device budget of 60\.0 MB is too small"):
+        Runtime.load(target, device="cpu", emulate=replace(TOY, vram_bytes=110 * MB))
+
+
+def test_a_card_that_is_not_smaller_is_refused_with_figures(target: Path) -> None:
+    for changes, words in (
+        ({"vram_bytes": 10**15, "vram_reserved_bytes": None}, r"toy cannot .* it has 1000\.0 TB .* cpu has [0-9.]+ GB"),
+        ({"link_gbps": 9e5}, r"link carries 9e\+05 GB/s to the device and that of cpu was measured at [0-9.e+]+ GB/s"),
+        ({"link_back_gbps": 9e5}, r"link carries 9e\+05 GB/s back to the host"),
+    ):
+        with pytest.raises(DeviceError, match=words):
+            Runtime.load(target, device="cpu", emulate=replace(TOY, **changes))
+
+
+def test_a_profile_has_to_say_what_to_emulate(target: Path) -> None:
+    for changes, words in (
+        ({"link_gbps": None, "link_back_gbps": None}, "toy cannot be emulated"),
+        ({"gpus": 0, "gpu_name": None, "vram_bytes": None, "vram_reserved_bytes": None, "link_gbps": None,
+          "link_back_gbps": None, "hbm_gbps": None, "tflops": {}}, "toy cannot be emulated"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=words):
+            emulation_of(replace(TOY, **changes))
+    with pytest.raises(ProfileError, match="did you mean rtx4090"):
+        Runtime.load(target, device="cpu", emulate="rtx409")
+
+
+def test_what_a_shipped_profile_leaves_open() -> None:
+    found, profile = emulation_of("rtx4090"), load_profile("rtx4090")
+    assert (found.link_gbps, found.link_back_gbps) == (25.0, 25.0)
+    assert found.vram_bytes == 25_757_220_864 - 1_500_000_000
+    assert emulation_of(replace(profile, vram_reserved_bytes=None)).vram_bytes == 25_757_220_864
+
+
+def test_the_link_is_measured_in_both_directions() -> None:
+    there, back = measure_link_both_ways(torch.device("cpu"), nbytes=1 << 20)
+    assert there > 0.01 and back > 0.01
+
+
+def test_the_commands_emulate(target: Path) -> None:
+    save_profile(TOY, "toy")
+    common = ["--target", str(target), "--device", "cpu", "--emulate", "toy", "--json", "--no-progress"]
+    quiet = ["--resident-layers", "0", "--profile", "toy"]
+    asked = ["generate", *common, *quiet, "--draft", "none", "--prompt", "the quick", "--max-new-tokens", "3"]
+    result = CliRunner().invoke(app, [*asked, "--ignore-eos"])
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["emulated"] == record["stats"]["emulated"] == "toy"
+    # Nothing but the link binds here.
+    bound_s = record["stats"]["bytes_per_pass"] / record["stats"]["link_peak_gbps"] / 1e9
+    assert record["stats"]["predicted_s_per_pass"] == pytest.approx(bound_s)
+    assert record["stats"]["measured_s_per_pass"] > 0
+    assert "emulating toy" in result.stderr and " s a pass, measured " in result.stderr
+    checked = ["verify", *common, "--quick", "--tokens", "8", "--seeds", "32"]
+    verified = CliRunner().invoke(app, checked)
+    assert verified.exit_code == 0, verified.stderr
+    assert json.loads(verified.stdout)["emulated"] == "toy"
+    checked.remove("--json")
+    assert CliRunner().invoke(app, checked).stdout.endswith("\non an emulated toy\n")
+
+
+@pytest.mark.gpu
+def test_the_tokens_of_a_gpu_do_not_change_with_the_pace(target: Path) -> None:
+    card = replace(TOY, vram_bytes=4000 * MB, link_gbps=0.05, link_back_gbps=0.05)
+    options = {"device": "cuda", "dtype": "bf16", "kv": "host", "resident_layers": 0, "draft": "ngram"}
+    with Runtime.load(target, **options) as plain:  # type: ignore[arg-type]
+        expected = _generate(plain)
+    with Runtime.load(target, emulate=card, **options) as runtime:  # type: ignore[arg-type]
+        assert _generate(runtime) == expected
+        peak = runtime._parts.link_peak_gbps
+        assert peak is not None and peak == pytest.approx(0.05, rel=0.05)  # of layers of 41 kB

@@ -1,0 +1,175 @@
+"""What a run should have taken: the planner's passes and steps, as many as there were, by the machine's figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
+from offload_runtime.engine.expectation import Expectation, expect, known_figures
+from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import OptionError, ProfileError
+from offload_runtime.machine_profile import load_profile, save_profile
+from offload_runtime.planner import predict_pass, predict_step
+from offload_runtime.speculation import Acceptance
+from offload_runtime.weights import describe_model
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CARD = replace(machine_figures(load_profile("rtx4090")), ram_bytes=256 * 10**9, pinnable_bytes=None)
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an answer took."""
+
+    prompt_tokens: int
+    new_tokens: int
+    passes: int
+    acceptance: tuple[Acceptance, ...] = ()
+
+
+def _plan(
+    target: str, draft: str = "none", *, context: int = 4096, batch: int = 1, mode: str = "auto", kv: str = "auto"
+) -> RunPlan:
+    described = None if draft in ("none", "ngram") else describe_model(CONFIGS / draft)
+    request = PlanRequest(
+        describe_model(CONFIGS / target), draft, described, context=context, batch=batch, kv=kv,
+        speculation=SpeculationOptions(mode),
+    )  # fmt: skip
+    return plan_run(request, CARD)
+
+
+def _pass_s(plan: RunPlan, *, length: int, rows: int) -> float:
+    return predict_pass(pass_costs(plan.placed, length_tokens=length, rows=rows), CARD).seconds
+
+
+def _verified(passes: int, proposed: int, by: str = "ngram") -> Acceptance:
+    return Acceptance(by, "target", passes, proposed, proposed // 2)
+
+
+def test_plain_decoding_is_a_pass_halfway_through_the_answer() -> None:
+    plan = _plan("llama-2-13b", kv="gpu")
+    predicted = Expectation(plan, CARD).seconds_per_pass([Answer(1000, 400, 399)])
+    assert predicted == _pass_s(plan, length=1200, rows=1)
+    # 13B of which most is streamed at 25 GB/s.
+    assert predicted == pytest.approx(plan.placed.placement.num_streamed * 634_408_960 / 25e9, rel=0.01)
+
+
+def test_windows_are_as_wide_as_they_were_and_keys_and_values_as_many() -> None:
+    plan = _plan("llama-2-7b-128k", context=131072)
+    answer = Answer(120_000, 100, 20, (_verified(20, 157),))
+    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    assert predicted == _pass_s(plan, length=120_050, rows=9)
+    assert predicted > 1.5 * _pass_s(plan, length=60_000, rows=9)
+
+
+def test_a_full_context_leaves_room_for_the_window() -> None:
+    plan = _plan("llama-2-13b")
+    predicted = Expectation(plan, CARD).seconds_per_pass([Answer(4090, 6, 1, (_verified(1, 16),))])
+    assert predicted == _pass_s(plan, length=4096 - 17, rows=17)
+
+
+def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None:
+    plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
+    assert plan.placed.placement.num_streamed == 0
+    answer = Answer(1000, 400, 100, (_verified(100, 500, "draft"),))
+    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    draft = plan.placed.plans.draft
+    assert draft is not None
+    step_s = predict_step(draft_step_costs(draft), CARD)
+    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=6) + 5 * step_s)
+    streamed = _plan("llama-2-13b", "llama-68m", mode="chain")
+    assert Expectation(streamed, CARD).seconds_per_pass([answer]) == _pass_s(streamed, length=1200, rows=6)
+
+
+def test_a_middle_level_takes_the_steps_that_it_took() -> None:
+    plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
+    draft, middle = plan.placed.plans.draft, plan.placed.middle
+    assert draft is not None and middle is not None
+    inner = Acceptance("draft", "middle", 2000, 8000, 3000)
+    answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "middle")))
+    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    step_s = predict_step(middle_step_costs(plan.placed), CARD) + 4 * predict_step(draft_step_costs(draft), CARD)
+    hidden_s = 4 * plan.placed.plans.target.kv.piece_bytes / 25e9
+    assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + 10 * step_s - hidden_s)
+    alone = _plan("llama-2-7b-128k", "none", context=131072, mode="triforce")
+    assert alone.placed.middle is not None
+    without = replace(answer, acceptance=(_verified(200, 4800, "middle"),))
+    step_s = predict_step(middle_step_costs(alone.placed), CARD)
+    expected = _pass_s(alone, length=120_500, rows=25) + 24 * step_s - hidden_s
+    assert Expectation(alone, CARD).seconds_per_pass([without]) == pytest.approx(expected)
+
+
+def test_a_batch_shrinks_as_its_answers_end() -> None:
+    plan = _plan("llama-2-7b-128k", context=65536, batch=2)
+    expected = Expectation(plan, CARD)
+    short, long = Answer(60_000, 10, 9), Answer(40_000, 100, 99)
+    both_s = expected.seconds_per_pass([replace(short, passes=9), replace(long, passes=9)])
+    alone_s = expected.seconds_per_pass([long])
+    assert both_s is not None and alone_s is not None and both_s > 2 * alone_s
+    assert expected.seconds_per_pass([short, long]) == pytest.approx((9 * both_s + 90 * alone_s) / 99)
+    one_token = replace(short, passes=0)
+    assert expected.seconds_per_pass([one_token, long]) == alone_s
+    assert expected.seconds_per_pass([one_token]) is None
+
+
+def test_the_measured_link_takes_the_place_of_the_profiles() -> None:
+    plan, answer = _plan("llama-2-13b"), Answer(1000, 400, 399)
+    slow = expect(plan, CARD, link_peak_gbps=12.5, emulated="some")
+    assert slow.emulated == "some"
+    assert slow.seconds_per_pass([answer]) == pytest.approx(2 * _pass_s(plan, length=1200, rows=1))
+    unmeasured = expect(plan, CARD, link_peak_gbps=None, emulated=None)
+    assert unmeasured.seconds_per_pass([answer]) == _pass_s(plan, length=1200, rows=1)
+    assert expect(plan, None, link_peak_gbps=12.5, emulated=None).seconds_per_pass([answer]) is None
+
+
+def test_figures_are_of_this_card_ones_own_before_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert known_figures(None, CPU, torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
+    shipped = known_figures(None, CUDA, torch.bfloat16)
+    assert shipped is not None and (shipped.name, shipped.hbm_gbps) == ("rtx4090", 1008.0)
+    save_profile(replace(load_profile("rtx3090"), hbm_gbps=1.0), "another-card")
+    save_profile(replace(load_profile("rtx4090"), hbm_gbps=None), "half-known")
+    (tmp_path / "config" / "profiles" / "broken.toml").write_text("gpus = maybe")
+    found = known_figures(None, CUDA, torch.bfloat16)
+    assert found is not None and found.name == "rtx4090"
+    save_profile(replace(load_profile("rtx4090"), hbm_gbps=990.0), "mine")
+    own = known_figures(None, CUDA, torch.bfloat16)
+    assert own is not None and (own.name, own.hbm_gbps) == ("mine", 990.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card that nobody has measured")
+    assert known_figures(None, CUDA, torch.bfloat16) is None
+
+
+def test_figures_that_were_asked_for_must_be_complete(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    with pytest.raises(ProfileError, match="there is no profile 'rtx40'"):
+        Runtime.load(target, device="cpu", profile="rtx40")
+    with pytest.raises(OptionError, match=r"h200 has no TFLOP/s for fp32: add tflops\.fp32 to it"):
+        Runtime.load(target, device="cpu", profile="h200")
+    with load(target, draft="none") as unknown, load(target, draft="none", profile="rtx4090") as known:
+        stats = [runtime.generate(PROMPT, max_new_tokens=3, ignore_eos=True).stats for runtime in (unknown, known)]
+        single = known.generate(PROMPT, max_new_tokens=1, ignore_eos=True).stats
+    assert stats[0].predicted_s_per_pass is None and (stats[1].predicted_s_per_pass or 0) > 0
+    assert all((one.measured_s_per_pass or 0) > 0 for one in stats)
+    assert single.predicted_s_per_pass is None and single.measured_s_per_pass is None
+
+
+def test_the_answers_of_a_batch_share_a_prediction(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    with load(target, draft="none", profile="rtx4090", max_batch=2) as runtime:
+        results = runtime.generate_batch([PROMPT, "the link"], max_new_tokens=4, ignore_eos=True)
+    first, second = (result.stats.predicted_s_per_pass for result in results)
+    assert first is not None and first == second > 0

@@ -1,0 +1,133 @@
+"""An emulated link: copies take as long as its bandwidth says, and are the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload_runtime.copy_engine import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.link_pace import HostPace, paced_link
+
+CPU = torch.device("cpu")
+MS = 1_000_000
+
+
+class Clock:
+    """A clock that stands still but for sleeping, which it oversleeps, and for what the test adds."""
+
+    def __init__(self, oversleep_ns: int = 0) -> None:
+        self.now_ns = 10**12
+        self.slept_ns = 0
+        self._oversleep_ns = oversleep_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_ns += round(seconds * 1e9)
+        self.now_ns += round(seconds * 1e9) + self._oversleep_ns
+
+
+def _copy(pace: HostPace, clock: Clock, nbytes: int, *, takes_ns: int = 0) -> None:
+    pace.begin()
+    clock.now_ns += takes_ns
+    pace.carried(nbytes)
+
+
+def test_copies_take_what_their_bytes_take_whatever_they_took() -> None:
+    clock = Clock()
+    pace, begun = HostPace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
+    for takes_ns in (0, MS, 9 * MS):
+        _copy(pace, clock, 20_000_000, takes_ns=takes_ns)  # 10 ms at 2 GB/s
+    assert clock.now_ns - begun == 30 * MS
+    assert clock.slept_ns == 20 * MS
+
+
+def test_oversleeping_does_not_add_up() -> None:
+    clock = Clock(oversleep_ns=MS)
+    pace, begun = HostPace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
+    for _ in range(100):
+        _copy(pace, clock, 20_000_000)
+    assert clock.now_ns - begun == 1001 * MS
+
+
+def test_a_link_that_idled_or_was_slow_does_not_catch_up() -> None:
+    clock = Clock()
+    pace = HostPace(2.0, clock_ns=clock, sleep=clock.sleep)
+    _copy(pace, clock, 20_000_000, takes_ns=50 * MS)  # five times as slow as what is emulated
+    for idle_ns in (0, 60 * MS):
+        clock.now_ns += idle_ns
+        begun = clock.now_ns
+        _copy(pace, clock, 20_000_000)
+        assert clock.now_ns - begun == 10 * MS
+
+
+class CountedPace:
+    """Notes what an engine tells it."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def begin(self) -> None:
+        self.told.append(0)
+
+    def carried(self, nbytes: int) -> None:
+        self.told.append(nbytes)
+
+
+def _copy_through(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor) -> None:
+    engine.enqueue(dst, src, free=engine.new_event(), ready=engine.new_event())
+    engine.drain()
+
+
+def test_an_engine_tells_its_pace_of_every_copy() -> None:
+    pace = CountedPace()
+    engine = ThreadCopyEngine(pace=pace)
+    for nbytes in (1000, 7):
+        src = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+        dst = torch.zeros_like(src)
+        _copy_through(engine, dst, src)
+        assert torch.equal(dst, src)
+    engine.close()
+    assert pace.told == [0, 1000, 0, 7]
+
+
+def _block(value: int, nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def test_engines_made_within_a_paced_link_keep_to_it() -> None:
+    def gbps(make: Callable[[], CopyEngine]) -> float:
+        engine = make()
+        dst = _block(0, 200_000)
+        measured = measure_link_gbps(engine, dst, _block(3, 200_000))
+        engine.close()
+        assert torch.equal(dst, _block(3, 200_000))
+        return measured
+
+    with paced_link(0.01):  # 20 ms a copy
+        with paced_link(None):
+            unpaced = make_copy_engine(CPU)
+        paced = make_copy_engine(CPU)
+    # Eight copies may make good what one overslept: 5 of 160 ms at the most.
+    assert gbps(lambda: paced) <= 0.01 * 160 / 154
+    for make in (lambda: unpaced, lambda: make_copy_engine(CPU)):
+        assert gbps(make) > 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mib", [4, 64, 200])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_paced_gpu_link_is_within_two_percent(mib: int, back: bool) -> None:
+    nbytes, device = mib << 20, torch.device("cuda")
+    host = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).pin_memory()
+    gpu = torch.zeros(nbytes, dtype=torch.uint8, device=device) if not back else host.to(device)
+    torch.cuda.synchronize()
+    dst, src = (torch.zeros_like(host).pin_memory(), gpu) if back else (gpu, host)
+    with paced_link(6.0):
+        engine = make_copy_engine(device)
+    assert measure_link_gbps(engine, dst, src, repeats=max(4, 128 // mib)) == pytest.approx(6.0, rel=0.02)
+    engine.close()
+    assert torch.equal(dst.cpu(), host)

@@ -1,0 +1,110 @@
+"""Locking block by block: refused at any of them, what was locked before stays, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from offload_runtime.errors import BudgetError
+from offload_runtime.memory import PAGE_BYTES, HostArena
+from offload_runtime.page_locking import CudaRegistrar, LockedPages, make_registrar
+from tests.helpers.page_locking import REFUSED, LimitedRegistrar
+
+NO_LIMIT = 1 << 60
+
+
+@pytest.mark.parametrize("refuse_call", [None, 0, 1, 2, 3, 4])
+def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None:
+    """Five blocks, the last of them shorter."""
+    registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=() if refuse_call is None else (refuse_call,))
+    pages = LockedPages(64 * PAGE_BYTES, 9 * PAGE_BYTES, registrar)
+    blocks = 5 if refuse_call is None else refuse_call
+    assert pages.lock(2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
+    expected = min(2 * blocks, 9) * PAGE_BYTES
+    assert pages.locked_bytes == registrar.locked_bytes == expected
+    assert sorted(registrar.locked) == [(64 + 2 * block) * PAGE_BYTES for block in range(blocks)]
+    assert pages.lock(2 * PAGE_BYTES) == 0  # it goes on where it was refused
+    assert pages.locked_bytes == registrar.locked_bytes == 9 * PAGE_BYTES
+    pages.unlock()
+    pages.unlock()
+    assert pages.locked_bytes == 0 and not registrar.locked
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("offload_runtime.memory.LOCK_BLOCK_BYTES", 4 * PAGE_BYTES)
+    return 4 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("blocks", range(4))
+def test_an_arena_is_locked_as_far_as_the_system_allows(small_blocks: int, blocks: int) -> None:
+    registrar = LimitedRegistrar(blocks * small_blocks)
+    arena = HostArena(3 * small_blocks, name="layer 0")
+    assert arena.pin_blocks(registrar) == arena.pinned == (blocks == 3)
+    assert arena.pinned_bytes == registrar.locked_bytes == blocks * small_blocks
+    assert all(address >= arena.buffer.data_ptr() for address in registrar.locked)
+    arena.unpin()
+    assert not arena.pinned and not registrar.locked
+    assert arena.buffer.nbytes == 3 * small_blocks  # only the lock is gone
+
+
+def test_all_or_nothing_is_one_block_and_leaves_nothing_locked(small_blocks: int) -> None:
+    registrar = LimitedRegistrar(2 * small_blocks)
+    arena = HostArena(3 * small_blocks, name="layer 7")
+    with pytest.raises(BudgetError, match=r"could not page-lock 49\.2 kB for layer 7 \(CUDA error 2\): raise"):
+        arena.pin(registrar)
+    assert registrar.num_calls == 1 and not registrar.locked and not arena.pinned
+    larger = LimitedRegistrar(NO_LIMIT)
+    other = HostArena(3 * small_blocks, name="layer 8")
+    other.pin(larger)
+    other.pin(larger)
+    assert list(larger.locked.values()) == [3 * small_blocks]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
+    registrar = LimitedRegistrar(NO_LIMIT)
+    arena = HostArena(8 * PAGE_BYTES, name="layer 0")
+    arena.pin_blocks(registrar)
+    if closed:
+        arena.close()
+        assert not arena.pinned
+    del arena
+    gc.collect()
+    assert not registrar.locked
+
+
+def test_a_cpu_locks_nothing() -> None:
+    assert make_registrar(torch.device("cpu")) is None
+    assert isinstance(make_registrar(torch.device("cuda")), CudaRegistrar)
+
+
+@pytest.mark.gpu
+def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
+    registrar = CudaRegistrar()
+    arena = HostArena(1 << 20, name="layer 0")
+    arena.pin(registrar)
+    assert registrar.register(arena.buffer.data_ptr(), arena.nbytes) != 0  # it is locked already
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+    arena.close()
+
+
+@pytest.mark.gpu
+def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload_runtime.copy_engine import COPY_PIECE_BYTES, CudaCopyEngine
+
+    monkeypatch.setattr("offload_runtime.memory.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
+    arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
+    arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
+    assert arena.pin_blocks(CudaRegistrar())
+    gpu = torch.zeros(arena.nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    engine = CudaCopyEngine(torch.device("cuda"))
+    free, ready = engine.new_event(), engine.new_event()
+    engine.enqueue(gpu, arena.buffer, free=free, ready=ready)
+    engine.compute_wait(ready)
+    assert torch.equal(gpu.cpu(), arena.buffer)
+    engine.close()
+    arena.close()

@@ -1,0 +1,375 @@
+"""Runs on systems that lock too little memory: the same tokens, within every limit, refused before anything is read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.config import GB, GIB
+from offload_runtime.copy_engine import CudaCopyEngine
+from offload_runtime.engine import Runtime, assembly, loading
+from offload_runtime.engine.costs import pass_costs
+from offload_runtime.engine.host_memory import host_limits
+from offload_runtime.engine.run_plan import PROCESS_BYTES
+from offload_runtime.engine.staging_plan import arena_bytes
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.machine_profile.host_info import HostInfo, usable_cores
+from offload_runtime.machine_profile.schema import CpuFigures
+from offload_runtime.memory import HostArena
+from offload_runtime.page_locking import CudaRegistrar
+from offload_runtime.planner import Placement
+from offload_runtime.staging import StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.streaming import LayerStreamer
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.page_locking import LimitedRegistrar
+
+NUM_LAYERS = 10
+NO_LIMIT = 1 << 60
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def layer_bytes(target: Path) -> int:
+    with load(target, resident_layers=0) as runtime:
+        return arena_bytes(runtime.plan.placed.plans.target)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[int]:
+    """Tokens without any streaming."""
+    with load(target, draft="none") as runtime:
+        return list(tokens_of(runtime))
+
+
+def tokens_of(runtime: Runtime) -> tuple[int, ...]:
+    return runtime.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
+
+
+def lock_with(patch: pytest.MonkeyPatch, registrar: LimitedRegistrar | None) -> None:
+    patch.setattr(assembly, "make_registrar", lambda device: registrar)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def staged_of(runtime: Runtime) -> tuple[int, ...]:
+    return runtime._models.target.placement.staged_layers
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("count", range(NUM_LAYERS + 1))
+def test_a_refusal_after_any_layer_gives_the_same_tokens(
+    target: Path, layer_bytes: int, expected: list[int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses what nobody knew before: locks are moved, and make room for the ring."""
+    limit = max(count * layer_bytes, 2 * ring_shape(layer_bytes).piece_bytes)
+    registrar = LimitedRegistrar(limit)
+    lock_with(monkeypatch, registrar)
+    with load(target, resident_layers=0, draft="none") as runtime:
+        assert list(tokens_of(runtime)) == expected
+        staged = staged_of(runtime)
+        assert (len(staged) == 0) == (count == NUM_LAYERS)
+        assert registrar.locked_bytes <= limit
+        assert runtime._parts.pinned_bytes == registrar.locked_bytes
+        assert runtime.plan.staged_weight_layers == staged
+        assert runtime.plan.pinned_bytes == registrar.locked_bytes
+        if staged:
+            assert f"{len(staged)} of 10 streamed layers are staged from pageable memory" in runtime.placement
+            assert len(staged) <= NUM_LAYERS - count + 4  # the ring takes the place of four layers
+        else:
+            assert "staged" not in runtime.placement
+    assert not registrar.locked
+
+
+# One refusal at any moment, and another one at any moment of what it sets off.
+REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
+REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("calls", REFUSALS)
+def test_refusals_at_any_moment_give_the_same_tokens(
+    target: Path, layer_bytes: int, expected: list[int], calls: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers, the ring and locks that are moved: every one of them may be refused."""
+    registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=calls)
+    lock_with(monkeypatch, registrar)
+    try:
+        runtime = Runtime.load(target, device="cpu", resident_layers=0, draft="none")
+    except BudgetError as error:
+        assert "refuses to page-lock even" in str(error)
+        assert registrar.locked_when_refused[-1] < layer_bytes and not registrar.locked  # no layer was left to give up
+        return
+    with runtime:
+        assert list(tokens_of(runtime)) == expected
+        staged = staged_of(runtime)
+        assert (not staged) == (calls[0] >= NUM_LAYERS)
+        arenas = runtime._models.target.weights.layers
+        assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged)
+        assert runtime.plan.pinned_bytes == registrar.locked_bytes
+    assert not registrar.locked
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("shrink", range(1, 9))
+def test_a_layer_is_given_up_for_the_ring(
+    target: Path, layer_bytes: int, expected: list[int], shrink: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system takes back a part of what it seemed to allow."""
+    registrar = LimitedRegistrar(9 * layer_bytes, shrink_bytes=shrink * layer_bytes)
+    lock_with(monkeypatch, registrar)
+    with load(target, resident_layers=0, draft="none") as runtime:
+        assert list(tokens_of(runtime)) == expected
+        assert registrar.locked_bytes <= (9 - shrink) * layer_bytes
+        arenas = runtime._models.target.weights.layers
+        assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged_of(runtime))
+    assert not registrar.locked
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_system_that_locks_nothing_is_told_so(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registrar = LimitedRegistrar(4096)
+    lock_with(monkeypatch, registrar)
+    with pytest.raises(BudgetError, match=r"refuses to page-lock even .* for the ring to stage layers through"):
+        Runtime.load(target, device="cpu", resident_layers=0, draft="none")
+    with pytest.raises(BudgetError, match=r"the system page-locks .* at most, too little by .*KV cache.*--kv gpu"):
+        Runtime.load(target, device="cpu", resident_layers=0, draft="none", kv="host")
+    assert not registrar.locked
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("resident", [0, 3, 9])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_a_limit_is_kept_from_the_beginning(
+    target: Path, layer_bytes: int, expected: list[int], share: float, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = NUM_LAYERS - resident
+    least = 2 * ring_shape(layer_bytes).piece_bytes
+    limit = max(least, round(share * streamed) * layer_bytes)
+    registrar = LimitedRegistrar(limit)
+    lock_with(monkeypatch, registrar)
+    with load(target, resident_layers=resident, draft="none", pinned=limit) as runtime:
+        assert list(tokens_of(runtime)) == expected
+        assert runtime.plan.pinned_bytes == registrar.locked_bytes <= limit
+        assert registrar.most_locked_bytes <= limit
+        parts = {part.name: part.nbytes for part in runtime.plan.host}
+        assert parts.get("streamed layers", 0) + parts.get("staged layers", 0) == streamed * layer_bytes
+        assert (not staged_of(runtime)) == (limit >= streamed * layer_bytes)
+        if share == 0:
+            assert len(staged_of(runtime)) == streamed
+        costs = pass_costs(runtime.plan.placed, length_tokens=20, rows=1)
+        assert costs.streamed_bytes == runtime._models.target.runner.streamer.bytes_per_pass
+        assert costs.staged_bytes * streamed == costs.streamed_bytes * len(staged_of(runtime))
+    assert not registrar.locked
+
+
+def test_staged_and_locked_layers_alternate() -> None:
+    streamed = Placement((2, 5), 3, NUM_LAYERS)
+    assert streamed.with_pinned(4).staged_layers == (0, 3, 6, 8)
+    assert streamed.with_pinned(8).staged_layers == ()
+    assert streamed.with_pinned(0).staged_layers == (0, 1, 3, 4, 6, 7, 8, 9)
+
+
+@given(st.integers(1, 80), st.data())
+def test_no_two_neighbours_are_alike_when_it_can_be_helped(layers: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, layers))
+    placement = Placement((), 3, layers).with_pinned(count)
+    assert len(placement.staged_layers) == layers - count
+    gaps = [b - a for a, b in zip((-1, *placement.staged_layers), (*placement.staged_layers, layers), strict=True)]
+    assert max(gaps, default=1) - 1 <= -(-count // max(1, layers - count)) + 1  # locked ones in a row
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_bytes_cross_the_link_once(target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_with(monkeypatch, LimitedRegistrar(5 * layer_bytes))
+    with load(target, resident_layers=0, draft="none") as runtime:
+        assert staged_of(runtime)
+        engine = runtime._parts.engine
+        engine.drain()
+        before = engine.bytes_copied
+        result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert engine.bytes_copied - before == (result.stats.passes + 1) * result.stats.bytes_per_pass
+        assert result.stats.pinned_bytes == runtime._models.target.pinned_bytes > 0
+        assert result.stats.link_peak_gbps
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_abandoned_answer_and_the_next(target: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT, refuse_calls=(4,)))
+    with load(target, resident_layers=0, draft="none") as runtime:
+        assert staged_of(runtime)
+        for pieces in (1, 3):
+            stream = runtime.stream(PROMPT, max_new_tokens=50, ignore_eos=True)
+            for _ in range(pieces):
+                next(iter(stream))
+        assert list(tokens_of(runtime)) == expected
+
+
+class _LaterError(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("where", ["connect", "after"])
+def test_a_failure_while_loading_ends_the_threads_and_unlocks(
+    target: Path, layer_bytes: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar = LimitedRegistrar(4 * layer_bytes)
+    lock_with(monkeypatch, registrar)
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise _LaterError
+
+    monkeypatch.setattr(*((assembly, "RopeTable", fail) if where == "connect" else (loading, "make_proposers", fail)))
+    with pytest.raises(_LaterError):
+        Runtime.load(target, device="cpu", resident_layers=0, draft="none")
+    assert not registrar.locked
+
+
+# --- budgets
+
+
+@pytest.fixture
+def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were read before the limit was looked at")
+
+    monkeypatch.setattr(assembly, "load_weights", refuse)
+
+
+def refused(target: Path, **options: Any) -> str:
+    with pytest.raises(BudgetError) as caught:
+        Runtime.load(target, device="cpu", draft="none", **options)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_read", "nothing_left")
+def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path) -> None:
+    message = refused(target, ram=PROCESS_BYTES + 10_000, resident_layers=0)
+    assert "--ram of 3.0 GB is too small by" in message and "streamed layers" in message
+    assert "Python and libraries 3.0 GB" in message and "raise --vram" in message and "or allow more" in message
+    message = refused(target, ram=PROCESS_BYTES + 10_000, kv="host", context=400)
+    assert "lower --context (now 400)" in message and "KV cache" in message
+
+
+@pytest.mark.usefixtures("nothing_read", "nothing_left")
+def test_less_than_is_needed_of_what_is_available(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostInfo(CpuFigures("some", 2), 32 * GIB, 2 * GIB + 1000, None, False)
+    monkeypatch.setattr(loading, "read_host_info", lambda: host)
+    message = refused(target, resident_layers=0)
+    assert "the available host memory (2.1 GB stay with the system)" in message
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_plan_that_just_fits_is_loaded(target: Path) -> None:
+    with load(target, resident_layers=0, draft="none") as runtime:
+        needed = runtime.plan.host_bytes
+    with load(target, resident_layers=0, draft="none", ram=needed):
+        pass
+    assert "too small by 1 B" in refused(target, resident_layers=0, ram=needed - 1)
+
+
+@pytest.mark.usefixtures("nothing_read", "nothing_left")
+def test_too_little_page_locked_memory_is_refused_before_anything_is_read(
+    target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    least = 2 * ring_shape(layer_bytes).piece_bytes
+    message = refused(target, resident_layers=0, pinned=least - 1)
+    assert "--pinned page-locks" in message and "too little by 1 B" in message and "raise --vram" in message
+    message = refused(target, kv="host", context=400, pinned=1000)
+    assert "KV cache" in message and "lower --context (now 400), take --kv gpu" in message
+
+
+@pytest.mark.usefixtures("nothing_read")
+def test_a_limit_that_means_nothing_is_refused(target: Path) -> None:
+    with pytest.raises(OptionError, match="--pinned does nothing on a CPU"):
+        Runtime.load(target, device="cpu", pinned="1GB")
+
+
+def test_limits_of_a_machine() -> None:
+    cpu = CpuFigures("some", 8)
+    plain = host_limits(None, None, HostInfo(cpu, 64 * GIB, 50 * GIB, None, False), page_locks=True)
+    assert plain.ram_bytes == 48 * GIB + PROCESS_BYTES and plain.pinned_bytes is None
+    small = host_limits(None, None, HostInfo(cpu, 8 * GIB, 4 * GIB, None, False), page_locks=True)
+    assert small.ram_bytes == 4 * GIB - GIB // 2 + PROCESS_BYTES
+    windows = host_limits(None, None, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
+    assert (windows.pinned_bytes, windows.pinned_name) == (16 * GIB, "WSL")
+    asked = host_limits(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
+    assert (asked.ram_bytes, asked.pinned_bytes, asked.pinned_name) == (20 * GB, 5 * GB, "--pinned")
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing staged, half of it, nearly all: bitwise the same on a GPU whose system refuses to lock more."""
+    options: dict[str, Any] = {"device": "cuda", "resident_layers": 0, "draft": "none", "dtype": "bf16"}
+    seen = []
+    for count in (NUM_LAYERS, NUM_LAYERS // 2, 2):
+        registrar = LimitedRegistrar(count * layer_bytes, real=CudaRegistrar())
+        lock_with(monkeypatch, registrar)
+        with Runtime.load(target, **options) as runtime:
+            assert (not staged_of(runtime)) == (count == NUM_LAYERS)
+            seen += [tokens_of(runtime), tokens_of(runtime)]
+        assert not registrar.locked
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.gpu
+def test_staged_streaming_reaches_8_gbps() -> None:
+    """Everything pageable: the figure that the ring exists for, with 8 layers of 256 MiB."""
+    nbytes, device, num_threads = 256 << 20, torch.device("cuda"), staging_threads(usable_cores())
+    arenas = [HostArena(nbytes, name=f"layer {index}") for index in range(8)]
+    for index, arena in enumerate(arenas):
+        arena.buffer.fill_(index + 1)
+    shape = ring_shape(nbytes)
+    ring = HostArena(shape.nbytes, name="ring")
+    ring.pin(CudaRegistrar())
+    engine = StagingCopyEngine(
+        CudaCopyEngine(device), list(ring.buffer.view(shape.num_pieces, -1)),
+        {arena.buffer.data_ptr(): 0 for arena in arenas}, num_threads=num_threads,
+    )  # fmt: skip
+    try:
+        slots = list(torch.empty(3 * nbytes, dtype=torch.uint8, device=device).view(3, -1))
+        torch.cuda.synchronize()
+        layers = [arena.buffer for arena in arenas]
+        streamer = LayerStreamer(layers, {}, slots, make_views=lambda buffer: {"w": buffer}, engine=engine)
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+        def run_pass() -> None:
+            for index, weights in streamer.layers():
+                wrong.add_((weights["w"][:: 1 << 12] != index + 1).sum())
+
+        run_pass()
+        torch.cuda.synchronize()
+        before, started = engine.bytes_copied, time.perf_counter()
+        for _ in range(3):
+            run_pass()
+        torch.cuda.synchronize()
+        gbps = (engine.bytes_copied - before) / (time.perf_counter() - started) / GB
+        print(f"staged streaming: {gbps:.1f} GB/s with {num_threads} threads")
+        assert int(wrong) == 0
+        assert gbps > 8, f"{gbps:.1f} GB/s: no faster than plain pageable copies"
+    finally:
+        engine.close()
+        ring.close()

@@ -1,0 +1,100 @@
+"""TriForce over an answer that crosses many blocks: plain decoding's tokens, wherever a window is rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.kv_cache.retrieval import RetrievedChunks
+from offload_runtime.speculation import count_accepted
+from offload_runtime.speculation.triforce import TriForceProposer
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+# From 512 tokens on there is something far: at the end three blocks, each of which came while decoding.
+CONTEXT, COUNT, GAMMA = 1280, 560, 4
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
+START = PROMPT[:490]
+OPTIONS = SpeculationOptions("triforce", "full", chunk_size=8, budget_tokens=96, gamma_draft=2, refresh_steps=2)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["gqa", "mha"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "target"
+    return write_checkpoint(directory, context=2048, num_layers=2, num_kv_heads=request.param)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
+
+
+class Watch:
+    """Keeps what a runtime proposed to its target, and which blocks its chunks were last chosen from."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.windows: list[tuple[int, list[int]]] = []
+        self.available: set[int] = set()
+        propose, update = TriForceProposer.propose, RetrievedChunks.update
+
+        def watched_propose(proposer: TriForceProposer, tokens: Sequence[int], count: int) -> list[int]:
+            proposals = propose(proposer, tokens, count)
+            self.windows.append((len(tokens), proposals))
+            return proposals
+
+        def watched_update(chunks: RetrievedChunks, *arguments: Any, **named: Any) -> Any:
+            self.available.update(arguments[3])
+            return update(chunks, *arguments, **named)
+
+        patch.setattr(TriForceProposer, "propose", watched_propose)
+        patch.setattr(RetrievedChunks, "update", watched_update)
+
+
+def generate(runtime: Runtime, temperature: float) -> list[int]:
+    tokens: list[int] = runtime.generate(
+        START, max_new_tokens=COUNT, temperature=temperature, seed=3, ignore_eos=True
+    ).tokens
+    return tokens
+
+
+def test_a_rejection_at_every_place_and_new_chunks_in_between(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        load(target, draft="none", context=CONTEXT) as plain,
+        load(target, draft=draft, context=CONTEXT, kv="host", speculation=OPTIONS, max_gamma=GAMMA) as runtime,
+    ):
+        for temperature in (0.0, 0.6, 1.0):
+            expected = generate(plain, temperature)
+            watch = Watch(monkeypatch)
+            assert generate(runtime, temperature) == expected
+            monkeypatch.undo()
+            truth = START + expected
+            accepted = {
+                count_accepted(proposals, truth[length:])
+                for length, proposals in watch.windows
+                if len(proposals) == GAMMA
+            }
+            assert accepted == set(range(GAMMA + 1))
+            assert watch.available == {256 // 8 * blocks for blocks in (1, 2, 3)}
+
+
+def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:
+    """Prompts of no multiple of anything; each size of the batch has its own mixture of accepted windows."""
+    prompts = [PROMPT[:489], PROMPT[100:865], PROMPT[50:61]]
+    asked = {"max_new_tokens": 60, "temperature": 0.6, "seed": 3, "ignore_eos": True}
+    with (
+        load(target, draft="none", context=CONTEXT, max_batch=3) as plain,
+        load(
+            target, draft=draft, context=CONTEXT, kv="host", speculation=OPTIONS, max_gamma=GAMMA, max_batch=3
+        ) as runtime,
+    ):
+        for chosen in (prompts, prompts[:2], prompts[2:]):
+            expected = plain.generate_batch(chosen, **asked)
+            together = runtime.generate_batch(chosen, **asked)
+            assert [result.tokens for result in together] == [result.tokens for result in expected]
+        assert len({result.stats.passes for result in runtime.generate_batch(prompts, **asked)}) > 1, "ragged"
