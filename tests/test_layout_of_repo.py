@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "page_locking": set(),
     "memory": {"page_locking"},
-    "machine_profile": {PROFILES},
+    "machine_profile": {PROFILES, "page_locking"},
     "link_pace": {KERNELS},
     "copy_engine": {"memory", "link_pace"},
     "staging": {"copy_engine"},

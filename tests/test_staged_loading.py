@@ -373,3 +373,21 @@ def test_staged_streaming_reaches_8_gbps() -> None:
     finally:
         engine.close()
         ring.close()
+
+
+def test_a_context_left_to_the_runtime_is_what_host_memory_has_room_for(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, num_layers=2, context=8192)
+    with load(target, kv="host", draft="none") as runtime:
+        whole = runtime.plan
+    plan = whole.placed.plans.target
+    token_bytes = plan.config.kv_bytes_per_token(plan.dtype.itemsize)
+    assert plan.context_tokens == 8192 and whole.host_bytes > 6000 * token_bytes
+    limit_bytes = whole.host_bytes - 3000 * token_bytes
+    with load(target, kv="host", draft="none", ram=limit_bytes) as runtime:
+        assert runtime.plan.placed.plans.target.context_tokens == (8192 - 3000) // 256 * 256
+        assert runtime.plan.host_bytes <= limit_bytes
+        tokens_of(runtime)
+    with pytest.raises(BudgetError, match="lower --context"):
+        Runtime.load(target, device="cpu", kv="host", draft="none", ram=limit_bytes, context=8192)
+    with pytest.raises(BudgetError, match="lower --context"):
+        Runtime.load(target, device="cpu", kv="host", draft="none", ram=whole.host_bytes - 7000 * token_bytes)

@@ -94,8 +94,7 @@ def _gamma(plan: RunPlan, request: PlanRequest) -> int:
     proposes = request.speculation.mode != "none" and (request.draft_name != "none" or placed.middle is not None)
     if not proposes:
         return 0
-    source = "triforce" if placed.middle is not None else "ngram" if placed.plans.draft is None else "model"
-    gamma = default_gamma("cuda", source) if request.gamma is None else request.gamma
+    gamma = default_gamma("cuda", placed) if request.gamma is None else request.gamma
     return max(0, min(gamma, request.max_gamma, placed.plans.target.context_tokens - 2))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.engine.hierarchy import PlacedLevels
@@ -15,6 +17,8 @@ from offload_runtime.staging import ring_shape
 
 # Stays with the system and with other programs when nobody says how much may be taken.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
+# Less is no context that anybody left it to the runtime to choose.
+_LEAST_CONTEXT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,34 @@ def check_ram(plan: RunPlan, limit_bytes: int, name: str) -> None:
         f"{name} of {format_bytes(limit_bytes)} is too small by {format_bytes_up(plan.host_bytes - limit_bytes)} "
         f"({listed(parts)}): {', '.join(ways)}"
     )
+
+
+def planned_within(limit_bytes: int, context: int | str, planned: Callable[[int | str], RunPlan]) -> RunPlan:
+    """A plan of the context asked for, or where it is `auto` of the longest one that host memory has room for.
+
+    Args:
+        limit_bytes: Of host memory.
+        context: `auto`, or tokens.
+        planned: Plans a context; raises what planning raises.
+    """
+    plan = planned(context)
+    shorter = _shorter_context(plan, limit_bytes) if context == "auto" else None
+    return plan if shorter is None else planned(shorter)
+
+
+def _shorter_context(plan: RunPlan, limit_bytes: int) -> int | None:
+    """Tokens whose KV cache fits host memory, where the whole context's does not and nobody asked for all of it.
+
+    Returns:
+        A number of whole blocks, at least `_LEAST_CONTEXT_TOKENS`; None where a shorter context is no way out.
+    """
+    target = plan.placed.plans.target
+    if not target.kv.on_host or plan.host_bytes <= limit_bytes:
+        return None
+    token_bytes = target.batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
+    fewer = -(-(plan.host_bytes - limit_bytes) // token_bytes)
+    tokens = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
+    return tokens if tokens >= _LEAST_CONTEXT_TOKENS else None
 
 
 def least_pinned_bytes(plan: RunPlan) -> int:

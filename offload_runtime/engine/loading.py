@@ -14,8 +14,8 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
-from offload_runtime.engine.hierarchy import describe_speculation, make_proposers, place_batch
-from offload_runtime.engine.host_memory import check_ram, host_limits
+from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposers, place_batch
+from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
 from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
@@ -33,7 +33,9 @@ from offload_runtime.weights import CheckpointSource
 
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
-_DEFAULT_GAMMA = {("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 24}
+_DEFAULT_GAMMA = {
+    ("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 12, ("cuda", "triforce, streamed"): 24,
+}  # fmt: skip
 _CPU_DEFAULT_GAMMA = 7
 
 
@@ -86,15 +88,19 @@ def load_runtime(
         if options.mode == "none":
             kind = draft = "none"
         sources = assembly.open_sources(target, None if kind == draft else draft)
-        plans = make_plans(
-            sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
-            options=options, batch=batch,
-        )  # fmt: skip
-        require_dtype(plans.target.dtype, chosen)
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
-        placed = host.stage(place_batch(plans, budget, resident_layers, kv, options))
-        plan = describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
-        plans, middle = placed.plans, placed.middle
+
+        def planned(context: int | str) -> RunPlan:
+            plans = make_plans(
+                sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
+                options=options, batch=batch,
+            )  # fmt: skip
+            require_dtype(plans.target.dtype, chosen)
+            placed = host.stage(place_batch(plans, budget, resident_layers, kv, options))
+            return describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
+
+        plan = planned_within(host.ram_bytes, context, planned)
+        placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
         check_ram(plan, host.ram_bytes, host.ram_name)
@@ -107,8 +113,7 @@ def load_runtime(
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposers = make_proposers(kind, models, middle, options, budget, batch=batch)
-            source = "triforce" if middle is not None else "ngram" if models.draft is None else "model"
-            gamma = default_gamma(chosen.type, source)
+            gamma = default_gamma(chosen.type, placed)
             return LoadedRuntime(
                 sources, models, proposers, budget, models.target.engine,
                 default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
@@ -132,8 +137,11 @@ def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngin
         return make_copy_engine(budget.device)
 
 
-def default_gamma(device_type: str, source: str) -> int:
-    """Tokens proposed per pass when nothing is asked for; `source` is `ngram`, `model` or `triforce`."""
+def default_gamma(device_type: str, placed: PlacedLevels) -> int:
+    """Tokens proposed per pass when nothing is asked for."""
+    source = "ngram" if placed.plans.draft is None else "model"
+    if placed.middle is not None:
+        source = "triforce, streamed" if placed.plans.target.kv.on_host else "triforce"
     return _DEFAULT_GAMMA.get((device_type, source), _CPU_DEFAULT_GAMMA)
 
 

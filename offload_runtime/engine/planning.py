@@ -8,7 +8,7 @@ import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_positive
 from offload_runtime.engine.hierarchy import place_batch
-from offload_runtime.engine.host_memory import check_ram
+from offload_runtime.engine.host_memory import check_ram, planned_within
 from offload_runtime.engine.loading import check_proposals
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
@@ -114,20 +114,24 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         OptionError, ContextLengthError: As `Runtime.load`.
     """
     check_proposals(request.draft_name if request.draft is None else "the draft", request.speculation.mode)
-    device = torch.device("cuda")
-    plans = make_plans(
-        request.target, request.draft, request.dtype, device, context=request.context,
-        window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
-        batch=request.batch,
-    )  # fmt: skip
-    limits = _device_limits(request, machine)
-    placed = place_batch(plans, limits, request.resident_layers, request.kv, request.speculation)
+    device, limits = torch.device("cuda"), _device_limits(request, machine)
     pinnable_bytes, name = machine.pinnable_bytes, machine.name
     if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
         pinnable_bytes, name = request.pinned_bytes, "--pinned"
-    staged = place_staged(placed.plans.target, placed.placement, pinnable_bytes, name)
-    plan = describe_run(replace(placed, placement=staged), limits, device.type)
-    check_ram(plan, ram_limit_bytes(request, machine), "the host memory")
+
+    def planned(context: int | str) -> RunPlan:
+        plans = make_plans(
+            request.target, request.draft, request.dtype, device, context=context,
+            window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
+            batch=request.batch,
+        )  # fmt: skip
+        placed = place_batch(plans, limits, request.resident_layers, request.kv, request.speculation)
+        staged = place_staged(placed.plans.target, placed.placement, pinnable_bytes, name)
+        return describe_run(replace(placed, placement=staged), limits, device.type)
+
+    ram_bytes = ram_limit_bytes(request, machine)
+    plan = planned_within(ram_bytes, request.context, planned)
+    check_ram(plan, ram_bytes, "the host memory")
     return plan
 
 

@@ -11,6 +11,7 @@ import torch
 from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.machine_profile.host_info import HostInfo
 from offload_runtime.machine_profile.timing import CannotMeasureError, OnProgress, counted
+from offload_runtime.page_locking import CudaRegistrar
 
 # Stays with the system and with other programs: an eighth of the memory, at most 8 GiB.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 8, 8 * GIB
@@ -41,11 +42,11 @@ class _Pages:
 
     def lock(self) -> int:
         """Lock the pages; returns CUDA's error code, 0 for success."""
-        return int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.nbytes, 0))
+        return CudaRegistrar().register(self._buffer.data_ptr(), self.nbytes)
 
     def unlock(self) -> None:
         """Unlock the pages."""
-        torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        CudaRegistrar().unregister(self._buffer.data_ptr())
 
 
 def measure_pin_gbps(nbytes: int) -> float:
