@@ -41,6 +41,9 @@ class ScriptedProposer:
     def start(self, params: SamplingParams) -> None:
         pass
 
+    def prepare(self, tokens: Sequence[int]) -> None:
+        pass
+
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         guesses = self._script[len(tokens) : len(tokens) + count]
         if self._wrong_at is not None and self._wrong_at < len(guesses):

@@ -243,3 +243,13 @@ class OneSequence:
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
         return self._runner.verify(windows, [self._row])
+
+
+def test_a_prepared_prompt_is_not_worked_on_again(draft: ModelRunner) -> None:
+    tokens = random_tokens(60, seed=21)
+    proposer = make_proposer(draft, PARAMS[0])
+    proposer.prepare(tokens[:50])
+    assert draft.cache.length(0) == 48, "all but what a first step feeds itself"
+    assert proposer.propose(tokens[:51], 6) == plain_decoding(draft, tokens[:51], 6, PARAMS[0])
+    longest = draft.cache.capacity_tokens
+    make_proposer(draft, PARAMS[0]).prepare(random_tokens(longest + 1, seed=22))  # no room to propose, and no error

@@ -130,6 +130,8 @@ class BatchGeneration:
         member.proposer.start(sampling)
         decoder = SpeculativeDecoder(target, member.proposer, sampling, sequence=member.sequence)
         logits = target.prefill(member.sequence, member.prompt, on_layer)
+        if self._params.max_new_tokens > 1:
+            member.proposer.prepare(member.prompt)
         member.push([decoder.first_token(logits)])
         member.first_token_s = member.last_token_s
         self._let_go_of_finished(member)

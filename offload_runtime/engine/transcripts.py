@@ -52,6 +52,9 @@ class ScriptedProposer:
     def start(self, params: SamplingParams) -> None:
         pass
 
+    def prepare(self, tokens: Sequence[int]) -> None:
+        pass
+
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         count = self._random.randint(1, count)
         guesses = self._script[len(tokens) : len(tokens) + count]

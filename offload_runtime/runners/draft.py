@@ -132,6 +132,11 @@ class DraftModel:
         bad = next((index for index, token in enumerate(proposals) if token < 0), count)
         return proposals[:bad]  # a draft with NaN logits has nothing to say
 
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
+        if self.room(len(tokens)) > 0:
+            self.catch_up(tokens)
+
     @torch.inference_mode()
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""

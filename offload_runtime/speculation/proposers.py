@@ -23,6 +23,9 @@ class Proposer(Protocol):
     def start(self, params: SamplingParams) -> None:
         """Called before a generation with the way its tokens will be chosen."""
 
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """The sequence begins with `tokens`: do now what would hold up the first proposals."""
+
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `tokens`; none when there is no idea."""
 
@@ -36,6 +39,9 @@ class NoProposer:
     name = None
 
     def start(self, params: SamplingParams) -> None:
+        pass
+
+    def prepare(self, tokens: Sequence[int]) -> None:
         pass
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -63,6 +69,9 @@ class NgramProposer:
 
     def start(self, params: SamplingParams) -> None:
         pass
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        self._catch_up(tokens)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         self._catch_up(tokens)
@@ -114,6 +123,9 @@ class DraftProposer:
 
     def start(self, params: SamplingParams) -> None:
         self.model.start(params)
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        self.model.prepare(tokens)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         return self.model.propose(tokens, count)

@@ -32,6 +32,9 @@ class FirstLevel(Protocol):
     def start(self, params: SamplingParams) -> None:
         """Choose tokens this way from now on."""
 
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Bring the cache to `tokens` early, where it has room for them."""
+
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length`."""
 
@@ -96,6 +99,10 @@ class TriForceProposer:
         if self._draft is not None:
             self._draft.start(params)
         self._num_steps = 0
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        if self._draft is not None:
+            self._draft.prepare(tokens)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Run both levels until they agree on `count` tokens; the host reads the window a few times on the way."""
