@@ -7,12 +7,15 @@ Each dataclass validates itself when made; a wrong value raises `OptionError` be
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import OptionError, StorageError
 
 GB = 1_000_000_000
 GIB = 1 << 30
@@ -49,6 +52,32 @@ def format_bytes_up(size_bytes: int) -> str:
     """Like `format_bytes`, but never less than what it stands for: a user types it back."""
     step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))  # the last digit that is shown
     return format_bytes(-(-size_bytes // step) * step)
+
+
+def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds: str) -> Path:
+    """The user's own directory for one kind of files.
+
+    Args:
+        variable: Our environment variable that names it, above all else.
+        windows: The platform's variable for the directory that ours lies in.
+        xdg: The same elsewhere.
+        in_home: That directory in the user's home where `xdg` is not set.
+        holds: What is kept there, for the message.
+
+    Raises:
+        StorageError: The user has no home directory and no variable names another place.
+    """
+    try:
+        if chosen := os.environ.get(variable):
+            return Path(chosen).expanduser()
+        if sys.platform == "win32" and (platform := os.environ.get(windows)):
+            return Path(platform) / "offload-runtime"
+        base = os.environ.get(xdg)
+        return (Path(base) if base else Path.home() / in_home) / "offload-runtime"
+    except RuntimeError as error:  # pathlib's way to say so
+        raise StorageError(
+            f"there is no directory for {holds} ({error}): set {variable} to an absolute path"
+        ) from error
 
 
 def require_positive(name: str, value: int) -> None:

@@ -13,9 +13,10 @@ from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.chunk_scores import Counts, row_counts
 
 # Of a score's bits the exponent and the first four of the mantissa are its bin, counted from 2^-31.
-_SHIFT = tl.constexpr(19)
-_FIRST_BIN = tl.constexpr((127 - 31) << 4)
-_BINS = tl.constexpr(512)
+_SCORE_SHIFT = 19
+_LOWEST_BIN = (127 - 31) << 4
+_NUM_BINS = 512
+_SHIFT, _FIRST_BIN, _BINS = tl.constexpr(_SCORE_SHIFT), tl.constexpr(_LOWEST_BIN), tl.constexpr(_NUM_BINS)
 # A head's chunks are chosen from in at most so many parts, of at least so many chunks.
 _MOST_PARTS = 32
 _PART_CHUNKS = 512
@@ -24,7 +25,7 @@ _PART_CHUNKS = 512
 def _bins(scores: torch.Tensor) -> torch.Tensor:
     """The bin of each score, int32; what is no number is in the last."""
     bits = scores.clamp_min(0.0).view(torch.int32)  # of numbers that are not negative, in their order
-    return ((bits >> 19) - ((127 - 31) << 4)).clamp(0, 511)
+    return ((bits >> _SCORE_SHIFT) - _LOWEST_BIN).clamp(0, _NUM_BINS - 1)
 
 
 def select_chunks_reference(
@@ -38,7 +39,7 @@ def select_chunks_reference(
     if held is not None:
         inside = (held >= 0) & (held < chunks)
         scores.scatter_add_(2, held.clamp(0, chunks - 1).long(), inside * held_margin)
-    key = _bins(scores).masked_fill(chunk == 0, 512).masked_fill(chunk >= limit, -1)
+    key = _bins(scores).masked_fill(chunk == 0, _NUM_BINS).masked_fill(chunk >= limit, -1)
     best = key.argsort(dim=-1, descending=True, stable=True)[..., :budget_chunks]  # stable: the lower index first
     best = torch.nn.functional.pad(best, (0, budget_chunks - best.shape[2]), value=chunks)
     kept = limit.clamp(max=chunks).expand(*scores.shape[:2], 1) > torch.arange(budget_chunks, device=scores.device)
@@ -141,7 +142,7 @@ def select_chunks_triton(
     columns = max(_PART_CHUNKS, triton.next_power_of_2(triton.cdiv(chunks, _MOST_PARTS)))
     parts = triton.cdiv(chunks, columns)
     selected = torch.empty(batch, num_kv_heads, budget_chunks, dtype=torch.int32, device=scores.device)
-    counted = torch.empty(heads, parts, 512, dtype=torch.int32, device=scores.device)
+    counted = torch.empty(heads, parts, _NUM_BINS, dtype=torch.int32, device=scores.device)
     plan = torch.empty(heads, parts, 3, dtype=torch.int32, device=scores.device)
     with torch.cuda.device_of(scores):
         if held is not None:

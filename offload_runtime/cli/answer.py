@@ -114,12 +114,6 @@ def stream_answer(
     """
     shown_characters = 0
     with StopRequest() as stop, ProgressBars(enabled=show_progress) as bars:
-
-        def on_prefill(done_layers: int, layers: int) -> None:
-            if stop.requested:
-                raise KeyboardInterrupt
-            bars.on_prefill(done_layers, layers)
-
         stream = start(
             prompt,
             max_new_tokens=params.max_new_tokens,
@@ -132,7 +126,7 @@ def stream_answer(
             gamma=params.gamma,
             speculate=speculate,
             ignore_eos=params.ignore_eos,
-            on_prefill=on_prefill,
+            on_prefill=_stoppable_prefill(stop, bars),
         )
         try:
             for piece in stream:
@@ -166,11 +160,6 @@ def answer_batch(
         ProgressBars(enabled=show_progress) as answer_bars,
     ):
 
-        def on_prefill(done_layers: int, layers: int) -> None:
-            if stop.requested:
-                raise KeyboardInterrupt
-            prefill_bars.on_prefill(done_layers, layers)
-
         def on_progress(finished: int, answers: int) -> None:
             prefill_bars.close()
             answer_bars.on_answers(finished, answers)
@@ -186,10 +175,21 @@ def answer_batch(
             stop=params.stop,
             gamma=params.gamma,
             ignore_eos=params.ignore_eos,
-            on_prefill=on_prefill,
+            on_prefill=_stoppable_prefill(stop, prefill_bars),
             on_progress=on_progress,
             should_stop=lambda: stop.requested,
         )
+
+
+def _stoppable_prefill(stop: StopRequest, bars: ProgressBars) -> Callable[[int, int], None]:
+    """Show the layers of a prefill, and end it where Ctrl-C asked for that."""
+
+    def on_prefill(done_layers: int, layers: int) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        bars.on_prefill(done_layers, layers)
+
+    return on_prefill
 
 
 def speed_figures(stats: GenerationStats) -> list[str]:

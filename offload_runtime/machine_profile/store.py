@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload_runtime.config import user_directory
 from offload_runtime.errors import ProfileError, StorageError
 from offload_runtime.machine_profile.schema import MachineProfile, profile_from_mapping, profile_to_mapping
 
@@ -40,17 +41,9 @@ def config_directory() -> Path:
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
-    try:
-        if chosen := os.environ.get("OFFLOAD_RUNTIME_CONFIG"):
-            return Path(chosen).expanduser()
-        if sys.platform == "win32" and (roaming := os.environ.get("APPDATA")):
-            return Path(roaming) / "offload-runtime"
-        base = os.environ.get("XDG_CONFIG_HOME")
-        return (Path(base) if base else Path.home() / ".config") / "offload-runtime"
-    except RuntimeError as error:  # pathlib's way to say so
-        raise StorageError(
-            f"there is no directory for settings ({error}): set OFFLOAD_RUNTIME_CONFIG to an absolute path"
-        ) from error
+    return user_directory(
+        "OFFLOAD_RUNTIME_CONFIG", windows="APPDATA", xdg="XDG_CONFIG_HOME", in_home=".config", holds="settings"
+    )
 
 
 def own_directory() -> Path:

