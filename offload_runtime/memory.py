@@ -10,6 +10,7 @@ arithmetic ends in an error instead of in more memory than the user allowed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import weakref
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ class DeviceBudget:
 
     def _measure_context(self, limit_bytes: int | None, other_bytes: int | None) -> int:
         torch.zeros(1, device=self.device)  # creates the context
+        gc.collect()
+        torch.cuda.empty_cache()  # what an earlier runtime's last tensors left with the allocator would count as ours
         torch.cuda.synchronize(self.device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         used_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)

@@ -123,6 +123,7 @@ def measure_setting(
             )  # fmt: skip
         memory = _memory(runtime, device, others_bytes)
         placement = runtime.placement
+        del session  # it holds what the runtime gives back now
     for row in rows:
         yield {**row, **memory, "placement": placement}
 
