@@ -381,6 +381,24 @@ def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Pat
         assert runtime.plan.pinned_bytes == 0  # there is nothing to copy to
 
 
+def test_graphs_of_steps_are_counted_where_there_are_any() -> None:
+    """Of the draft and, with TriForce, of the middle level, which needs room to choose chunks in."""
+    drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m"), "draft_name": "llama-68m"}
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-7b-128k"), context=32768, kv="host")
+    machine = machine_figures(load_profile("rtx4090"))
+
+    def graph_bytes(request: PlanRequest) -> int:
+        parts = plan_run(request, machine).device
+        return sum(part.nbytes for part in parts if part.name == "CUDA graphs")
+
+    assert graph_bytes(request) == 0
+    chain, triforce = (
+        graph_bytes(replace(request, speculation=SpeculationOptions(mode, "streaming"), **drafted))
+        for mode in ("chain", "triforce")
+    )
+    assert 32 << 20 < chain < triforce < 512 << 20
+
+
 def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("a plan touched CUDA")

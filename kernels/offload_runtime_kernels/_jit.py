@@ -5,7 +5,10 @@ definitions of a kernel file. The `*_triton` wrappers call `require_triton` befo
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+import torch
 
 try:
     import triton
@@ -39,3 +42,15 @@ def require_triton(op: str) -> None:
     """Raise `RuntimeError` with the way out when `op` needs Triton and it is not installed."""
     if not triton_available:
         raise RuntimeError(f"{op} on a GPU needs triton, which is not installed: pip install triton, or run on the CPU")
+
+
+# Shared memory of a program on data centre cards, from the A100 on; consumer cards have 99 KB.
+_ROOMY_BYTES = 160 << 10
+
+
+@cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether programs on this device may take more shared memory than a consumer card has."""
+    if device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOMY_BYTES)  # type: ignore[attr-defined]

@@ -27,10 +27,10 @@ from offload_runtime_kernels.attention_cpu import (
     attention_reference,
     finish_attention_cpu,
 )
+from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_triton import (
     attend_blocks_triton,
-    attend_sources_triton,
     attention_triton,
     finish_attention_triton,
 )
@@ -123,10 +123,10 @@ def finish_attention(q: torch.Tensor, rows: QueryRows, state: AttentionState) ->
 def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
     """Attend to the keys of several caches as if they were one: sum over all of them, one softmax.
 
-    A key is visible when its position in its own source is at most the query's and below the source's `num_keys`: a
+    A key is visible when its position in its own source is at most the query's and below the source's key limit: a
     source of other keys than those of the positions, such as retrieved ones, needs fewer of them than there are
     positions before the window. The order of the sources decides the order of sums, so the bits are not those of
-    `attention`. Enqueues one launch a source and one more on the current stream; fit for a CUDA graph.
+    `attention`. Enqueues a launch for every two sources and one more on the current stream; fit for a CUDA graph.
 
     Args:
         q: [B, T, H, D], contiguous.

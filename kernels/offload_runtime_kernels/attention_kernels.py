@@ -160,38 +160,3 @@ def merge_kernel(
     tl.store(acc_ptr + target, acc, mask=inside & (finish + tl.zeros_like(channel) == 0))
     tl.store(best_ptr + state, best, mask=finish == 0)
     tl.store(total_ptr + state, total, mask=finish == 0)
-
-
-# Splits by the handful: their loads wait for nothing but each other, where the merge above waits for each in turn.
-@jit(do_not_specialize=("num_splits", "num_rows", "num_queries", "first_query", "end_query"))
-def join_kernel(
-    partial_ptr, lse_ptr, out_ptr, num_splits, num_rows, num_queries, first_query, end_query,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    channel = tl.arange(0, D_BLOCK)
-    inside = channel < HEAD_DIM
-    best = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.full([], 0.0, dtype=tl.float32)
-    acc = tl.zeros([D_BLOCK], dtype=tl.float32)
-    for first in range(0, num_splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        there = split < num_splits
-        index = (split.to(tl.int64) * num_rows + row) * NUM_HEADS + head
-        lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))
-        part = tl.load(
-            partial_ptr + index[:, None] * HEAD_DIM + channel[None, :], mask=there[:, None] & inside[None, :], other=0.0
-        )
-        new_best = tl.maximum(best, tl.max(lse, axis=0))
-        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight = tl.exp2(lse - pivot)
-        shrink = tl.exp2(best - pivot)
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
-        best = new_best
-    out = acc / tl.where(total == 0.0, 1.0, total)
-    part_queries = end_query - first_query
-    query = (row // part_queries) * num_queries + first_query + row % part_queries
-    target = (query * NUM_HEADS + head) * HEAD_DIM + channel
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,13 +1,13 @@
 """Launches of the attention kernels: in parts that fit a workspace, over whole caches, pieces and rings."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from offload_runtime_kernels._jit import triton
-from offload_runtime_kernels.attention_kernels import attention_kernel, join_kernel, merge_kernel
-from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
+from offload_runtime_kernels.attention_state import AttentionState, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 TILE_TOKENS = 64
@@ -20,8 +20,6 @@ WORKSPACE_BYTES = 64 << 20
 # Splits of one launch at least, before queries are done in parts as well: enough programs to fill a GPU.
 LEAST_SPLITS = 16
 _NO_LIMIT = (1 << 31) - 1
-# Splits that one program of a join reads at a time: 64 registers a thread at 128 channels.
-_JOINED_SPLITS = 16
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -86,7 +84,7 @@ class _Call:
 
     def run(
         self, out: torch.Tensor, lse: torch.Tensor, queries: range, splits: range | None, *, first_partial: int = 0,
-        tree: bool = False, final: torch.Tensor | None = None, quick: bool = False,
+        tree: bool = False, final: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Enqueue one launch on the current stream.
 
@@ -98,7 +96,6 @@ class _Call:
             first_partial: The split whose result comes first in `out`.
             tree: Each query has keys of its own.
             final: [B, T, H, D], written instead of `out` and `lse` when there is one split and no other.
-            quick: Cut tiles and rows as it suits the pass, whose bits then depend on how many rows it has.
         """
         batch, num_queries, num_heads, head_dim = self.q.shape
         rows, num_kv_heads = self.rows, self.kv.num_kv_heads
@@ -107,15 +104,11 @@ class _Call:
             rows_per_program = _PREFILL_ROWS
         else:
             rows_per_program = max(_WINDOW_ROWS, triton.next_power_of_2(group))
-            if quick:  # keys are read once for all rows
-                rows_per_program = max(rows_per_program, min(32, triton.next_power_of_2(len(queries) * group)))
         programs = len(queries) if tree else triton.cdiv(len(queries) * group, rows_per_program)
         # By head and dtype alone, so that the bits do not depend on the pass: what fits 100 KB of shared memory.
         channels = max(16, triton.next_power_of_2(head_dim))
         row_bytes = channels * self.q.element_size()
         tile = TILE_TOKENS if row_bytes <= 512 else 32
-        if quick and row_bytes <= 256:
-            tile = 2 * TILE_TOKENS
         attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
             self.q, self.kv.data, out, lse, self.q if final is None else final, rows.positions, rows.sequences,
             rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
@@ -200,40 +193,4 @@ def finish_attention_triton(q: torch.Tensor, state: AttentionState) -> torch.Ten
     out = torch.empty_like(q)
     # No splits: what stands for their results is never read.
     _merge(state.acc, state.best, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
-    return out
-
-
-def attend_sources_triton(
-    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float
-) -> torch.Tensor:
-    """Triton version of `attend_sources`: one launch a source, and one that joins what they found."""
-    assert rows.ancestors is None
-    calls: list[tuple[_Call, range]] = []
-    for source in sources:
-        splits = _blocks_with_keys(source.blocks, rows, source.num_keys)
-        if splits:
-            own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
-            limit = _NO_LIMIT if source.num_keys is None else source.num_keys
-            calls.append((_Call(q, source.kv, own, scale, None, limit), splits))
-    num_splits = sum(len(splits) for _, splits in calls)
-    if not num_splits:
-        return torch.zeros_like(q)
-    out = torch.empty_like(q)
-    batch, num_queries, num_heads, head_dim = q.shape
-    # All splits of a query at once, in whatever memory that takes: 64 MiB for a million keys and 32 heads.
-    for queries in _parts(range(num_queries), max(1, WORKSPACE_BYTES // (_split_bytes(q) * num_splits))):
-        num_rows = batch * len(queries)
-        partial = torch.empty((num_splits, num_rows, num_heads, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
-        before = 0  # splits of the sources before
-        for call, splits in calls:
-            final = out if num_splits == 1 else None
-            call.run(partial, lse, queries, splits, first_partial=splits.start - before, final=final, quick=True)
-            before += len(splits)
-        if num_splits > 1:
-            join_kernel[(num_rows, num_heads)](
-                partial, lse, out, num_splits, num_rows, num_queries, queries.start, queries.stop,
-                NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim),
-                SPLITS=_JOINED_SPLITS, num_warps=1,
-            )  # fmt: skip
     return out

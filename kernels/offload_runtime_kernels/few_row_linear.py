@@ -13,12 +13,11 @@ for passes that promise no bits, a draft's and the middle level's.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+from offload_runtime_kernels._jit import is_roomy, jit, require_triton, tl, triton
 
 MOST_ROWS = 32
 # Up to so many rows are multiplied in registers; each takes as many accumulators again.
@@ -26,8 +25,6 @@ LANE_ROWS = 2
 # Programs that keep 128 (RTX 4090) or 132 (H200) multiprocessors busy: one each, or better two.
 _ENOUGH_PROGRAMS = 128
 _WARP_LOAD_BYTES = 512  # 16 for each of its threads
-# Shared memory of data centre cards, from the A100 on.
-_ROOMY_BYTES = 160 << 10
 # x times the norm's weight, before its row's factor makes it small, can leave the range of fp16: it is kept smaller.
 _FP16_HEADROOM = 64.0
 
@@ -196,13 +193,6 @@ def _config(rows: int, m: int, k: int, dtype: torch.dtype, *, normed: bool, room
     return LinearConfig(64, 128, 4, 3 if normed else 4)  # what is normalised goes through shared memory once more
 
 
-@cache
-def _is_roomy(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOMY_BYTES)  # type: ignore[attr-defined]
-
-
 def few_row_linear_triton(
     x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, norm: RowNorm | None = None,
     residual: torch.Tensor | None = None, gated: bool = False, config: LinearConfig | None = None,
@@ -210,7 +200,7 @@ def few_row_linear_triton(
     """Triton version of `few_row_linear`; `config` overrides how the product is cut."""
     require_triton("few_row_linear")
     (num_rows, k), m = x.shape, weight.shape[0]
-    cut = config or _config(num_rows, m, k, x.dtype, normed=norm is not None, roomy=_is_roomy(x.device))
+    cut = config or _config(num_rows, m, k, x.dtype, normed=norm is not None, roomy=is_roomy(x.device))
     dot = num_rows > LANE_ROWS
     rows = max(16, triton.next_power_of_2(num_rows)) if dot else triton.next_power_of_2(num_rows)
     width = m // 2 if gated else m

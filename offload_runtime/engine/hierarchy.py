@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from offload_runtime_kernels.chunk_scores import chunk_scores_bytes
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.assembly import LoadedModels
@@ -30,6 +31,7 @@ from offload_runtime.planner import Placement
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.step_graph import step_graph_bytes
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
 
 
@@ -64,6 +66,17 @@ class MiddlePlan:
         return held + summaries_bytes(
             self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, **common
         )
+
+    @property
+    def graph_bytes(self) -> int:
+        """CUDA graphs of its steps, which choose chunks."""
+        config, options = self.config, self.options
+        rows = self.batch * (options.gamma_draft + 1)
+        chunks = self.context_tokens // options.chunk_size
+        scores = chunk_scores_bytes(
+            rows=rows, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, chunks=chunks
+        )
+        return step_graph_bytes(config, self.dtype.itemsize, rows=rows, scratch_bytes=scores)
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,8 @@ def _place_levels(
 ) -> PlacedLevels:
     target = plans.target
     middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
-    enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes)
+    graph_bytes = middle.graph_bytes if plans.graphs else 0
+    enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes, middle_graph_bytes=graph_bytes)
     if options.mode == "triforce":
         with_middle, placement = place(enlarged, budget, resident_layers, kv, whole_weights=True)
         obstacle = what_keeps_triforce_out(with_middle, placement, options, resident_layers=resident_layers)

@@ -122,8 +122,11 @@ def plan_placement(plans: Plans, budget: Limits, resident_layers: int | None) ->
 
 
 def reserve_workspace(plans: Plans, budget: DeviceBudget) -> None:
-    """Enter the workspace in the ledger."""
-    budget.reserve("workspace", memory_needs(plans, budget).workspace_bytes)
+    """Enter the workspace and the CUDA graphs in the ledger."""
+    needs = memory_needs(plans, budget)
+    budget.reserve("workspace", needs.workspace_bytes)
+    if needs.graph_bytes:
+        budget.reserve("CUDA graphs", needs.graph_bytes)
 
 
 def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
@@ -139,4 +142,5 @@ def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
         # Draft and target take turns on one stream, so they share the allocator's blocks.
         workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
         context_bytes=budget.reserved_bytes,
+        graph_bytes=plans.graph_bytes,
     )

@@ -14,7 +14,7 @@ from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
 from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
-from offload_runtime.runners import PassShape
+from offload_runtime.runners import PassShape, step_graph_bytes
 from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
@@ -34,7 +34,7 @@ _AUTO_CONTEXT_TOKENS = 8192
 # lose, and every pass brings over the link.
 _RETRIEVAL_SHARE = 0.1
 # Large enough for the link's peak, small enough that a ring of them costs little.
-_KV_PIECE_BYTES = 64 << 20
+_KV_PIECE_BYTES = 32 << 20
 _KV_SLOTS = 4
 KV_PLACES = ("auto", "gpu", "host")
 
@@ -221,6 +221,17 @@ class Plans:
     draft: ModelPlan | None
     middle_bytes: int = 0
     lent_bytes: int = 0  # of these, what a prefill may borrow
+    graphs: bool = False  # whether the device runs steps as CUDA graphs
+    middle_graph_bytes: int = 0
+
+    @property
+    def graph_bytes(self) -> int:
+        """CUDA graphs of the draft's and the middle level's steps."""
+        draft = self.draft
+        if not self.graphs or draft is None:
+            return self.middle_graph_bytes
+        rows = 2 * draft.batch  # the first step of a draft feeds two tokens
+        return self.middle_graph_bytes + step_graph_bytes(draft.config, draft.dtype.itemsize, rows=rows)
 
     @property
     def host_bytes(self) -> int:
@@ -239,11 +250,13 @@ def make_plans(
     torch_dtype = resolve_dtype(dtype, target, device)
     tokens = resolve_context(context, target.config(), kv=kv)
     plan = target_plan(target.config(), torch_dtype, device, context=tokens, window=window, batch=batch)
+    graphs = device.type == "cuda"
     if draft is None:
-        return Plans(plan, None)
+        return Plans(plan, None, graphs=graphs)
     return Plans(
         plan,
         draft_plan(draft.config(), torch_dtype, device, context=tokens, window=window, batch=batch, options=options),
+        graphs=graphs,
     )
 
 

@@ -114,6 +114,7 @@ def _device_parts(placed: PlacedLevels, limits: Limits) -> tuple[MemoryPart, ...
     if draft is not None:
         parts.append(MemoryPart("draft weights", draft.all_bytes - draft.kv_bytes))
         parts.append(MemoryPart("draft KV cache", draft.kv_bytes))
+    parts.append(MemoryPart("CUDA graphs", plans.graph_bytes))
     parts.append(MemoryPart("workspace", memory_needs(plans, limits).workspace_bytes))
     return tuple(part for part in parts if part.nbytes)
 

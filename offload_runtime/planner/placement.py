@@ -23,7 +23,8 @@ _LIBRARY_WORKSPACE_BYTES = 72 << 20
 class MemoryNeeds:
     """Bytes of the parts of one runtime on its device.
 
-    `context_bytes` is what CUDA itself takes, `middle_bytes` what the level between draft and target retrieves.
+    `context_bytes` is what CUDA itself takes, `middle_bytes` what the level between draft and target retrieves,
+    `graph_bytes` the CUDA graphs of both.
     """
 
     layer_bytes: int
@@ -34,11 +35,12 @@ class MemoryNeeds:
     workspace_bytes: int
     context_bytes: int = 0
     middle_bytes: int = 0
+    graph_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """Everything but the layers of the target."""
-        levels_bytes = self.draft_bytes + self.middle_bytes
+        levels_bytes = self.draft_bytes + self.middle_bytes + self.graph_bytes
         return self.shared_bytes + self.kv_bytes + levels_bytes + self.workspace_bytes + self.context_bytes
 
 
@@ -159,6 +161,7 @@ def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> Budge
         ("KV cache", needs.kv_bytes),
         ("draft model", needs.draft_bytes),
         ("retrieval cache", needs.middle_bytes),
+        ("CUDA graphs", needs.graph_bytes),
         ("workspace", needs.workspace_bytes),
         (f"{resident} resident layers", resident * needs.layer_bytes),
         (f"a ring of {ring} layers", ring * needs.layer_bytes),

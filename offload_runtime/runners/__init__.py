@@ -1,9 +1,9 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes."""
 
 from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
-from offload_runtime.runners.draft import DraftModel, DraftRunner, step_graph_bytes
+from offload_runtime.runners.draft import DraftModel, DraftRunner
 from offload_runtime.runners.passes import ModelRunner, PassShape
-from offload_runtime.runners.step_graph import StepGraphs
+from offload_runtime.runners.step_graph import StepGraphs, step_graph_bytes
 
 __all__ = [
     "DeviceWindow",

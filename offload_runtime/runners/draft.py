@@ -14,7 +14,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.window_steps import StepRotation
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
 from offload_runtime.runners.device_window import DeviceWindow
@@ -290,14 +290,6 @@ class DraftModel:
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""
         return [min(token, self._last_token) for token in tokens]
-
-
-def step_graph_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Device bytes of a draft's graphs: activations of a step, which they share, their nodes, and cuBLAS' workspace."""
-    row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
-    logits = 2 * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
-    nodes = 24 * (config.num_layers + 4) * 16 * 2048
-    return 16 * row * element_bytes + logits + nodes + (32 << 20)
 
 
 def _common_prefix(left: list[int], right: Sequence[int]) -> int:

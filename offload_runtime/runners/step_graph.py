@@ -8,8 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
+from offload_runtime.config import ModelConfig
+
 # A draft needs two graphs a bucket of context lengths and way of sampling.
 MOST_GRAPHS = 24
+# Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
+_LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
+_LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
+_LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
 
 
 class StepGraphs:
@@ -93,3 +99,18 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def step_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, scratch_bytes: int = 0) -> int:
+    """Device bytes of the graphs of a model's steps: what a step allocates, which they share, and their nodes.
+
+    Args:
+        config: The model's shape.
+        element_bytes: Of its dtype.
+        rows: Of a step.
+        scratch_bytes: What a step allocates besides its pass.
+    """
+    row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
+    logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
+    nodes = MOST_GRAPHS * (config.num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
+    return max(_LEAST_ROWS, rows) * row * element_bytes + logits + nodes + scratch_bytes + _LIBRARY_BYTES

@@ -55,6 +55,7 @@ def write_checkpoint(
     vocab_size: int = 320,
     context: int = CONTEXT_TOKENS,
     num_kv_heads: int = 2,
+    hidden_size: int = 48,
 ) -> Path:
     """Save a random Llama whose next token depends on what it has read; returns `directory`.
 
@@ -62,9 +63,10 @@ def write_checkpoint(
     """
     tokenizer = byte_level_tokenizer(vocab_size)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=num_kv_heads, max_position_embeddings=context,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, tie_word_embeddings=False,
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=num_kv_heads,
+        max_position_embeddings=context, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+        tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels import attention_triton as launches
+from offload_runtime_kernels import attention_sources as launches
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attend_sources_triton, attention
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -142,20 +142,45 @@ def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> Non
     assert_within(out, expected, atol=1e-5 * case.largest_value)
 
 
-def test_queries_in_parts_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, rows = _case(5, batch=2), chain_rows((START, START - 3), (5, 4))
-    sources = _retrieval(case, 300)
-    per_query = 4 * 2 * 4 * (16 + 1) * 4  # splits, sequences, heads, channels and log-sum-exp, bytes
-    for workspace_bytes in (1, 2 * per_query, 3 * per_query):
-        monkeypatch.setattr(launches, "WORKSPACE_BYTES", workspace_bytes)
-        _check(attend_sources_triton, case, sources, rows)
+@pytest.mark.parametrize("programs", [1, 4, 12, 1000])
+def test_however_many_parts_the_keys_are_cut_into(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_ENOUGH_PROGRAMS", programs)
+    case, rows = _case(3, batch=2), chain_rows((START, START - 300), (3, 2))
+    _check(attend_sources_triton, case, _retrieval(case, 700), rows)
 
 
-def test_more_splits_than_a_join_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_parts_than_a_join_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     case, rows = _case(2), chain_rows((START,), (2,))
-    for at_a_time in (1, 2, 4, 8):
-        monkeypatch.setattr(launches, "_JOINED_SPLITS", at_a_time)
-        _check(attend_sources_triton, case, _retrieval(case, 700), rows)  # 3 + 2 splits
+    for at_a_time in (1, 2, 4, 32):
+        monkeypatch.setattr(launches, "_JOINED_PARTS", at_a_time)
+        _check(attend_sources_triton, case, _retrieval(case, 700), rows)  # 22 + 11 tiles of 32 keys
+
+
+@versions
+def test_more_rows_than_a_program_takes(attend: Attend) -> None:
+    case = _case(17, num_kv_heads=1, group=5)
+    _check(attend, case, _retrieval(case, 300), chain_rows((START,), (17,)))
+
+
+@versions
+def test_every_sequence_has_bounds_of_its_own(attend: Attend) -> None:
+    """Sequences at different places, the second padding, are what they are one by one."""
+    case = _case(3, batch=3)
+    rows = chain_rows((START, START, START - 500), (3, 0, 2))
+    far, _ = _retrieval(case, 300)
+    lengths, recent = [300, 8, 120], [range(5, 7), range(5, 7), range(4, 5)]
+    bounds = [
+        KeySource(far.kv, range(2), bounds=int32([[0, length] for length in lengths])),
+        KeySource(case.kv, range(2), bounds=int32([[blocks.start, blocks.stop * BLOCK_TOKENS] for blocks in recent])),
+    ]
+    out = _run(attend, case, bounds, rows)
+    for b, (length, blocks) in enumerate(zip(lengths, recent, strict=True)):
+        one = AttentionCase(case.q[b : b + 1], case.kv)
+        row = QueryRows(rows.positions[b : b + 1], rows.sequences[b : b + 1], rows.max_length)
+        own = [KeySource(far.kv, range(-(-length // BLOCK_TOKENS)), num_keys=length), KeySource(case.kv, blocks)]
+        expected = _expected(one, own, row)
+        assert_within(out[b : b + 1], expected, atol=1e-5 * case.largest_value)
+    assert bool((out[1] == 0).all())
 
 
 class _Counted:
@@ -169,16 +194,21 @@ class _Counted:
         return self._kernel[grid]
 
 
-def test_one_launch_a_source_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launch_for_two_sources_and_one_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    for name in ("attention_kernel", "merge_kernel", "join_kernel"):
+    for name in ("_sources_kernel", "_join_kernel"):
         monkeypatch.setattr(launches, name, _Counted(getattr(launches, name), log, name))
     case, rows = _case(3), chain_rows((START,), (3,))
-    _run(attend_sources_triton, case, [*_retrieval(case, 300), KeySource(case.kv, range(0))], rows)
-    assert log == ["attention_kernel", "attention_kernel", "join_kernel"]
+    sources = [*_retrieval(case, 300), KeySource(case.kv, range(0))]
+    _run(attend_sources_triton, case, sources, rows)
+    assert log == ["_sources_kernel", "_join_kernel"]
     log.clear()
-    _run(attend_sources_triton, case, [KeySource(case.kv, range(1))], chain_rows((40,), (3,)))
-    assert log == ["attention_kernel"]
+    _run(attend_sources_triton, case, [*sources, KeySource(case.kv, range(1))], rows)
+    assert log == ["_sources_kernel", "_sources_kernel", "_join_kernel"]
+    log.clear()
+    monkeypatch.setattr(launches, "_ENOUGH_PROGRAMS", 1)
+    _run(attend_sources_triton, case, sources, rows)
+    assert log == ["_sources_kernel"]
 
 
 def test_a_tree_is_refused() -> None:

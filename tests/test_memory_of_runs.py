@@ -1,0 +1,73 @@
+"""Device memory of whole runs on a GPU: what allocator and driver report at the peak is within what was planned."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.engine import Runtime
+from tests.helpers.engine import write_checkpoint, write_noisy_copy
+
+CONTEXT = 6000
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(5000)]
+LEVELS: dict[str, Any] = {"recent_tokens": 512, "budget_tokens": 1024, "gamma_draft": 4}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {"draft": "none", "kv": "gpu"},
+    "weights streamed": {"draft": "none", "kv": "gpu", "resident_layers": 0},
+    "KV streamed": {"draft": "none", "kv": "host"},
+    "both streamed, n-grams": {"draft": "ngram", "kv": "host", "resident_layers": 1},
+    "a draft's chain": {"kv": "gpu", "speculation": SpeculationOptions("chain", "full", **LEVELS)},
+    "a draft that retrieves": {"kv": "host", "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)},
+    "TriForce": {"kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
+    "TriForce for three": {
+        "kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "target"
+    return write_checkpoint(path, context=8192, hidden_size=512)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str) -> None:
+    options: dict[str, Any] = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **RUNS[name]}
+    with Runtime.load(target, **options) as runtime:
+        limit_bytes, resident = runtime.plan.device_bytes, runtime.plan.resident_weight_layers
+    gc.collect()
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    prompts = [PROMPT, PROMPT[:4000], PROMPT[::-1]][: options.get("max_batch", 1)]
+    with Runtime.load(target, vram=limit_bytes, **options) as runtime:
+        assert runtime.plan.resident_weight_layers == resident and limit_bytes < 6 * GB
+        for filters in ({}, {"top_p": 0.9, "top_k": 40}):  # filters sort the vocabulary, in memory of their own
+            runtime.generate_batch(prompts, max_new_tokens=40, ignore_eos=True, temperature=0.8, seed=1, **filters)
+        budget = runtime._parts.budget
+        allocator_bytes = torch.cuda.max_memory_reserved() - before_bytes
+        assert allocator_bytes <= limit_bytes - budget.context_bytes
+        assert budget.peak_bytes() <= limit_bytes
+
+
+@pytest.mark.gpu
+def test_a_closed_runtime_leaves_no_device_memory(target: Path, draft: Path) -> None:
+    left = []
+    for _ in range(2):  # what libraries take once for all stays after the first time
+        for run in RUNS.values():
+            with Runtime.load(target, **{"draft": draft, "device": "cuda", "context": CONTEXT, **run}) as runtime:
+                runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert left[0] == left[1]
