@@ -16,6 +16,7 @@ from tests.helpers.engine import write_checkpoint, write_noisy_copy
 CONTEXT = 6000
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(5000)]
 LEVELS: dict[str, Any] = {"recent_tokens": 512, "budget_tokens": 1024, "gamma_draft": 4}
+MODULE_BYTES = 32 << 20  # of kernels that the first run has loaded and the second finds in its context
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"draft": "none", "kv": "gpu"},
     "weights streamed": {"draft": "none", "kv": "gpu", "resident_layers": 0},
@@ -46,14 +47,15 @@ def draft(target: Path) -> Path:
 def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str) -> None:
     options: dict[str, Any] = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **RUNS[name]}
     with Runtime.load(target, **options) as runtime:
-        limit_bytes, resident = runtime.plan.device_bytes, runtime.plan.resident_weight_layers
+        limit_bytes = runtime.plan.device_bytes + MODULE_BYTES
+        options["resident_layers"] = len(runtime.plan.resident_weight_layers)
     gc.collect()
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     prompts = [PROMPT, PROMPT[:4000], PROMPT[::-1]][: options.get("max_batch", 1)]
     with Runtime.load(target, vram=limit_bytes, **options) as runtime:
-        assert runtime.plan.resident_weight_layers == resident and limit_bytes < 6 * GB
+        assert 0.9 * limit_bytes < runtime.plan.device_bytes <= limit_bytes < 6 * GB
         for filters in ({}, {"top_p": 0.9, "top_k": 40}):  # filters sort the vocabulary, in memory of their own
             runtime.generate_batch(prompts, max_new_tokens=40, ignore_eos=True, temperature=0.8, seed=1, **filters)
         budget = runtime._parts.budget
