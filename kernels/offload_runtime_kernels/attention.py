@@ -123,7 +123,7 @@ def finish_attention(q: torch.Tensor, rows: QueryRows, state: AttentionState) ->
 def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
     """Attend to the keys of several caches as if they were one: sum over all of them, one softmax.
 
-    A key is visible when its position in its own source is at most the query's and below the source's `num_keys`: a
+    A key is visible when its position in its own source is at most the query's and below the source's key limit: a
     source of other keys than those of the positions, such as retrieved ones, needs fewer of them than there are
     positions before the window. The order of the sources decides the order of sums, so the bits are not those of
     `attention`. Enqueues one launch a source and one more on the current stream; fit for a CUDA graph.

@@ -87,7 +87,13 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
     state = AttentionState.empty(q)
     for source in sources:
         own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
-        attend_blocks_cpu(q, source.kv, own, source.blocks, state, scale=scale, num_keys=source.num_keys)
+        if source.bounds is None:
+            attend_blocks_cpu(q, source.kv, own, source.blocks, state, scale=scale, num_keys=source.num_keys)
+            continue
+        for b, (first, num_keys) in enumerate(source.bounds.tolist()):
+            row, blocks = slice(b, b + 1), range(first + source.blocks.start, first + source.blocks.stop)
+            one = replace(own, positions=own.positions[row], sequences=own.sequences[row])
+            attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], scale=scale, num_keys=num_keys)
     return finish_attention_cpu(q, state)
 
 

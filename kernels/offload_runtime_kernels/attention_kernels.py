@@ -8,24 +8,29 @@ from offload_runtime_kernels._jit import jit, tl
 # wide loads need to know, and of one type whatever their size.
 @jit(
     do_not_specialize=(
-        "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query", "end_query",
+        "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "bounds_ptr", "num_queries", "first_query",
+        "end_query",
         "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys", "direct",
         "first_block", "num_blocks",
     )
 )  # fmt: skip
 def attention_kernel(
-    q_ptr, kv_ptr, out_ptr, lse_ptr, final_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, out_ptr, lse_ptr, final_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr, bounds_ptr,
     num_queries, first_query, end_query, num_rows, first_split, first_partial, num_ancestors, sliding_window, num_keys,
     direct, scale_log2e, first_block, num_blocks,
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KV: tl.constexpr, TREE: tl.constexpr,
-    WINDOWED: tl.constexpr, FP32_DOT: tl.constexpr,
+    WINDOWED: tl.constexpr, BOUNDED: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
     split = first_split + tl.program_id(2)
+    partial_split = split - first_partial
+    if BOUNDED:
+        split += tl.load(bounds_ptr + 2 * batch)
+        num_keys = tl.load(bounds_ptr + 2 * batch + 1)
 
     lane = tl.arange(0, ROWS)
     if TREE:  # one query a program: its ancestors are its own
@@ -103,7 +108,7 @@ def attention_kernel(
     out_mask = row_valid[:, None] & channel_valid[None, :]
     if SPLIT_KV:
         partial_row = batch * (end_query - first_query) + (query - first_query)
-        split_rows = (split - first_partial).to(tl.int64) * num_rows + partial_row
+        split_rows = partial_split.to(tl.int64) * num_rows + partial_row
         partial = (split_rows * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a
         # merge would add the first split to a positive zero.

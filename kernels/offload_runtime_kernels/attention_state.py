@@ -16,6 +16,7 @@ class QueryRows:
     For a tree: `committed` [B] int32, tokens in the cache at their own slots, `min_committed` the least of them, and
     `ancestors` [B, T, A] int32: the slot of the query's ancestor at position committed + i (itself included). Without
     a tree every key lies in the slot of its position.
+    `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all.
     """
 
     positions: torch.Tensor
@@ -24,6 +25,7 @@ class QueryRows:
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     min_committed: int = 0
+    used: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,19 @@ class KeySource:
     `kv`: where they lie. `blocks`: absolute numbers of consecutive 256-token blocks in it that count; nothing is read
     of the others. `num_keys`: positions from here on hold no key; None for no such limit. `sequences` [B] int32, on the
     device: the queries' batch rows in `kv`; None for those of the query rows.
+    `bounds` [B, 2] int32, contiguous, on the device: of each query's sequence the first of its blocks, from which
+    `blocks` is then counted, and its own `num_keys`. None: the same for all.
     """
 
     kv: KVBlocks
     blocks: range
     num_keys: int | None = None
     sequences: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.blocks.step == 1 and self.blocks.start >= self.kv.first_block
+        assert self.blocks.step == 1 and self.blocks.start >= (self.kv.first_block if self.bounds is None else 0)
+        assert self.bounds is None or (self.num_keys is None and self.bounds.is_contiguous())
 
 
 @dataclass(frozen=True)

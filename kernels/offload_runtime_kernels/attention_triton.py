@@ -76,6 +76,7 @@ class _Call:
     scale: float
     sliding_window: int | None
     num_keys: int = _NO_LIMIT
+    bounds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         q, kv, rows = self.q, self.kv, self.rows
@@ -119,6 +120,7 @@ class _Call:
         attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
             self.q, self.kv.data, out, lse, self.q if final is None else final, rows.positions, rows.sequences,
             rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
+            rows.sequences if self.bounds is None else self.bounds,
             num_queries, queries.start, queries.stop, batch * len(queries),
             splits.start if splits is not None else 0, first_partial,
             rows.ancestors.shape[2] if rows.ancestors is not None else 0, self.sliding_window or 0, self.num_keys,
@@ -127,7 +129,8 @@ class _Call:
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
             D_BLOCK=channels, ROWS=rows_per_program, TILE=tile,
             SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
-            FP32_DOT=self.q.dtype == torch.float32, num_warps=4, num_stages=1 if row_bytes >= 512 else 2,
+            BOUNDED=self.bounds is not None, FP32_DOT=self.q.dtype == torch.float32, num_warps=4,
+            num_stages=1 if row_bytes >= 512 else 2,
         )  # fmt: skip
 
     def attend(self, blocks: range, state: AttentionState | None, out: torch.Tensor | None) -> None:
@@ -210,11 +213,12 @@ def attend_sources_triton(
     assert rows.ancestors is None
     calls: list[tuple[_Call, range]] = []
     for source in sources:
-        splits = _blocks_with_keys(source.blocks, rows, source.num_keys)
+        # Bounds are the device's, and cut what there is.
+        splits = source.blocks if source.bounds is not None else _blocks_with_keys(source.blocks, rows, source.num_keys)
         if splits:
             own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
             limit = _NO_LIMIT if source.num_keys is None else source.num_keys
-            calls.append((_Call(q, source.kv, own, scale, None, limit), splits))
+            calls.append((_Call(q, source.kv, own, scale, None, limit, source.bounds), splits))
     num_splits = sum(len(splits) for _, splits in calls)
     if not num_splits:
         return torch.zeros_like(q)

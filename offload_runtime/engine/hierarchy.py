@@ -185,72 +185,57 @@ def _place_levels(
     return replace(without, reason=obstacle[0]) if obstacle else PlacedLevels(with_middle, placement, middle)
 
 
-def make_proposers(
-    draft: str, models: LoadedModels, middle: MiddlePlan | None, options: SpeculationOptions, budget: DeviceBudget,
-    *, batch: int,
-) -> list[Proposer]:  # fmt: skip
-    """A proposer for every sequence of the batch.
+def make_proposer(
+    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int
+) -> Proposer:
+    """Who proposes, for all sequences of the batch.
 
     Args:
         draft: `none`, `ngram`, or anything else for the draft model.
         models: What was loaded.
         middle: The middle level to put on top; None for a chain.
-        options: How to propose.
         budget: Of the device.
         batch: Sequences.
     """
     if middle is not None:
         return _make_triforce(models, middle, budget)
     if models.draft is None:
-        return [NoProposer() if draft == "none" else NgramProposer() for _ in range(batch)]
+        return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    return [
-        DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, sequence=sequence)
-        for sequence in range(batch)
-    ]
+    return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
 
 
-def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> list[Proposer]:
-    options, target, draft = plan.options, models.target, models.draft
+def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> Proposer:
+    options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
     assert layers is not None, "refused when it was planned"
     chunks = RetrievedChunks(
-        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=plan.batch,
+        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=batch,
         budget=budget,
     )  # fmt: skip
     policy = _make_policy(plan, budget)
     source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     source.observers.append(policy)
-    if isinstance(source, HostKVCache) and plan.batch == 1:
+    if isinstance(source, HostKVCache) and batch == 1:
         source.lender = chunks
     gamma = options.gamma_draft if draft is not None else 0
-    proposers: list[Proposer] = []
-    for sequence in range(plan.batch):
-        window = DeviceWindow(budget.device)
-        cache = RetrievalCache(source, chunks, policy, sequence=sequence)
-        middle = RetrievalTarget(
-            target.runner.decoder, layers, cache, target.rope, window, gamma=gamma, sequence=sequence
+    window = DeviceWindow(budget.device, batch=batch)
+    middle = RetrievalTarget(
+        target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
+        target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
+    )  # fmt: skip
+    first = None
+    if draft is not None:
+        draft_vocab = draft.runner.decoder.config.vocab_size
+        first = DraftModel(
+            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
-        first = None
-        if draft is not None:
-            decoder = draft.runner.decoder
-            first = DraftModel(
-                draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=decoder.config.vocab_size,
-                sequence=sequence, window=window,
-            )  # fmt: skip
-        proposers.append(
-            TriForceProposer(
-                window,
-                middle,
-                first,
-                gamma_draft=gamma,
-                refresh_steps=options.refresh_steps,
-                capacity_tokens=source.capacity_tokens,
-            )
-        )
-    return proposers
+    return TriForceProposer(
+        window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
+        capacity_tokens=source.capacity_tokens,
+    )  # fmt: skip
 
 
 def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:

@@ -1,7 +1,8 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes."""
 
-from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
-from offload_runtime.runners.draft import DraftModel, DraftRunner, step_graph_bytes
+from offload_runtime.runners.device_window import DeviceWindow, Known, Said, device_window_bytes
+from offload_runtime.runners.draft import DraftModel, step_graph_bytes
+from offload_runtime.runners.draft_texts import DraftRunner
 from offload_runtime.runners.passes import ModelRunner, PassShape
 from offload_runtime.runners.step_graph import StepGraphs
 
@@ -9,8 +10,10 @@ __all__ = [
     "DeviceWindow",
     "DraftModel",
     "DraftRunner",
+    "Known",
     "ModelRunner",
     "PassShape",
+    "Said",
     "StepGraphs",
     "device_window_bytes",
     "step_graph_bytes",
