@@ -22,6 +22,7 @@ versions = pytest.mark.parametrize("attend", [attend_sources, attend_sources_tri
 
 # Retrieved keys, and the newest two blocks of a sequence in whose second one the queries lie.
 RECENT, START = range(5, 7), 6 * BLOCK_TOKENS + 70
+FAR = (1 << 31) - 1  # where no key ends
 
 
 def _case(
@@ -140,6 +141,59 @@ def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> Non
     out = _check(attend, case, [KeySource(case.kv, range(7))], rows)
     expected = attention(case.q, case.kv, rows, scale=case.scale)
     assert_within(out, expected, atol=1e-5 * case.largest_value)
+
+
+def _bounded(case: AttentionCase, bounds: Sequence[tuple[int, int]], num_blocks: int, places: int) -> KeySource:
+    """The first `num_blocks` blocks of each sequence from its own first one on, in a ring; NaN wherever no key is."""
+    data = case.kv.data.new_full((len(bounds), places, *case.kv.data.shape[2:]), float("nan"))
+    for b, (first, num_keys) in enumerate(bounds):
+        for block in range(first, min(first + num_blocks, case.kv.num_blocks)):
+            here = data[b, block % places]
+            here.copy_(case.kv.data[b, block])
+            here[:, :, max(0, num_keys - block * BLOCK_TOKENS) :] = float("nan")
+    return KeySource(KVBlocks(data), range(num_blocks), bounds=int32([list(pair) for pair in bounds]))
+
+
+def _one_by_one(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
+    """In fp64: each sequence before what its bounds say, without bounds."""
+    out = []
+    for b in range(len(case.q)):
+        own: list[KeySource] = []
+        for source in sources:
+            assert source.bounds is not None
+            first, num_keys = source.bounds[b].tolist()
+            own.append(
+                KeySource(KVBlocks(source.kv.data[b : b + 1]), range(first, first + len(source.blocks)), num_keys)
+            )
+        one = AttentionCase(case.q[b : b + 1], KVBlocks(case.kv.data[b : b + 1]))
+        out.append(_expected(one, own, QueryRows(rows.positions[b : b + 1], int32([0]), rows.max_length)))
+    return torch.cat(out)
+
+
+@versions
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (1, 4)])
+def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int, group: int) -> None:
+    """Long, short, without far keys, and standing still: together each gets what it gets alone."""
+    case = _case(3, batch=4, num_kv_heads=num_kv_heads, group=group)
+    far_case = _case(1, batch=4, num_kv_heads=num_kv_heads, seed=7)
+    rows = chain_rows((START, START - 900, 300, -1), (3, 2, 3, 1), max_length=7 * BLOCK_TOKENS)
+    rows.positions[3] = -1
+    far = _bounded(far_case, [(0, 520), (0, 96), (0, 0), (0, 0)], 3, 3)
+    sources = [far, _bounded(case, [(5, FAR), (1, FAR), (0, FAR), (0, 0)], 2, 4)]
+    with poisoned_outputs():
+        out = attend(case.q, sources, rows, scale=case.scale)
+    assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
+    assert bool((out[3] == 0).all())
+
+
+@versions
+def test_bounds_of_one_block(attend: Attend) -> None:
+    case = _case(2, batch=2)
+    rows = chain_rows((START, 40), (2, 2), max_length=7 * BLOCK_TOKENS)
+    sources = [_bounded(case, [(6, FAR), (0, 41)], 1, 2)]
+    with poisoned_outputs():
+        out = attend(case.q, sources, rows, scale=case.scale)
+    assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
 
 
 def test_queries_in_parts_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
