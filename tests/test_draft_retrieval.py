@@ -200,6 +200,25 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
         tokens = [*tokens, *guesses[:turn], turn]
 
 
+def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
+    """Chunks of few and of many blocks, and none; with pauses, and texts that end anywhere in their blocks."""
+    together, alone, full = (base.draft(budget, num_sequences=BATCH) for budget in (FEW, FEW, ALL))
+    everything = base.draft(None, num_sequences=BATCH)
+    texts = {0: random_tokens(760, seed=5), 1: random_tokens(40, seed=6), 2: random_tokens(1040, seed=7)}
+    for turn in range(8):
+        asked = {sequence: tokens for sequence, tokens in texts.items() if turn % 3 != sequence}
+        counts = {sequence: 2 + (turn + 3 * sequence) % 6 for sequence in asked}
+        guesses = together.model.propose(asked, counts)
+        assert full.model.propose(asked, counts) == everything.model.propose(asked, counts)
+        for sequence, tokens in asked.items():
+            one = propose(alone.model, tokens, counts[sequence], sequence=sequence)
+            assert guesses[sequence] == one, f"sequence {sequence} in turn {turn}"
+            texts[sequence] = [*tokens, *one[: turn % 4], *random_tokens(1 + 2 * sequence, seed=turn)]
+    held = [draft.runner.cache._chunks.resident(layer) for draft in (together, alone) for layer in range(4)]
+    assert all(torch.equal(left, right) for left, right in zip(held[:4], held[4:], strict=True))
+    assert int(held[0][0].max()) > 0 and int(held[0][1].max()) == -1 and int(held[0][2].max()) > 0
+
+
 def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
     config, budget = base.made.runner.decoder.config, DeviceBudget(CPU, None)
     sizes = {"capacity_tokens": 700, "budget_tokens": FEW, "chunk_size": CHUNK, "batch": 3}
