@@ -413,6 +413,28 @@ def test_replays_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingPara
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=5)], ids=str)
+def test_replays_of_a_batch_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingParams) -> None:
+    said: list[dict[int, list[int]]] = []
+    for graphed in (True, False):
+        model = gpu_draft.model(params, num_sequences=BATCH)
+        if not graphed:
+            model.graphs = StepGraphs(CPU)
+        texts = {sequence: random_tokens(length, seed=1) for sequence, length in enumerate((310, 40, 600))}
+        for turn in range(40):
+            counts = {sequence: (turn + 3 * sequence) % 8 for sequence in texts}  # none, now and then
+            guesses = model.propose(texts, counts)
+            texts = {
+                sequence: [*tokens, *guesses[sequence][: (turn + sequence) % 5], turn]
+                for sequence, tokens in texts.items()
+            }
+        said.append(texts)
+        # First and other steps, over all blocks that the longest text keeps.
+        assert 2 <= model.graphs.num_graphs <= 4 if graphed else model.graphs.num_graphs == 0
+    assert said[0] == said[1]
+
+
+@pytest.mark.gpu
 def test_steps_never_wait_and_leave_copies_alone(gpu_draft: Draft) -> None:
     model, tokens = gpu_draft.model(NOISY), random_tokens(350, seed=2)
     expected = propose(gpu_draft.model(NOISY), tokens, 12)

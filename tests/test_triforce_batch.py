@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -285,3 +286,61 @@ def test_a_middle_level_that_sees_everything_is_right_about_every_sequence(
                 results = runtime.generate_batch(PROMPTS, max_new_tokens=40, ignore_eos=True, gamma=19, **sampling)
                 passes = [result.stats.passes for result in results]  # 39 tokens after the first, 20 a pass
                 assert sorted(passes)[:5] == [2] * 5 and max(passes) <= 3, "a near-tie may cost a pass"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cache", "policy", "heads", "kv"), COMBINATIONS)
+def test_replays_say_what_plain_decoding_says(
+    models: dict[str, tuple[Path, Path]], cache: str, policy: str, heads: str, kv: str
+) -> None:
+    """On a GPU, where all but the first steps are replays, in batches of changing sizes."""
+    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    target, draft = models[heads]
+    fixed: dict[str, Any] = {"device": "cuda", "dtype": "fp32", "context": CONTEXT, "max_batch": 6}
+    with Runtime.load(target, draft="none", **fixed) as runtime:
+        truth = [batches(runtime, sampling, (1, 2, 3, 6)) for sampling in SAMPLINGS]
+    with Runtime.load(target, draft=draft, kv=kv, speculation=options, **fixed) as runtime:
+        for _ in range(2):
+            assert [batches(runtime, sampling, (1, 2, 3, 6), gamma=5) for sampling in SAMPLINGS] == truth
+
+
+@pytest.mark.gpu
+def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple[Path, Path]]) -> None:
+    options = SpeculationOptions("triforce", "full", **SMALL)
+    target, draft = models["mha"]
+    with Runtime.load(
+        target, draft=draft, device="cuda", dtype="fp32", context=CONTEXT, kv="host", speculation=options, max_batch=6
+    ) as runtime:
+        params = SamplingParams(0.6, seed=3)
+        alone = {}
+        for sequence, task in TASKS.items():
+            alone |= play(runtime, {sequence: task}, params, num_sequences=5)
+        together = play(runtime, TASKS, params, num_sequences=5)
+        for sequence in TASKS:
+            assert together[sequence].tokens == alone[sequence].tokens
+        # With far keys or without, and up to four recent blocks: whose they are makes no difference.
+        assert 0 < middle_of(runtime)._graphs.num_graphs <= 8
+        runtime._parts.proposer.start(params, 3)
+        for sequence in range(3):
+            runtime._parts.target.prefill(sequence, PROMPTS[sequence][:-1])
+            runtime._parts.proposer.prepare(sequence, PROMPTS[sequence])
+        turns = [Turn(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
+        for _ in range(3):  # compiled, captured, replayed
+            runtime._parts.proposer.propose(turns)
+        read = DeviceWindow.read
+
+        def allowed(window: DeviceWindow) -> Any:
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return read(window)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceWindow, "read", allowed)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                answers = runtime._parts.proposer.propose(turns)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [len(answer) for answer in answers] == [9, 9, 9]

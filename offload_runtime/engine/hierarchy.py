@@ -27,9 +27,9 @@ from offload_runtime.kv_cache.retrieval import (
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.planner import Placement
-from offload_runtime.runners.device_window import DeviceWindow
+from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_step_bytes
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
 
 
@@ -52,7 +52,21 @@ class MiddlePlan:
 
     @property
     def nbytes(self) -> int:
-        """Retrieved chunks, and what the policy keeps to choose them by."""
+        """Retrieved chunks, what the policy keeps to choose them by, and what steps need."""
+        return self._held_bytes + self.step_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """The window and what a step computes on its way, of all sequences."""
+        options = self.options
+        far_chunks = 0 if options.policy == "streaming" else self.context_tokens // options.chunk_size
+        return device_window_bytes(batch=self.batch) + middle_step_bytes(
+            self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1,
+            budget_tokens=options.budget_tokens, far_chunks=far_chunks,
+        )  # fmt: skip
+
+    @property
+    def _held_bytes(self) -> int:
         options, common = self.options, {"batch": self.batch}
         held = retrieved_bytes(
             self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, **common
@@ -220,6 +234,7 @@ def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget)
     source.observers.append(policy)
     if isinstance(source, HostKVCache) and batch == 1:
         source.lender = chunks
+    budget.reserve("steps of the middle level", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
     window = DeviceWindow(budget.device, batch=batch)
     middle = RetrievalTarget(

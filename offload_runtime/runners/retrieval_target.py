@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as ATTENTION_WORKSPACE_BYTES
+from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
 from offload_runtime_kernels.window_steps import StepRotation
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.kv_cache import num_blocks
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.model import Decoder, PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow
@@ -102,3 +105,29 @@ class RetrievalTarget:
         logits = window_pass(self._decoder, self._layers, self.cache, rows, None).flatten(0, 1)  # [B*T, V]
         samples = sample(logits, params, step.following, step.sequences)
         window.accept(samples.view(window.num_rows, count), self._counts)
+
+
+def middle_step_bytes(
+    config: ModelConfig, element_bytes: int, *, batch: int, rows: int, budget_tokens: int, far_chunks: int
+) -> int:
+    """Device bytes of what a step of the middle level computes on its way, which its graphs keep.
+
+    Args:
+        config: The target's shape.
+        element_bytes: Of its dtype.
+        batch: Sequences.
+        rows: Of each sequence.
+        budget_tokens: Retrieved tokens.
+        far_chunks: Most chunks of a sequence to choose from.
+    """
+    all_rows, heads = batch * rows, batch * config.num_kv_heads
+    # Residual stream, projections and the gated product, each with the one that it is made of.
+    row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
+    activations = all_rows * row * element_bytes
+    logits = all_rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
+    splits = num_blocks(budget_tokens) + 4  # and the recent blocks
+    partial = 4 * splits * all_rows * config.num_heads * (config.head_dim + 1)
+    scores = 4 * heads * far_chunks
+    chunk_logits = 4 * all_rows * config.num_heads * far_chunks
+    workspace = max(min(partial, ATTENTION_WORKSPACE_BYTES), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
+    return activations + logits + workspace

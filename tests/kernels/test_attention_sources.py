@@ -271,3 +271,34 @@ def test_in_a_graph_positions_may_move() -> None:
         graph.replay()
         assert torch.equal(out, attend_sources(case.q, sources, rows, scale=case.scale))
         assert_within(out, _expected(case, sources, rows), atol=3 * UNIT_ROUNDOFF[torch.bfloat16] * case.largest_value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(32, 1), (8, 4)])
+def test_in_a_graph_bounds_may_move(num_kv_heads: int, group: int, dtype: torch.dtype) -> None:
+    """Of several sequences at the shapes of real models, as they are replayed."""
+    case = _case(5, batch=3, num_kv_heads=num_kv_heads, group=group, head_dim=128, dtype=dtype)
+    far_case = _case(1, batch=3, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, seed=7)
+    far = KeySource(far_case.kv, range(4), bounds=int32([[0, 1024], [0, 0], [0, 40]]))
+    near = KeySource(case.kv, range(3), bounds=int32([[4, FAR], [0, FAR], [2, FAR]]))
+    rows = chain_rows((START, 300, 1000), (5, 5, 5), max_length=7 * BLOCK_TOKENS)
+    attend_sources(case.q, [far, near], rows, scale=case.scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_sources(case.q, [far, near], rows, scale=case.scale)
+    moves = [
+        ((START, 300, 1000), [[0, 1024], [0, 0], [0, 40]], [[4, FAR], [0, FAR], [2, FAR]]),
+        ((700, START - 9, 20), [[0, 8], [0, 900], [0, 0]], [[1, FAR], [4, FAR], [0, FAR]]),
+        ((-1, 255, START), [[0, 0], [0, 0], [0, 1000]], [[0, 0], [0, FAR], [5, FAR]]),
+    ]
+    for starts, far_bounds, near_bounds in moves:
+        offsets = torch.arange(5, device=KERNEL_DEVICE)
+        positions = torch.stack([offsets + start if start >= 0 else offsets * 0 - 1 for start in starts])
+        rows.positions.copy_(positions)
+        assert far.bounds is not None and near.bounds is not None
+        far.bounds.copy_(int32(far_bounds))
+        near.bounds.copy_(int32(near_bounds))
+        graph.replay()
+        expected = _one_by_one(case, [far, near], rows)
+        assert_within(out, expected, atol=3 * UNIT_ROUNDOFF[dtype] * case.largest_value)
