@@ -15,7 +15,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.kv_cache.host_writes import HostWrites
 from offload_runtime.kv_cache.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.speculation import Acceptance, NgramProposer
+from offload_runtime.speculation import Acceptance, NgramLookup
 from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, decode, replay
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.test_cli_fakes import make_stats
@@ -127,7 +127,7 @@ def test_a_chain(target: Path, draft: Path, plain: Shared) -> None:
 
 def test_n_grams_have_no_idea_in_some_rounds(target: Path, plain: Shared) -> None:
     truth, _ = plain[SAMPLINGS[0]]
-    expected = replay(truth, len(PROMPT), NgramProposer().propose, gamma=GAMMA, proposed_by="ngram")
+    expected = replay(truth, len(PROMPT), NgramLookup().propose, gamma=GAMMA, proposed_by="ngram")
     with load(target, context=CAPACITY) as runtime:
         stats = generate(runtime, SAMPLINGS[0]).stats
     assert stats.acceptance == (expected,)

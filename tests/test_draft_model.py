@@ -20,14 +20,22 @@ from offload_runtime.kv_cache.windowed import (
 )
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
-from offload_runtime.runners import DeviceWindow, DraftModel, ModelRunner, PassShape, StepGraphs, device_window_bytes
+from offload_runtime.runners import (
+    DeviceWindow,
+    DraftModel,
+    Known,
+    ModelRunner,
+    PassShape,
+    StepGraphs,
+    device_window_bytes,
+)
 from offload_runtime.sampling import sample
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 
 SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
-SINKS, RECENT, WINDOW = 4, 100, 16
+SINKS, RECENT, WINDOW, BATCH = 4, 100, 16, 3
 NOISY = SamplingParams(temperature=0.8, seed=5)
 
 
@@ -40,11 +48,16 @@ class Draft:
     cache: StreamingDraftCache
     runner: ModelRunner
 
-    def model(self, params: SamplingParams, *, sequence: int = 0) -> DraftModel:
+    def model(self, params: SamplingParams, *, num_sequences: int = 1) -> DraftModel:
         """A loop that knows nothing yet."""
-        model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
-        model.start(params)
+        model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+        model.start(params, num_sequences)
         return model
+
+
+def propose(model: DraftModel, tokens: Sequence[int], count: int, *, sequence: int = 0) -> list[int]:
+    """What a draft says behind one text, while all other sequences wait."""
+    return model.propose({sequence: tokens}, {sequence: count})[sequence]
 
 
 def make_draft(
@@ -56,7 +69,7 @@ def make_draft(
     made = make_runner(hf_model, directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=device)
     config = made.runner.decoder.config
     cache = StreamingDraftCache(
-        config, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=window, batch=2,
+        config, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=window, batch=BATCH,
         budget=DeviceBudget(device, None),
     )  # fmt: skip
     rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
@@ -158,9 +171,9 @@ def play(
     draft: Draft, reference: DenseStreaming, params: SamplingParams, tokens: list[int], *, until: int, sequence: int = 0
 ) -> list[int]:
     """Rounds whose guesses are accepted up to every place in turn; each must be the reference's. The whole sequence."""
-    model, gamma = draft.model(params, sequence=sequence), 7
+    model, gamma = draft.model(params, num_sequences=sequence + 1), 7
     for turn in counting():
-        guesses = model.propose(tokens, gamma)
+        guesses = propose(model, tokens, gamma, sequence=sequence)
         assert guesses == reference.propose(tokens, gamma, params), f"behind {len(tokens)} tokens"
         accepted = 5 * turn % (gamma + 1)
         other = (guesses[accepted] + 1) % VOCAB_SIZE if accepted < gamma else turn % VOCAB_SIZE
@@ -186,7 +199,7 @@ def test_prompts_about_as_long_as_the_sinks(draft: Draft, length: int) -> None:
 def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: int) -> None:
     reference, tokens = dense_streaming(draft), random_tokens(length, seed=length)
     draft.cache.reset(0, 0)
-    assert draft.model(NOISY).propose(tokens, 5) == reference.propose(tokens, 5, NOISY)
+    assert propose(draft.model(NOISY), tokens, 5) == reference.propose(tokens, 5, NOISY)
     assert draft.cache.length(0) == len(reference.kept(length)) + 4
     assert draft.cache.rope_shift(0) == 0  # a prompt is rotated by its indices
     play(draft, dense_streaming(draft), NOISY, tokens, until=length + 30)
@@ -219,14 +232,14 @@ def test_a_sequence_that_jumps_is_computed_anew(draft: Draft) -> None:
         shown = [*random_tokens(head, seed=head), *tokens[head:length]]
         if length != 703:
             reference.forget()
-        assert model.propose(shown, 6) == reference.propose(shown, 6, NOISY)
+        assert propose(model, shown, 6) == reference.propose(shown, 6, NOISY)
 
 
 def test_few_new_tokens_may_be_all_that_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
     draft = make_draft("llama", tmp_path_factory.mktemp("few"), sinks=1, recent=2)
     model, reference, tokens = draft.model(NOISY), dense_streaming(draft, sinks=1, recent=2), random_tokens(262, seed=8)
-    model.propose(tokens[:250], 2)
-    assert model.propose(tokens, 4) == reference.propose(tokens, 4, NOISY)
+    propose(model, tokens[:250], 2)
+    assert propose(model, tokens, 4) == reference.propose(tokens, 4, NOISY)
     draft.made.close()
 
 
@@ -244,15 +257,16 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     tokens = random_tokens(350, seed=6)
     expected = dense_streaming(draft).propose(tokens, 12, NOISY)
     model = draft.model(NOISY)
-    model.catch_up(tokens)
-    model.window.upload(tokens[-3:], len(tokens))
-    model.steps(5, longest=350)
+    model.catch_up(0, tokens)
+    model.window.upload({0: Known(tokens[-3:], 350, 360, 364)})
+    model.steps(5, longest={0: 350})
     model.window.end.add_(4)
-    model.steps(8, longest=355)
-    assert model.window.read(350, 12) == expected
-    assert model.window.read_all() == (354, [*tokens[-3:], *expected[:4]])
-    model.learned([*tokens[-2:], *expected[:4]])
-    assert model.propose([*tokens, *expected[:5]], 7) == expected[5:]
+    model.steps(8, longest={0: 355})
+    said = model.window.read()[0]
+    assert said.between(350, 362) == expected
+    assert (said.end, said.between(347, said.end)) == (354, [*tokens[-3:], *expected[:4]])
+    model.learned(0, [*tokens[-2:], *expected[:4]])
+    assert propose(model, [*tokens, *expected[:5]], 7) == expected[5:]
 
 
 def test_a_window_is_bounded(draft: Draft) -> None:
@@ -260,26 +274,33 @@ def test_a_window_is_bounded(draft: Draft) -> None:
     model = DraftModel(
         draft.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, window=DeviceWindow(CPU, capacity=9)
     )
-    assert model.room(300) == 7 and len(model.propose(tokens, 30)) == 7
+    assert model.room(300) == 7 and len(propose(model, tokens, 30)) == 7
     roomy = draft.model(NOISY)
-    assert len(roomy.propose(tokens, 1000)) == roomy.room(300) == draft.cache.capacity_tokens - 300 + 1
+    assert len(propose(roomy, tokens, 1000)) == roomy.room(300) == draft.cache.capacity_tokens - 300 + 1
+    roomy.window.upload({0: Known(tokens[-2:], 300, 1000, 1000)})
     with pytest.raises(AssertionError):
-        roomy.steps(draft.cache.capacity_tokens, longest=300)
+        roomy.steps(draft.cache.capacity_tokens, longest={0: 300})
 
 
 def test_device_window_holds_tokens_at_absolute_positions() -> None:
-    window = DeviceWindow(CPU, capacity=6)
-    window.upload([7, 8, 9], 1003)
-    cursor = torch.zeros(1, dtype=torch.int32)
-    for position, token in ((1003, -1), (1005, 11)):
-        window.put(torch.tensor([position], dtype=torch.int32), torch.tensor([token]), cursor)
-        assert cursor.item() == position + 1
-    assert window.read(1000, 6) == [7, 8, 9, -1, 0, 11]
-    rows = window.rows(window.end, 3, StepRotation(torch.ones(1), 1.0), offset=-2, last_token=8)
-    assert (rows.tokens.tolist(), rows.positions.tolist()) == ([8, 8, 0], [1001, 1002, 1003])
-    assert (window.end.item(), window.base.item()) == (1003, 1000)
-    assert window.tokens[1002 - 1000].item() == 9 and window.read_all() == (1003, [7, 8, 9])
-    assert device_window_bytes(6) == window.tokens.untyped_storage().nbytes()
+    window = DeviceWindow(CPU, capacity=6, batch=3)
+    window.use(2)
+    window.upload({1: Known([7, 8, 9], 1003, 1005, 1006)})
+    cursor = torch.zeros(2, dtype=torch.int32)
+    for position, token in ((1003, -1), (1005, 11), (1006, 12)):
+        window.put(torch.tensor([5, position], dtype=torch.int32), torch.tensor([3, token]), cursor)
+        assert cursor.tolist() == [0, min(position + 1, 1006)], "behind the last position nothing is put"
+    rotation = StepRotation(torch.ones(2, 1), 1.0)
+    rows = window.rows(window.end, 3, rotation, offset=-2, last_token=8)
+    assert rows.tokens.tolist() == [0, 0, 0, 8, 8, 0]
+    assert rows.positions.tolist() == [[-1, -1, -1], [1001, 1002, 1003]]
+    assert window.end.tolist() == [0, 1003]
+    (number, said), *others = window.read().items()
+    assert (number, said.end, said.base, others) == (1, 1003, 1000, [])
+    assert said.between(1000, 1006) == [7, 8, 9, -1, 0, 11]
+    window.upload({0: Known([1], 1, 2, 2)})
+    assert window.read()[0].between(0, 1) == [1] and window.end.tolist() == [1, 0], "sequence 1 waits from now on"
+    assert device_window_bytes(6, batch=3) == window.end.untyped_storage().nbytes()
 
 
 def test_the_planner_knows_what_a_streaming_cache_takes(draft: Draft) -> None:
@@ -306,13 +327,13 @@ def gpu_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=5)], ids=str)
 def test_replays_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingParams) -> None:
-    graphed, eager = gpu_draft.model(params), gpu_draft.model(params, sequence=0)
+    graphed, eager = gpu_draft.model(params), gpu_draft.model(params)
     eager.graphs = StepGraphs(CPU)
     said: list[list[int]] = []
     for model in (graphed, eager):
         tokens = random_tokens(310, seed=1)
         for turn in range(80):
-            guesses = model.propose(tokens, 7)
+            guesses = propose(model, tokens, 7)
             tokens = [*tokens, *guesses[: turn % 8], turn]
         said.append(tokens)
     assert said[0] == said[1]
@@ -324,21 +345,21 @@ def test_replays_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingPara
 @pytest.mark.gpu
 def test_steps_never_wait_and_leave_copies_alone(gpu_draft: Draft) -> None:
     model, tokens = gpu_draft.model(NOISY), random_tokens(350, seed=2)
-    expected = gpu_draft.model(NOISY).propose(tokens, 12)
+    expected = propose(gpu_draft.model(NOISY), tokens, 12)
     source = torch.arange(1 << 24, dtype=torch.int32).pin_memory()
     target = torch.zeros(1 << 24, dtype=torch.int32, device=GPU)
     side = torch.cuda.Stream()
-    model.catch_up(tokens)
+    model.catch_up(0, tokens)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(side):
             for _ in range(8):
                 target.copy_(source, non_blocking=True)
-        model.window.upload(tokens[-2:], len(tokens))
-        model.steps(12, longest=len(tokens))  # the first ones are captured meanwhile
+        model.window.upload({0: Known(tokens[-2:], 350, 362, 362)})
+        model.steps(12, longest={0: 350})  # the first ones are captured meanwhile
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert model.window.read(350, 12) == expected
+    assert model.window.read()[0].between(350, 362) == expected
     side.synchronize()
     assert torch.equal(target.cpu(), source)
 

@@ -23,9 +23,10 @@ from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGrap
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.test_draft_model import propose
 
 SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
-CAPACITY, CHUNK, FEW, ALL = 1400, 8, 96, 1408
+CAPACITY, CHUNK, FEW, ALL, BATCH = 1400, 8, 96, 1408, 3
 NOISY = SamplingParams(temperature=0.8, seed=5)
 
 
@@ -36,20 +37,20 @@ class Base:
     made: Assembled
     device: torch.device
 
-    def draft(self, budget_tokens: int | None, params: SamplingParams = NOISY, *, sequence: int = 0) -> Draft:
+    def draft(self, budget_tokens: int | None, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> Draft:
         """A loop over a new cache that retrieves so much, or over a full one."""
         config, budget = self.made.runner.decoder.config, DeviceBudget(self.device, None)
         cache: DeviceKVCache | RetrievedDraftCache
         if budget_tokens is None:
-            cache = DeviceKVCache(config, torch.float32, capacity_tokens=CAPACITY, batch=2, budget=budget)
+            cache = DeviceKVCache(config, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budget=budget)
         else:
             cache = RetrievedDraftCache(
-                config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK, batch=2,
-                budget=budget,
+                config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK,
+                batch=BATCH, budget=budget,
             )  # fmt: skip
         rows = RowBuilder(RopeTable(config, self.device), self.device)
         runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, SHAPE)
-        return Draft(runner, loop(runner, params, sequence=sequence))
+        return Draft(runner, loop(runner, params, num_sequences=num_sequences))
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Draft:
     model: DraftModel
 
 
-def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, sequence: int = 0) -> DraftModel:
+def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> DraftModel:
     """A loop that knows nothing yet."""
-    model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
-    model.start(params)
+    model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+    model.start(params, num_sequences)
     return model
 
 
@@ -135,7 +136,7 @@ def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
     policy, layers, steps = draft.runner.cache.observers[0], base.made.runner.decoder.config.num_layers, 5
     for turn in range(12):  # over 768 tokens, where the far part grows
         asked.clear()
-        guesses = draft.model.propose(tokens, steps)
+        guesses = propose(draft.model, tokens, steps)
         assert len(asked) in (steps * layers, (steps + 1) * layers)  # with tokens that are fed before the steps
         for number, one in enumerate(asked, start=-len(asked)):
             far.add(one.first_recent)
@@ -152,11 +153,11 @@ def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
     assert far == {BLOCK_TOKENS, 2 * BLOCK_TOKENS}
 
 
-def play(draft: Draft, full: Draft, tokens: list[int], turns: int) -> list[int]:
+def play(draft: Draft, full: Draft, tokens: list[int], turns: int, *, sequence: int = 0) -> list[int]:
     """Rounds whose guesses, accepted up to every place in turn, must be the full cache's."""
     for turn in range(turns):
-        guesses = draft.model.propose(tokens, 7)
-        assert guesses == full.model.propose(tokens, 7), f"behind {len(tokens)} tokens"
+        guesses = propose(draft.model, tokens, 7, sequence=sequence)
+        assert guesses == propose(full.model, tokens, 7, sequence=sequence), f"behind {len(tokens)} tokens"
         tokens = [*tokens, *guesses[: 5 * turn % 8], *random_tokens(1 + 3 * (turn % 5), seed=turn)]
     return tokens
 
@@ -182,21 +183,40 @@ def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> None:
-    draft, full = base.draft(ALL, sequence=sequence), base.draft(None, sequence=sequence)
+    draft, full = (base.draft(budget, num_sequences=sequence + 1) for budget in (ALL, None))
     tokens = random_tokens(1300, seed=2)
     for length, new in ((1290, 0), (600, 0), (600, 20), (610, 500), (1290, 4), (300, 30), (300, 800), (1, 700)):
-        play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], turns=2)
+        play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], turns=2, sequence=sequence)
 
 
 def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
     one, alone = base.draft(FEW), base.draft(FEW)
-    other = loop(one.runner, sequence=1)
+    other = loop(one.runner, num_sequences=2)
     tokens = random_tokens(770, seed=3)
     for turn in range(6):
-        assert len(other.propose(random_tokens(600 + 30 * turn, seed=4), 5)) == 5
-        guesses = one.model.propose(tokens, 6)
-        assert guesses == alone.model.propose(tokens, 6)
+        assert len(propose(other, random_tokens(600 + 30 * turn, seed=4), 5, sequence=1)) == 5
+        guesses = propose(one.model, tokens, 6)
+        assert guesses == propose(alone.model, tokens, 6)
         tokens = [*tokens, *guesses[:turn], turn]
+
+
+def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
+    """Chunks of few and of many blocks, and none; with pauses, and texts that end anywhere in their blocks."""
+    together, alone, full = (base.draft(budget, num_sequences=BATCH) for budget in (FEW, FEW, ALL))
+    everything = base.draft(None, num_sequences=BATCH)
+    texts = {0: random_tokens(760, seed=5), 1: random_tokens(40, seed=6), 2: random_tokens(1040, seed=7)}
+    for turn in range(8):
+        asked = {sequence: tokens for sequence, tokens in texts.items() if turn % 3 != sequence}
+        counts = {sequence: 2 + (turn + 3 * sequence) % 6 for sequence in asked}
+        guesses = together.model.propose(asked, counts)
+        assert full.model.propose(asked, counts) == everything.model.propose(asked, counts)
+        for sequence, tokens in asked.items():
+            one = propose(alone.model, tokens, counts[sequence], sequence=sequence)
+            assert guesses[sequence] == one, f"sequence {sequence} in turn {turn}"
+            texts[sequence] = [*tokens, *one[: turn % 4], *random_tokens(1 + 2 * sequence, seed=turn)]
+    held = [draft.runner.cache._chunks.resident(layer) for draft in (together, alone) for layer in range(4)]
+    assert all(torch.equal(left, right) for left, right in zip(held[:4], held[4:], strict=True))
+    assert int(held[0][0].max()) > 0 and int(held[0][1].max()) == -1 and int(held[0][2].max()) > 0
 
 
 def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
@@ -231,7 +251,7 @@ def test_replays_say_what_eager_steps_say(gpu_base: Base, params: SamplingParams
             model.graphs = StepGraphs(CPU)
         tokens = random_tokens(500, seed=1)
         for turn in range(110):
-            guesses = model.propose(tokens, 7)
+            guesses = propose(model, tokens, 7)
             tokens = [*tokens, *guesses[: turn % 8], turn % VOCAB_SIZE]
             if turn == 80:
                 tokens = tokens[:600]  # chunks that were held are written anew

@@ -129,6 +129,8 @@ def test_one_sequence_at_a_time_and_nothing_to_choose_from(kind: type[RetrievalP
     assert torch.equal(policy.select(1, q[1:], [40], scale=SCALE, sequence=1), together[1:])
     assert not torch.equal(together[0], together[1])
     assert policy.select(1, q, [0, 0], scale=SCALE).tolist() == [[[-1] * 12] * 2] * 2
+    numbers = torch.tensor([60, 40], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(policy.select(1, q, numbers, scale=SCALE, most=64), together), "a bound is enough on the host"
 
 
 def test_what_is_held_is_kept_unless_another_is_clearly_better() -> None:

@@ -15,10 +15,12 @@ from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
+    NgramLookup,
     NgramProposer,
     NoProposer,
     Proposer,
     SpeculativeDecoder,
+    Turn,
     count_accepted,
 )
 from tests.helpers.assembly import SMALL_SHAPE, make_runner
@@ -38,19 +40,22 @@ class ScriptedProposer:
         self._script = list(script)
         self._wrong_at = wrong_at
 
-    def start(self, params: SamplingParams) -> None:
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         pass
 
-    def prepare(self, tokens: Sequence[int]) -> None:
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        guesses = self._script[len(tokens) : len(tokens) + count]
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        return [self._guess(len(turn.tokens), turn.gamma) for turn in turns]
+
+    def _guess(self, length: int, count: int) -> list[int]:
+        guesses = self._script[length : length + count]
         if self._wrong_at is not None and self._wrong_at < len(guesses):
             guesses[self._wrong_at] = (guesses[self._wrong_at] + 1) % VOCAB_SIZE
         return guesses
 
-    def counts(self) -> Sequence[Acceptance]:
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
 
 
@@ -202,13 +207,21 @@ def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
 @given(growing_sequences(), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3))
 def test_ngram_lookup_equals_a_search(shown: list[list[int]], count: int, min_ngram: int, more: int) -> None:
     sizes = {"max_ngram": min_ngram + more, "min_ngram": min_ngram}
-    proposer = NgramProposer(**sizes)
+    lookup = NgramLookup(**sizes)
     for tokens in shown:
-        assert proposer.propose(tokens, count) == ngram_reference(tokens, count, **sizes)
-    assert NgramProposer(**sizes).propose(shown[-1], count) == ngram_reference(shown[-1], count, **sizes)
+        assert lookup.propose(tokens, count) == ngram_reference(tokens, count, **sizes)
+    assert NgramLookup(**sizes).propose(shown[-1], count) == ngram_reference(shown[-1], count, **sizes)
 
 
 def test_ngram_lookup_does_not_change_what_it_is_shown() -> None:
     tokens = [1, 2, 3, 1, 2]
-    assert NgramProposer().propose(tokens, 4) == [3, 1, 2, 3]
+    assert NgramLookup().propose(tokens, 4) == [3, 1, 2, 3]
     assert tokens == [1, 2, 3, 1, 2]
+
+
+def test_every_sequence_is_looked_up_in_its_own_text() -> None:
+    proposer, texts = NgramProposer(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
+    proposer.prepare(2, texts[2][:3])
+    turns = [Turn(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)]
+    assert proposer.propose(turns) == [[9, 7], [3]]
+    assert proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 7], 1)]) == [[9], []]

@@ -15,7 +15,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassRows, Window
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.sampling import sample
-from offload_runtime.speculation import DraftProposer, SpeculativeDecoder
+from offload_runtime.speculation import DraftProposer, SpeculativeDecoder, Turn
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
@@ -48,9 +48,14 @@ def make_proposer(
 ) -> DraftProposer:
     """A proposer that starts with an empty cache."""
     draft.cache.truncate(sequence, 0)
-    proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, sequence=sequence)
-    proposer.start(params)
+    proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=sequence + 1)
+    proposer.start(params, sequence + 1)
     return proposer
+
+
+def propose(proposer: DraftProposer, tokens: Sequence[int], count: int) -> list[int]:
+    """What follows `tokens`, the one sequence there is."""
+    return proposer.propose([Turn(0, tokens, count)])[0]
 
 
 def plain_decoding(
@@ -90,7 +95,7 @@ def test_guesses_are_plain_decoding_after_any_history(
     guesses: list[int] = []
     for accepted, new, count in rounds:
         tokens = new if accepted < 0 else [*tokens, *guesses[:accepted], *new]
-        guesses = proposer.propose(tokens, count)
+        guesses = propose(proposer, tokens, count)
         assert guesses == plain_decoding(draft, tokens, count, params)
         # The last guess was never fed: exactly the others wait in the cache.
         assert draft.cache.length(0) == len(tokens) + count - 1
@@ -99,7 +104,7 @@ def test_guesses_are_plain_decoding_after_any_history(
 def test_a_cut_sequence_and_one_that_is_shown_twice(draft: ModelRunner) -> None:
     proposer, tokens = make_proposer(draft, PARAMS[1]), random_tokens(45, seed=3)
     for length in (45, 45, 20, 44, 1, 45):
-        assert proposer.propose(tokens[:length], 4) == plain_decoding(draft, tokens[:length], 4, PARAMS[1])
+        assert propose(proposer, tokens[:length], 4) == plain_decoding(draft, tokens[:length], 4, PARAMS[1])
 
 
 def test_the_way_of_sampling_may_change_between_generations(draft: ModelRunner) -> None:
@@ -107,7 +112,7 @@ def test_the_way_of_sampling_may_change_between_generations(draft: ModelRunner) 
     said: set[tuple[int, ...]] = set()
     for params in (*PARAMS, SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=1.5, top_k=3)):
         proposer.start(params)
-        said.add(tuple(proposer.propose(tokens, 6)))
+        said.add(tuple(propose(proposer, tokens, 6)))
         assert tuple(plain_decoding(draft, tokens, 6, params)) in said
     assert len(said) == 5
 
@@ -117,7 +122,7 @@ def test_a_draft_with_a_shorter_context_guesses_as_far_as_it_reaches(
 ) -> None:
     proposer, tokens = make_proposer(short_draft, PARAMS[1]), random_tokens(SHORT_CONTEXT + 20, seed=8)
     for length in (40, 44, 47, 48, 49, 60, 30, 46):
-        guesses = proposer.propose(tokens[:length], 6)
+        guesses = propose(proposer, tokens[:length], 6)
         # A guess has to be fed before the next one is made, only the last one needs no place.
         assert len(guesses) == max(0, min(6, SHORT_CONTEXT - length + int(length <= SHORT_CONTEXT)))
         assert guesses == plain_decoding(draft, tokens[:length], 6, PARAMS[1])[: len(guesses)]
@@ -126,11 +131,11 @@ def test_a_draft_with_a_shorter_context_guesses_as_far_as_it_reaches(
 def test_tokens_beyond_either_vocabulary(draft: ModelRunner) -> None:
     tokens = random_tokens(10, seed=9)
     proposer = make_proposer(draft, PARAMS[2], vocab_size=20)
-    assert all(max(proposer.propose(tokens[:length], 6)) < 20 for length in range(1, 10))
+    assert all(max(propose(proposer, tokens[:length], 6)) < 20 for length in range(1, 10))
     proposer = make_proposer(draft, PARAMS[2], vocab_size=VOCAB_SIZE + 50)
     padding = VOCAB_SIZE + 30  # a row of the target's embedding that the draft does not have
-    assert len(proposer.propose([*tokens, padding], 4)) == 4
-    assert proposer.propose([*tokens, *tokens], 4) == plain_decoding(draft, tokens + tokens, 4, PARAMS[2])
+    assert len(propose(proposer, [*tokens, padding], 4)) == 4
+    assert propose(proposer, [*tokens, *tokens], 4) == plain_decoding(draft, tokens + tokens, 4, PARAMS[2])
 
 
 class NanDraft:
@@ -157,8 +162,8 @@ def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
     draft.cache.truncate(0, 0)
     tokens = random_tokens(10, seed=10)
     proposer = DraftProposer(NanDraft(draft), vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
-    assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 2, PARAMS[0])
-    assert proposer.propose(tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
+    assert propose(proposer, tokens, 5) == plain_decoding(draft, tokens, 2, PARAMS[0])
+    assert propose(proposer, tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
 
 
 class InterruptedDraft:
@@ -198,9 +203,9 @@ def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> No
         tokens = [*tokens[:-6], *random_tokens(9, seed=len(tokens))]
         interrupted.countdown = countdown
         with pytest.raises(KeyboardInterrupt):
-            proposer.propose(tokens, 6)
+            propose(proposer, tokens, 6)
         shorter = tokens[:-2]
-        assert proposer.propose(shorter, 6) == plain_decoding(draft, shorter, 6, PARAMS[0])
+        assert propose(proposer, shorter, 6) == plain_decoding(draft, shorter, 6, PARAMS[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -248,8 +253,8 @@ class OneSequence:
 def test_a_prepared_prompt_is_not_worked_on_again(draft: ModelRunner) -> None:
     tokens = random_tokens(60, seed=21)
     proposer = make_proposer(draft, PARAMS[0])
-    proposer.prepare(tokens[:50])
+    proposer.prepare(0, tokens[:50])
     assert draft.cache.length(0) == 48, "all but what a first step feeds itself"
-    assert proposer.propose(tokens[:51], 6) == plain_decoding(draft, tokens[:51], 6, PARAMS[0])
+    assert propose(proposer, tokens[:51], 6) == plain_decoding(draft, tokens[:51], 6, PARAMS[0])
     longest = draft.cache.capacity_tokens
-    make_proposer(draft, PARAMS[0]).prepare(random_tokens(longest + 1, seed=22))  # no room to propose, and no error
+    make_proposer(draft, PARAMS[0]).prepare(0, random_tokens(longest + 1, seed=22))  # no room to propose, and no error

@@ -238,7 +238,7 @@ def test_a_failure_while_loading_ends_the_threads_and_unlocks(
     def fail(*arguments: Any, **options: Any) -> None:
         raise _LaterError
 
-    monkeypatch.setattr(*((assembly, "RopeTable", fail) if where == "connect" else (loading, "make_proposers", fail)))
+    monkeypatch.setattr(*((assembly, "RopeTable", fail) if where == "connect" else (loading, "make_proposer", fail)))
     with pytest.raises(_LaterError):
         Runtime.load(target, device="cpu", resident_layers=0, draft="none")
     assert not registrar.locked

@@ -31,7 +31,7 @@ from long_context import needle as needle_module  # noqa: E402
 from long_context import rows as rows_module  # noqa: E402
 from long_context import session as session_module  # noqa: E402
 from long_context.decoding import Decoding, compare, target_acceptance  # noqa: E402
-from long_context.internals import proposers_of, target_cache, tell_again  # noqa: E402
+from long_context.internals import proposer_of, target_cache, tell_again  # noqa: E402
 from long_context.needle import NeedleTest  # noqa: E402
 from long_context.plot import draw  # noqa: E402
 from long_context.rig import Rig  # noqa: E402
@@ -173,9 +173,9 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
 ) -> None:
     decode = Session.decode
 
-    def lie(self: Session, start: Any, proposers: Any, *rest: Any, **options: Any) -> Decoding:
-        done = decode(self, start, proposers, *rest, **options)
-        if isinstance(proposers[0], NoProposer):
+    def lie(self: Session, start: Any, proposer: Any, *rest: Any, **options: Any) -> Decoding:
+        done = decode(self, start, proposer, *rest, **options)
+        if isinstance(proposer, NoProposer):
             return done
         return replace(done, texts=tuple((*text[:5], text[5] + 1, *text[6:]) for text in done.texts))
 
@@ -242,11 +242,11 @@ def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtim
     """Its acceptance is that of the loaded one at every level, after other hierarchies have been there."""
     start, params = [TOKENS[:700]], SamplingParams(0.6, seed=3)
     session = Session(runtime)
-    expected = session.decode(start, proposers_of(runtime), params, gamma=8, count=24)
+    expected = session.decode(start, proposer_of(runtime), params, gamma=8, count=24)
     rig = Rig(runtime, "model")
     for options in (replace(OPTIONS, policy="topk", chunk_size=16), replace(OPTIONS, mode="chain"), OPTIONS):
-        proposers = rig.build(options)
-        found = session.decode(start, proposers, params, gamma=8, count=24)
+        proposer = rig.build(options)
+        found = session.decode(start, proposer, params, gamma=8, count=24)
         assert compare(expected.texts, found.texts).identical
     assert found.rounds == expected.rounds
     assert (found.middle_steps, found.draft_accepted) == (expected.middle_steps, expected.draft_accepted)
@@ -282,21 +282,21 @@ def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
 
 def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
     session, rig, params = Session(runtime), Rig(runtime, "model"), SamplingParams(1.0, seed=5)
-    proposers = rig.build(OPTIONS)
+    proposer = rig.build(OPTIONS)
     # At and off the ends of blocks, forth again, and another text that begins alike.
     texts = [TOKENS[:800], TOKENS[:513], TOKENS[:256], TOKENS[:700], [*TOKENS[:300], *TOKENS[100:400]]]
-    found = [session.decode([text], proposers, params, gamma=10, count=20).texts[0][:20] for text in texts]
+    found = [session.decode([text], proposer, params, gamma=10, count=20).texts[0][:20] for text in texts]
     fresh = [runtime.generate(text, max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True) for text in texts]
     assert [list(text) for text in found] == [result.tokens for result in fresh]
 
 
 def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
-    loaded = [weakref.ref(proposer) for proposer in proposers_of(runtime)]
+    loaded = weakref.ref(proposer_of(runtime))
     policies = [weakref.ref(observer) for observer in target_cache(runtime).observers]
     before = runtime._parts.budget.reserved_bytes
     rig = Rig(runtime, "model")
     gc.collect()
-    assert not any(ref() for ref in (*loaded, *policies))
+    assert not any(ref() for ref in (loaded, *policies))
     without = runtime._parts.budget.reserved_bytes
     rig.build(replace(OPTIONS, policy="topk"))
     rig.build(OPTIONS)
@@ -319,8 +319,8 @@ def test_the_bound_is_a_pass_and_its_steps() -> None:
     setting = Setting(replace(OPTIONS, refresh_steps=2), 0.6, 900, 9, 8)
     row = {
         "pass_s": 0.1, "middle_steps_per_pass": 5.0, "middle_step_ms": 4.0, "middle_step_with_refresh_ms": 8.0,
-        "draft_step_ms": 1.0, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025, "proposed": 60,
-        "passes": 10,
+        "draft_step_ms": 1.0, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025,
+        "draft_steps_per_pass": 6.0,
     }  # fmt: skip
     found = bound(row, setting)  # a pass of 100 ms and 5 steps of (4 + 8) / 2 + 3 * 1 ms, for 8 tokens
     assert found["bound_tok_per_s"] == pytest.approx(8 / 0.145)

@@ -11,7 +11,7 @@ import pytest
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv_cache.retrieval import RetrievedChunks
-from offload_runtime.speculation import count_accepted
+from offload_runtime.speculation import Turn, count_accepted
 from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
@@ -41,10 +41,10 @@ class Watch:
         self.available: set[int] = set()
         propose, update = TriForceProposer.propose, RetrievedChunks.update
 
-        def watched_propose(proposer: TriForceProposer, tokens: Sequence[int], count: int) -> list[int]:
-            proposals = propose(proposer, tokens, count)
-            self.windows.append((len(tokens), proposals))
-            return proposals
+        def watched_propose(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[list[int]]:
+            (turn,), (proposals,) = turns, propose(proposer, turns)
+            self.windows.append((len(turn.tokens), proposals))
+            return [proposals]
 
         def watched_update(chunks: RetrievedChunks, *arguments: Any, **named: Any) -> Any:
             self.available.update(arguments[3])

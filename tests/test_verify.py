@@ -21,7 +21,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.transcripts import ScriptedProposer, forced_rows, transcribe
 from offload_runtime.engine.verification import VerificationPlan, VerificationReport, verify
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.speculation import rounds
+from offload_runtime.speculation import Turn, rounds
 from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 
 T1 = SamplingParams(temperature=1.0)
@@ -129,7 +129,7 @@ def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monk
     def speak_the_draft(self: Any, tokens: Sequence[int], gamma: int) -> rounds.Round:
         done = honest(self, tokens, gamma)
         if gamma > 0 and done.num_proposed and done.num_accepted == 0:
-            return replace(done, tokens=[self._proposer.propose(tokens, 1)[0]])
+            return replace(done, tokens=[self._proposer.propose([Turn(0, tokens, 1)])[0][0]])
         return done
 
     honest = rounds.SpeculativeDecoder.round

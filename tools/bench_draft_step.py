@@ -27,7 +27,7 @@ from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
-from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs
+from offload_runtime.runners import DraftModel, Known, ModelRunner, PassShape, StepGraphs
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights.layout import PackedLayout, layer_layout, shared_layout
 
@@ -107,14 +107,14 @@ def measure(
     """One case: milliseconds a step (median, 20/80), bound and share of it."""
     draft = make_draft(config, device, context=context, streaming=streaming, tile_rows=tile_rows)
     tokens = torch.randint(0, config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    draft.catch_up(tokens)
-    draft.window.upload(tokens[-2:], context)
+    draft.catch_up(0, tokens)
+    draft.window.upload({0: Known(tokens[-2:], context, context + STEPS, context + STEPS)})
 
     def window() -> None:
-        draft.steps(STEPS, longest=context)
+        draft.steps(STEPS, longest={0: context})
 
     def first() -> None:
-        draft.steps(1, longest=context)
+        draft.steps(1, longest={0: context})
 
     whole, one = percentiles(times_ms(window, repeats=20)), percentiles(times_ms(first, repeats=20))
     others = [(time - one.median) / (STEPS - 1) for time in times_ms(window, repeats=20)]

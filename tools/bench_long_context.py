@@ -33,7 +33,7 @@ from long_context.internals import (  # noqa: E402
     finish_writing_back,
     levels_of,
     pinned_bytes,
-    proposers_of,
+    proposer_of,
     runner_of,
     set_variant,
     target_cache,
@@ -112,7 +112,7 @@ class Bench:
 
     def decode(self, proposer: Proposer, params: SamplingParams, gamma: int, count: int) -> dict[str, Any]:
         """Decode `count` tokens behind the prompt."""
-        done = self.session.decode(self.start, [proposer], params, gamma=gamma, count=count)
+        done = self.session.decode(self.start, proposer, params, gamma=gamma, count=count)
         return {
             "gamma": gamma, "temperature": params.temperature, "tokens": done.num_tokens, "passes": done.passes,
             "tokens_per_pass": done.tokens_per_pass, "s_per_token": done.s_per_token,
@@ -122,7 +122,7 @@ class Bench:
 
     def steps_ms(self, proposer: Proposer) -> dict[str, float]:
         """Times of single steps of the two inner levels, replayed as in decoding."""
-        return self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=24)
+        return self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=24)
 
     def middle_passes(
         self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: float
@@ -136,8 +136,8 @@ class Bench:
         found = []
         for count in rows:
             set_variant(proposer, gamma_draft=count - 1, refresh_steps=1)
-            steps_ms = self.session.step_times_ms(self.start, [proposer], SamplingParams(0.6), gamma=64)
-            recent = levels_of(proposer).middle.cache.recent  # type: ignore[union-attr]
+            steps_ms = self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=64)
+            recent = levels_of(proposer).middle.cache.recent()  # type: ignore[union-attr]
             keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
             nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
             hbm_ms = 1e3 * nbytes / (hbm_gbps * GB)
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report["windows"] = bench.windows(arguments.windows, arguments.passes, peak_gbps)
         for row in report["windows"]:
             _show("pass", row)
-        proposer = proposers_of(runtime)[0]
+        proposer = proposer_of(runtime)
         set_variant(proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])

@@ -178,6 +178,11 @@ def _checked(q: torch.Tensor, kv: KVBlocks) -> KVBlocks:
     return kv
 
 
+def sources_workspace_bytes(head_dim: int) -> int:
+    """Most device bytes that `attend_sources` takes for what its programs found."""
+    return 4 * _ENOUGH_PROGRAMS * _MOST_ROWS * (head_dim + 1)
+
+
 def attend_sources_triton(
     q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ class QueryRows:
     For a tree: `committed` [B] int32, tokens in the cache at their own slots, `min_committed` the least of them, and
     `ancestors` [B, T, A] int32: the slot of the query's ancestor at position committed + i (itself included). Without
     a tree every key lies in the slot of its position.
+    `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all.
     """
 
     positions: torch.Tensor
@@ -24,6 +25,7 @@ class QueryRows:
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     min_committed: int = 0
+    used: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

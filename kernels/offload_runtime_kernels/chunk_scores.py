@@ -248,11 +248,6 @@ def chunk_scores_triton(
     return scores
 
 
-def chunk_scores_bytes(*, rows: int, num_heads: int, num_kv_heads: int, chunks: int) -> int:
-    """Device bytes of scores and workspace of `chunk_scores`, for all rows of queries of a batch together."""
-    return min(WORKSPACE_BYTES, 4 * rows * num_heads * chunks) + 2 * 4 * rows * num_kv_heads * chunks
-
-
 def chunk_scores(
     q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, num_chunks: Counts, *, scale: float,
     rows_used: torch.Tensor | None = None,

@@ -64,13 +64,17 @@ class BlockTable:
             self.blocks[sequence][number] = block
 
 
-def _assign_reference(selected: torch.Tensor, resident: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _assign_reference(
+    selected: torch.Tensor, resident: torch.Tensor, used: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Free places and the chunks that come into them, [B, H_kv, K] each, in order; -1 for no place and no chunk."""
     wanted = selected >= 0
     place = torch.arange(resident.shape[2], device=resident.device)
     inside = place < wanted.sum(-1, keepdim=True)  # chosen chunks fill the first places without a gap
     same = (resident[..., :, None] == selected[..., None, :]) & inside[..., :, None] & wanted[..., None, :]
     free, new = ~same.any(-1), wanted & ~same.any(-2)
+    if used is not None:
+        free, new = (lists & (used > 0)[:, None, None] for lists in (free, new))
     places = (~free).byte().argsort(dim=-1, stable=True).where(place < free.sum(-1, keepdim=True), -1)
     order = (~new).byte().argsort(dim=-1, stable=True)
     arrivals = selected.gather(-1, order).where(place < new.sum(-1, keepdim=True), -1)
@@ -78,10 +82,11 @@ def _assign_reference(selected: torch.Tensor, resident: torch.Tensor) -> tuple[t
 
 
 def gather_chunks_reference(
-    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int
-) -> torch.Tensor:
+    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch version of `gather_chunks`."""
-    places, arrivals = _assign_reference(selected, resident)
+    places, arrivals = _assign_reference(selected, resident, used)
     for b, h, j in (places >= 0).nonzero().tolist():
         place, chunk = int(places[b, h, j]), int(arrivals[b, h, j])
         resident[b, h, place] = chunk
@@ -97,8 +102,8 @@ def gather_chunks_reference(
 
 @jit(do_not_specialize=("num_places",))
 def _assign_kernel(
-    selected_ptr, resident_ptr, present_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_moved_ptr, num_places,
-    K_BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    selected_ptr, resident_ptr, used_ptr, present_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_moved_ptr,
+    num_places, NUM_KV_HEADS: tl.constexpr, K_BLOCK: tl.constexpr, STEPS: tl.constexpr, HAS_USED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     selected_ptr += head * num_places
@@ -124,6 +129,10 @@ def _assign_kernel(
     present = tl.load(present_ptr + lane, mask=lane < num_places, other=0)
     free = ((lane < num_places) & (kept == 0)).to(tl.int32)
     moved = ((selected >= 0) & (present == 0)).to(tl.int32)
+    if HAS_USED:  # without a free place nothing moves
+        stays = (tl.load(used_ptr + head // NUM_KV_HEADS) == 0).to(tl.int32)
+        free *= 1 - stays
+        moved *= 1 - stays
     num_free = tl.sum(free, axis=0)
     num_moved = tl.sum(moved, axis=0)
     # Only the first `num_free` of both lists are read; of the arrivals those behind the last are -1.
@@ -167,8 +176,9 @@ def _gather_kernel(
 
 
 def gather_chunks_triton(
-    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int
-) -> torch.Tensor:
+    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of `gather_chunks`: two launches."""
     require_triton("gather_chunks")
     batch, num_kv_heads, num_places = selected.shape
@@ -180,8 +190,9 @@ def gather_chunks_triton(
     block, lanes = triton.next_power_of_2(num_places), triton.next_power_of_2(chunk_size * head_dim)
     with torch.cuda.device_of(data.data):
         _assign_kernel[(heads,)](
-            selected, resident, present, places, arrivals, num_free, num_moved, num_places,
-            K_BLOCK=block, STEPS=block.bit_length(), num_warps=4,
+            selected, resident, resident if used is None else used, present, places, arrivals, num_free, num_moved,
+            num_places, NUM_KV_HEADS=num_kv_heads, K_BLOCK=block, STEPS=block.bit_length(),
+            HAS_USED=used is not None, num_warps=4,
         )  # fmt: skip
         _gather_kernel[(heads, min(num_places, _GATHER_PROGRAMS))](
             source.pointers, data.data, resident, places, arrivals, num_free, num_places,
@@ -193,8 +204,9 @@ def gather_chunks_triton(
 
 
 def gather_chunks(
-    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int
-) -> torch.Tensor:
+    selected: torch.Tensor, resident: torch.Tensor, source: BlockTable, data: KVBlocks, *, chunk_size: int,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Make `data` hold the selected chunks, moving only those that it does not hold yet.
 
     Args:
@@ -205,6 +217,7 @@ def gather_chunks(
         data: [B, at least K * chunk_size / 256, 2, H_kv, 256, D], written in place; place i is the tokens from
             i * chunk_size on. Its `first_block` is 0.
         chunk_size: Tokens of a chunk, a power of two up to 64.
+        used: [B] int32 on the device: 0 leaves a sequence as it is, whatever was selected. None: all are served.
 
     Returns:
         [B, H_kv] int32 on the device: chunks that were moved.
@@ -217,5 +230,6 @@ def gather_chunks(
     assert selected.is_contiguous() and resident.is_contiguous() and is_chunk_size(chunk_size)
     assert data.first_block == 0 and data.num_blocks * BLOCK_TOKENS >= num_places * chunk_size
     assert data.data.shape[0] == batch == source.pointers.shape[0] and data.num_kv_heads == num_kv_heads
+    assert used is None or (used.shape == (batch,) and used.dtype == torch.int32 and used.is_contiguous())
     run = gather_chunks_triton if data.data.is_cuda else gather_chunks_reference
-    return run(selected, resident, source, data, chunk_size=chunk_size)
+    return run(selected, resident, source, data, chunk_size=chunk_size, used=used)

@@ -24,7 +24,6 @@ class _Member:
     sequence: int
     prompt: list[int]
     answer: Answer
-    proposer: Proposer
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     passes: int = 0
@@ -57,27 +56,24 @@ class BatchGeneration:
     Args:
         parts: The runtime's machinery.
         expected: What the figures are held against.
-        proposers: One for each prompt.
         prompts: Token ids of each.
         params: What was asked for, the same for all.
         gamma: Most tokens proposed per round and sequence.
     """
 
     def __init__(
-        self, parts: StreamParts, expected: Expectation, proposers: Sequence[Proposer],
-        prompts: Sequence[Sequence[int]], params: GenerationParams, *, gamma: int,
+        self, parts: StreamParts, expected: Expectation, prompts: Sequence[Sequence[int]], params: GenerationParams,
+        *, gamma: int,
     ) -> None:  # fmt: skip
         self._parts = parts
         self._expected = expected
         self._params = params
         self._gamma = gamma
+        self._proposer: Proposer = parts.proposer if gamma else NoProposer()
         self._members = [
-            _Member(
-                sequence, list(prompt), Answer(parts.tokenizer, prompt, params, parts.eos_token_ids),
-                proposer if gamma else NoProposer(),
-            )
-            for sequence, (prompt, proposer) in enumerate(zip(prompts, proposers, strict=True))
-        ]  # fmt: skip
+            _Member(sequence, list(prompt), Answer(parts.tokenizer, prompt, params, parts.eos_token_ids))
+            for sequence, prompt in enumerate(prompts)
+        ]
 
     def run(
         self, *, on_prefill: Callable[[int, int], None] | None = None, on_progress: OnBatchProgress | None = None,
@@ -91,6 +87,7 @@ class BatchGeneration:
             should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are.
         """
         started_s = time.perf_counter()
+        self._proposer.start(self._params.sampling, len(self._members))
         for member in self._members:
             self._begin(member, on_prefill)
         meter, first_round_s, rounds = PassMeter(self._parts), time.perf_counter(), 0
@@ -127,21 +124,19 @@ class BatchGeneration:
                 on_prefill(number * layers + done, count * layers)
 
         target, sampling = self._parts.target, self._params.sampling
-        member.proposer.start(sampling)
-        decoder = SpeculativeDecoder(target, member.proposer, sampling, sequence=member.sequence)
+        decoder = SpeculativeDecoder(target, self._proposer, sampling, sequence=member.sequence)
         logits = target.prefill(member.sequence, member.prompt, on_layer)
         if self._params.max_new_tokens > 1:
-            member.proposer.prepare(member.prompt)
+            self._proposer.prepare(member.sequence, member.prompt)
         member.push([decoder.first_token(logits)])
         member.first_token_s = member.last_token_s
         self._let_go_of_finished(member)
 
     def _round(self, active: Sequence[_Member]) -> None:
         turns = [
-            Turn(member.sequence, member.tokens, member.proposer, min(self._gamma, member.answer.remaining - 1))
-            for member in active
+            Turn(member.sequence, member.tokens, min(self._gamma, member.answer.remaining - 1)) for member in active
         ]
-        played = play_round(self._parts.target, self._params.sampling, turns)
+        played = play_round(self._parts.target, self._params.sampling, self._proposer, turns)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
             member.tally.add(outcome.num_proposed, outcome.num_accepted)
@@ -154,11 +149,11 @@ class BatchGeneration:
             self._parts.target.cache.truncate(member.sequence, 0)
 
     def _figures(self, member: _Member, started_s: float) -> AnswerFigures:
-        name = member.proposer.name
+        name = self._proposer.name
         return AnswerFigures(
             prompt_tokens=len(member.prompt), new_tokens=len(member.answer.tokens), started_s=started_s,
             first_token_s=member.first_token_s, last_token_s=member.last_token_s, passes=member.passes,
-            acceptance=() if name is None else member.tally.levels(name, member.proposer.counts()),
+            acceptance=() if name is None else member.tally.levels(name, self._proposer.counts(member.sequence)),
         )  # fmt: skip
 
 

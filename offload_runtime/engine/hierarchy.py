@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from offload_runtime_kernels.chunk_scores import chunk_scores_bytes
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.assembly import LoadedModels
@@ -28,9 +27,9 @@ from offload_runtime.kv_cache.retrieval import (
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.planner import Placement
-from offload_runtime.runners.device_window import DeviceWindow
+from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_step_bytes
 from offload_runtime.runners.step_graph import step_graph_bytes
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
 
@@ -54,7 +53,20 @@ class MiddlePlan:
 
     @property
     def nbytes(self) -> int:
-        """Retrieved chunks, and what the policy keeps to choose them by."""
+        """Retrieved chunks, what the policy keeps to choose them by, and what steps need."""
+        return self._held_bytes + self.step_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """The window and what a step computes on its way, of all sequences."""
+        options = self.options
+        far_chunks = 0 if options.policy == "streaming" else self.context_tokens // options.chunk_size
+        return device_window_bytes(batch=self.batch) + middle_step_bytes(
+            self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1, far_chunks=far_chunks
+        )
+
+    @property
+    def _held_bytes(self) -> int:
         options, common = self.options, {"batch": self.batch}
         held = retrieved_bytes(
             self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, **common
@@ -66,17 +78,6 @@ class MiddlePlan:
         return held + summaries_bytes(
             self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, **common
         )
-
-    @property
-    def graph_bytes(self) -> int:
-        """CUDA graphs of its steps, which choose chunks."""
-        config, options = self.config, self.options
-        rows = self.batch * (options.gamma_draft + 1)
-        chunks = self.context_tokens // options.chunk_size
-        scores = chunk_scores_bytes(
-            rows=rows, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, chunks=chunks
-        )
-        return step_graph_bytes(config, self.dtype.itemsize, rows=rows, scratch_bytes=scores)
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _place_levels(
 ) -> PlacedLevels:
     target = plans.target
     middle = MiddlePlan(target.config, target.dtype, options, target.context_tokens, target.batch)
-    graph_bytes = middle.graph_bytes if plans.graphs else 0
+    graph_bytes = step_graph_bytes(target.config) if plans.graphs else 0
     enlarged = replace(plans, middle_bytes=middle.nbytes, lent_bytes=middle.lent_bytes, middle_graph_bytes=graph_bytes)
     if options.mode == "triforce":
         with_middle, placement = place(enlarged, budget, resident_layers, kv, whole_weights=True)
@@ -199,72 +200,58 @@ def _place_levels(
     return replace(without, reason=obstacle[0]) if obstacle else PlacedLevels(with_middle, placement, middle)
 
 
-def make_proposers(
-    draft: str, models: LoadedModels, middle: MiddlePlan | None, options: SpeculationOptions, budget: DeviceBudget,
-    *, batch: int,
-) -> list[Proposer]:  # fmt: skip
-    """A proposer for every sequence of the batch.
+def make_proposer(
+    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int
+) -> Proposer:
+    """Who proposes, for all sequences of the batch.
 
     Args:
         draft: `none`, `ngram`, or anything else for the draft model.
         models: What was loaded.
         middle: The middle level to put on top; None for a chain.
-        options: How to propose.
         budget: Of the device.
         batch: Sequences.
     """
     if middle is not None:
         return _make_triforce(models, middle, budget)
     if models.draft is None:
-        return [NoProposer() if draft == "none" else NgramProposer() for _ in range(batch)]
+        return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    return [
-        DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, sequence=sequence)
-        for sequence in range(batch)
-    ]
+    return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
 
 
-def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> list[Proposer]:
-    options, target, draft = plan.options, models.target, models.draft
+def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> Proposer:
+    options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
     assert layers is not None, "refused when it was planned"
     chunks = RetrievedChunks(
-        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=plan.batch,
+        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=batch,
         budget=budget,
     )  # fmt: skip
     policy = _make_policy(plan, budget)
     source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     source.observers.append(policy)
-    if isinstance(source, HostKVCache) and plan.batch == 1:
+    if isinstance(source, HostKVCache) and batch == 1:
         source.lender = chunks
+    budget.reserve("steps of the middle level", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
-    proposers: list[Proposer] = []
-    for sequence in range(plan.batch):
-        window = DeviceWindow(budget.device)
-        cache = RetrievalCache(source, chunks, policy, sequence=sequence)
-        middle = RetrievalTarget(
-            target.runner.decoder, layers, cache, target.rope, window, gamma=gamma, sequence=sequence
+    window = DeviceWindow(budget.device, batch=batch)
+    middle = RetrievalTarget(
+        target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
+        target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
+    )  # fmt: skip
+    first = None
+    if draft is not None:
+        draft_vocab = draft.runner.decoder.config.vocab_size
+        first = DraftModel(
+            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
-        first = None
-        if draft is not None:
-            decoder = draft.runner.decoder
-            first = DraftModel(
-                draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=decoder.config.vocab_size,
-                sequence=sequence, window=window,
-            )  # fmt: skip
-        proposers.append(
-            TriForceProposer(
-                window,
-                middle,
-                first,
-                gamma_draft=gamma,
-                refresh_steps=options.refresh_steps,
-                capacity_tokens=source.capacity_tokens,
-            )
-        )
-    return proposers
+    return TriForceProposer(
+        window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
+        capacity_tokens=source.capacity_tokens,
+    )  # fmt: skip
 
 
 def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:

@@ -14,7 +14,7 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
-from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposers, place_batch
+from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer, place_batch
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
@@ -43,13 +43,14 @@ _CPU_DEFAULT_GAMMA = 7
 class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
-    `proposers` are one per sequence of a batch, `default_gamma` is 0 where they propose nothing, `placement` says in
-    a line what lives where, and `plan` in bytes.
+    `proposer` serves up to `batch` sequences at once, `default_gamma` is 0 where it proposes nothing, `placement` says
+    in a line what lives where, and `plan` in bytes.
     """
 
     sources: assembly.Sources
     models: assembly.LoadedModels
-    proposers: list[Proposer]
+    proposer: Proposer
+    batch: int
     budget: DeviceBudget
     engine: CopyEngine
     default_gamma: int
@@ -112,11 +113,11 @@ def load_runtime(
             models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            proposers = make_proposers(kind, models, middle, options, budget, batch=batch)
+            proposer = make_proposer(kind, models, middle, budget, batch=batch)
             gamma = default_gamma(chosen.type, placed)
             return LoadedRuntime(
-                sources, models, proposers, budget, models.target.engine,
-                default_gamma=0 if isinstance(proposers[0], NoProposer) else min(gamma, max_gamma),
+                sources, models, proposer, batch, budget, models.target.engine,
+                default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma),
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),

@@ -14,7 +14,7 @@ from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
 from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
-from offload_runtime.runners import PassShape, step_graph_bytes
+from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes
 from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
@@ -231,7 +231,8 @@ class Plans:
         if not self.graphs or draft is None:
             return self.middle_graph_bytes
         rows = 2 * draft.batch  # the first step of a draft feeds two tokens
-        return self.middle_graph_bytes + step_graph_bytes(draft.config, draft.dtype.itemsize, rows=rows)
+        activations = step_activation_bytes(draft.config, draft.dtype.itemsize, rows=rows)
+        return self.middle_graph_bytes + step_graph_bytes(draft.config) + activations
 
     @property
     def host_bytes(self) -> int:

@@ -60,7 +60,7 @@ class Runtime:
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         self._models = loaded.models
-        self._proposers = loaded.proposers
+        self._max_batch = loaded.batch
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, loaded.engine.close)
         self._default_gamma = loaded.default_gamma
@@ -70,7 +70,7 @@ class Runtime:
         self._closed = False
         self._parts = StreamParts(
             target=target.runner,
-            proposer=loaded.proposers[0],
+            proposer=loaded.proposer,
             tokenizer=self.tokenizer,
             eos_token_ids=loaded.sources.eos_token_ids,
             engine=loaded.engine,
@@ -220,21 +220,18 @@ class Runtime:
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
         """
-        if not 1 <= len(prompts) <= len(self._proposers):
+        if not 1 <= len(prompts) <= self._max_batch:
             raise OptionError(
-                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {len(self._proposers)}: "
+                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {self._max_batch}: "
                 "raise max_batch when loading it"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
         tokens = self._fitting_prompts(prompts, max_new_tokens)
         most = self._check_gamma(params)
-        self._clear_cache(range(len(self._proposers)))
+        self._clear_cache(range(self._max_batch))
         self._cache_owner, self._current = None, None
-        batch = BatchGeneration(
-            self._parts, self._expected, self._proposers[: len(prompts)], tokens, params,
-            gamma=most if speculate else 0,
-        )  # fmt: skip
+        batch = BatchGeneration(self._parts, self._expected, tokens, params, gamma=most if speculate else 0)
         with device_errors(self.device):
             return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
 
@@ -279,7 +276,7 @@ class Runtime:
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
         gamma = self._check_gamma(params)
         self._models.target.runner.cache.truncate(0, num_kept)
-        self._clear_cache(range(1, len(self._proposers)))
+        self._clear_cache(range(1, self._max_batch))
         self._cache_owner = owner
         self._current = TokenStream(
             self._parts, self._expected, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
@@ -325,7 +322,7 @@ class Runtime:
         for model in (self._models.target, self._models.draft):
             if model is not None:
                 model.close()
-        del self._models, self._parts, self._proposers
+        del self._models, self._parts
         gc.collect()
         budget.release()
 

@@ -118,7 +118,7 @@ class TokenStream:
         with self._own_cache():
             logits = self._parts.target.prefill(0, self._prompt[self._num_kept :], self._on_prefill)
             if self._params.max_new_tokens > 1:
-                self._proposer.prepare(self._prompt)
+                self._proposer.prepare(0, self._prompt)
             return [decoder.first_token(logits)]
 
     @contextmanager

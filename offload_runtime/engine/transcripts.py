@@ -26,6 +26,7 @@ from offload_runtime.speculation import (
     NoProposer,
     Proposer,
     TriForceProposer,
+    Turn,
 )
 
 
@@ -49,21 +50,22 @@ class ScriptedProposer:
 
     name = "script"
 
-    def start(self, params: SamplingParams) -> None:
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        assert num_sequences == 1, "the script is one sequence's"
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        pass
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        return [self._guess(len(turn.tokens), self._random.randint(1, turn.gamma)) for turn in turns]
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        count = self._random.randint(1, count)
-        guesses = self._script[len(tokens) : len(tokens) + count]
+    def _guess(self, start: int, count: int) -> list[int]:
         return [
             token if self._random.random() < self._accuracy else self._random.randrange(self._vocab_size)
-            for token in guesses
+            for token in self._script[start : start + count]
         ]
 
-    def counts(self) -> Sequence[Acceptance]:
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
 
 

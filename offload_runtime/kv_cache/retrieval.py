@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
+from offload_runtime_kernels.chunk_scores import Counts, chunk_scores, row_counts
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -84,8 +84,9 @@ class RetrievedChunks:
         return self._num_chunks[layer][sequence] * self.chunk_size
 
     def update(
-        self, layer: int, selected: torch.Tensor, source: BlockTable, available: Sequence[int], *, sequence: int = 0
-    ) -> torch.Tensor:
+        self, layer: int, selected: torch.Tensor, source: BlockTable, available: Sequence[int], *, sequence: int = 0,
+        used: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Hold the selected chunks of some sequences, fetching only those that are not here yet.
 
         Args:
@@ -94,6 +95,7 @@ class RetrievedChunks:
             source: Where the blocks of that layer lie, of all sequences.
             available: Of each row, the chunks that there were to choose from.
             sequence: The first row's; the others follow it.
+            used: [B] int32 on the device: 0 leaves the chunks of a row as they are. None: all are served.
 
         Returns:
             [B, H_kv] int32 on the device: chunks that were fetched.
@@ -106,7 +108,7 @@ class RetrievedChunks:
         self._num_chunks[layer][rows] = [min(self.budget_chunks, count) for count in available]
         self._reach[layer][rows] = available
         data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
-        return gather_chunks(selected, self._resident[layer, rows], table, data, chunk_size=self.chunk_size)
+        return gather_chunks(selected, self._resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
 
     def forget(self, sequence: int, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
@@ -130,19 +132,21 @@ class ChunkPolicy(Protocol):
         """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0,
+        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
+        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Choose chunks by queries.
 
         Args:
             layer: Whose.
             q: [B, R, H, D], rotated queries of B sequences, R at most 32.
-            available: Of each of them, how many chunks there are to choose from: those before the recent part.
+            available: How many chunks there are to choose from, those before the recent part: one number of each
+                sequence, on the host or [B] int32 on the device.
             scale: Of the attention logits.
             held: [B, H_kv, K] int32 on the device: the chunks that are at hand, -1 for none; they may be preferred.
             rows_used: [B] int32 on the device: only so many of a sequence's first queries count. None: all.
             sequence: The first row's; the others follow it.
+            most: Where the numbers are on the device: none of them is larger.
 
         Returns:
             [B, H_kv, K] int32 on the device: min(K, available) chunks of each head in ascending order, then -1.
@@ -189,11 +193,11 @@ class RetrievalPolicy:
         chunk_summaries(one, blocks, here, chunk_size=self._chunk_size)
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0,
+        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
+        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         counts = row_counts(available, q.shape[0], q.device)
-        here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(max(available))
+        here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(_most(available, most))
         scores = chunk_scores(q, here, counts, scale=scale, rows_used=rows_used)
         return select_chunks(
             scores, counts, budget_chunks=self._budget_chunks, held=held, held_margin=_HELD_MARGIN / self._budget_chunks
@@ -224,14 +228,15 @@ class TopKPolicy:
             self._keys[layer, sequence, :, here] = kv.data[row, (block - kv.first_block) % kv.num_blocks, 0]
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0,
+        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
+        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         size = self._chunk_size
-        keys = self._keys[layer, sequence : sequence + q.shape[0], :, : max(available) * size]
-        masses = chunk_scores(q, keys, [count * size for count in available], scale=scale, rows_used=rows_used)
+        counts = row_counts(available, q.shape[0], q.device)
+        keys = self._keys[layer, sequence : sequence + q.shape[0], :, : _most(available, most) * size]
+        masses = chunk_scores(q, keys, counts * size, scale=scale, rows_used=rows_used)
         scores = masses.unflatten(2, (-1, size)).sum(-1)
-        return select_chunks(scores, row_counts(available, q.shape[0], q.device), budget_chunks=self._budget_chunks)
+        return select_chunks(scores, counts, budget_chunks=self._budget_chunks)
 
 
 class StreamingPolicy:
@@ -257,8 +262,8 @@ class StreamingPolicy:
         pass  # the choice does not look at keys
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int], *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0,
+        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
+        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         counts = row_counts(available, q.shape[0], q.device)[:, None]
         place = torch.arange(self._budget_chunks, dtype=torch.int32, device=q.device)
@@ -266,6 +271,13 @@ class StreamingPolicy:
         chunk = place + skipped * (place >= self._sink_chunks)
         chunk = chunk.masked_fill(place >= counts, -1)  # [B, K]
         return chunk[:, None].expand(-1, self._num_kv_heads, -1).contiguous()
+
+
+def _most(available: Counts, most: int) -> int:
+    """Chunks of the sequence that has the most to choose from, or a bound of it that the host knows."""
+    if isinstance(available, torch.Tensor):
+        return most
+    return available if isinstance(available, int) else max(available)
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:

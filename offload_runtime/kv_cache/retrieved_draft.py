@@ -6,7 +6,7 @@ what matters far back, and a step's bytes do not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -23,9 +23,9 @@ from offload_runtime.memory import DeviceBudget
 class RetrievedDraftCache:
     """All keys and values of a small model, and for decoding the chunks that its queries choose (cf. arXiv 2404.11912).
 
-    A prefill attends to everything. Every other pass is about one sequence and attends to the retrieved chunks and the
-    newest blocks; its own queries choose the chunks, unless `begin_step` says otherwise. Layers with a sliding window
-    attend to their window. A text that the budget holds is attended to in full.
+    A prefill attends to everything. Every other pass attends to each sequence's retrieved chunks and newest blocks; its
+    own queries choose the chunks, unless `begin_step` says otherwise. Layers with a sliding window attend to their
+    window. A text that the budget holds is attended to in full.
 
     Args:
         config: The draft's shape.
@@ -59,8 +59,7 @@ class RetrievedDraftCache:
             batch=batch, budget=budget,
         )  # fmt: skip
         self._full.observers.append(policy)
-        self._views = [RetrievalCache(self._full, self._chunks, policy, sequence=row) for row in range(batch)]
-        self._view = self._views[0]  # of the sequence that the running pass is about
+        self._view = RetrievalCache(self._full, self._chunks, policy, batch=batch, device=budget.device)
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.store, self.length = self._full.store, self._full.length
         self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill
@@ -72,25 +71,34 @@ class RetrievedDraftCache:
         return 0
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        """Passes will put `counts[0]` tokens behind the committed ones of the one sequence, the next by fresh choice.
+        """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
 
         Raises:
             ContextLengthError: They do not fit the context.
         """
         (sequence,), (count,) = sequences, counts
-        self._view = self._views[sequence]
-        self._view.begin_window(count)
+        self.begin_steps(range(sequence, sequence + 1), {sequence: count})
         self._view.begin_pass(refresh=True)
-        self._reach[sequence] = max(self._reach[sequence], self._view.recent.start * BLOCK_TOKENS)
+
+    def begin_steps(self, rows: range, counts: Mapping[int, int]) -> None:
+        """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
+        still.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+        """
+        self._view.begin_window(rows, counts)
+        for sequence in counts:
+            self._reach[sequence] = max(self._reach[sequence], self._view.recent(sequence).start * BLOCK_TOKENS)
 
     def begin_step(self, *, first: bool) -> Hashable:
-        """The next pass is a step behind the announced window's start; its first chooses chunks, the others use them.
+        """The next pass is one of the announced steps; the first chooses chunks, the others use them.
 
         Returns:
             All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
         """
         self._view.begin_pass(refresh=first)
-        return first, self._view.recent, self._view.num_keys
+        return self._view.shape
 
     def attend(
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool

@@ -56,19 +56,19 @@ class PassRows:
 
     @classmethod
     def of_step(cls, step: StepRows, sequences: torch.Tensor, *, max_length: int) -> PassRows:
-        """Rows of one sequence whose tokens and positions only the device knows; fit for a CUDA graph.
+        """Rows whose tokens and positions only the device knows; fit for a CUDA graph.
 
         Args:
             step: The rows; their positions are also the slots of their keys, negative ones are padding.
-            sequences: [T] int32, device, the batch row in the cache, T times.
+            sequences: [B] int32, device, 0 to B - 1: the batch rows in the cache.
             max_length: At least the largest position + 1.
         """
-        positions = step.positions
+        flat = step.positions.view(-1)
         return cls(
             tokens=step.tokens,
-            query=QueryRows(positions=positions[None], sequences=sequences[:1], max_length=max_length),
-            full=RopeRows(step.cos, step.sin, positions, positions, sequences),
-            plain=RopeRows(None, None, positions, positions, sequences),
+            query=QueryRows(step.positions, sequences, max_length, used=step.used),
+            full=RopeRows(step.cos, step.sin, flat, flat, step.sequences),
+            plain=RopeRows(None, None, flat, flat, step.sequences),
             prefill=False,
         )
 

@@ -1,17 +1,21 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes."""
 
-from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
-from offload_runtime.runners.draft import DraftModel, DraftRunner
+from offload_runtime.runners.device_window import DeviceWindow, Known, Said, device_window_bytes
+from offload_runtime.runners.draft import DraftModel
+from offload_runtime.runners.draft_texts import DraftRunner
 from offload_runtime.runners.passes import ModelRunner, PassShape
-from offload_runtime.runners.step_graph import StepGraphs, step_graph_bytes
+from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes, step_graph_bytes
 
 __all__ = [
     "DeviceWindow",
     "DraftModel",
     "DraftRunner",
+    "Known",
     "ModelRunner",
     "PassShape",
+    "Said",
     "StepGraphs",
     "device_window_bytes",
+    "step_activation_bytes",
     "step_graph_bytes",
 ]

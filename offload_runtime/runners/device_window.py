@@ -1,9 +1,10 @@
-"""The newest tokens of a sequence as the device knows them: what the levels of a hierarchy read and write between
-two visits of the host."""
+"""The newest tokens of sequences as the device knows them: what the levels of a hierarchy read and write between two
+visits of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.window_steps import (
@@ -19,72 +20,131 @@ from offload_runtime_kernels.window_steps import (
 WINDOW_CAPACITY_TOKENS = 2048
 
 
-class DeviceWindow:
-    """Tokens of one sequence on the compute device. Its tensors never move, so that CUDA graphs may hold them.
+@dataclass(frozen=True)
+class Known:
+    """What the host tells the device about a sequence.
 
-    `end` int32 [1]: how many tokens of the sequence are known, their absolute positions being 0 to end - 1.
-    `tokens` int32 [capacity]: the token of absolute position p at index p - base; from `end` on they are proposals.
-    `base` int32 [1]. Only whoever verifies proposals moves `end`.
+    Attributes:
+        tokens: The last known ones, of positions end - len(tokens) to end - 1.
+        end: Tokens of the whole sequence.
+        stop: Once so many are known the sequence stands still.
+        last: Nothing is proposed at this position or behind it; at least `stop`.
+    """
+
+    tokens: Sequence[int]
+    end: int
+    stop: int
+    last: int
+
+    def __post_init__(self) -> None:
+        assert 0 < len(self.tokens) <= self.end < self.stop <= self.last
+
+    @property
+    def base(self) -> int:
+        """Position of the first of the tokens."""
+        return self.end - len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the device has said of a sequence: `end` tokens are known, proposals lie behind."""
+
+    end: int
+    base: int
+    tokens: Sequence[int]  # from position `base` on
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """The tokens of positions `start` to `stop` - 1."""
+        assert self.base <= start and stop <= self.base + len(self.tokens)
+        return list(self.tokens[start - self.base : stop - self.base])
+
+
+class DeviceWindow:
+    """Tokens of several sequences on the compute device. Its tensors never move, so that CUDA graphs may hold them.
+
+    Each sequence's are a row of one tensor, as `window_steps` describes them. Only whoever verifies proposals moves
+    `end`.
 
     Args:
         device: The compute device.
-        capacity: Most tokens, known and proposed.
+        capacity: Most tokens of a sequence, known and proposed.
+        batch: Most sequences.
     """
 
-    def __init__(self, device: torch.device, capacity: int = WINDOW_CAPACITY_TOKENS) -> None:
-        assert capacity > 0
+    def __init__(self, device: torch.device, capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> None:
+        assert capacity > 0 and batch > 0
         self.capacity = capacity
-        self.base_host = 0  # as of the last upload
-        self._state = torch.zeros(WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
-        self.end, self.base = self._state[0:1], self._state[1:2]
-        self.tokens = self._state[WINDOW_HEADER_WORDS:]
+        self.num_rows = 1  # sequences 0 to num_rows - 1 take part in steps
+        self.known: Mapping[int, Known] = {}  # as of the last upload
+        self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
 
-    def upload(self, known: Sequence[int], end: int) -> None:
-        """Begin anew with the sequence's last known tokens, in one copy on the current stream; never waits.
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._state.device
+
+    @property
+    def end(self) -> torch.Tensor:
+        """[num_rows] int32, strided: how many tokens of each sequence are known."""
+        return self._rows[:, 0]
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        return self._state[: self.num_rows]
+
+    def use(self, num_rows: int) -> None:
+        """Let the first `num_rows` sequences take part in steps; the window must be uploaded before the next one."""
+        assert 0 < num_rows <= len(self._state)
+        self.num_rows = num_rows
+
+    def upload(self, known: Mapping[int, Known]) -> None:
+        """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
 
         Args:
-            known: The tokens of positions end - len(known) to end - 1.
-            end: Tokens of the whole sequence.
+            known: By sequence; the others stand still.
         """
-        assert 0 < len(known) <= min(end, self.capacity)
-        self.base_host = base = end - len(known)
-        host = torch.tensor([end, base, base - WINDOW_HEADER_WORDS, 0, *known], dtype=torch.int32)
+        assert known and all(sequence < self.num_rows for sequence in known)
+        assert all(one.last - one.base <= self.capacity for one in known.values())
+        width = max(len(one.tokens) for one in known.values())
+        rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
+        for sequence, one in known.items():
+            header = [one.end, one.base, one.stop, one.last]
+            rows[sequence][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
+        host = torch.tensor(rows, dtype=torch.int32)
         if self._state.is_cuda:
             host = host.pin_memory()  # the allocator keeps it until the copy is done
-        self._state[: len(host)].copy_(host, non_blocking=True)
+        self._rows[:, : host.shape[1]].copy_(host, non_blocking=True)
+        self.known = dict(known)
 
-    def read(self, start: int, count: int) -> list[int]:
-        """The tokens of `count` absolute positions from `start` on. Waits for what the current stream has to do."""
-        first = start - self.base_host
-        assert first >= 0 and first + count <= self.capacity
-        tokens: list[int] = self.tokens[first : first + count].tolist()
-        return tokens
-
-    def read_all(self) -> tuple[int, list[int]]:
-        """`end`, and all tokens from `base` to it, in one copy. Waits for what the current stream has to do."""
-        state: list[int] = self._state.tolist()
-        end, base = state[0], state[1]
-        return end, state[WINDOW_HEADER_WORDS : WINDOW_HEADER_WORDS + end - base]
+    def read(self) -> dict[int, Said]:
+        """What there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
+        width = max(one.last - one.base for one in self.known.values())
+        rows: list[list[int]] = self._rows[:, : WINDOW_HEADER_WORDS + width].tolist()
+        return {
+            sequence: Said(rows[sequence][0], rows[sequence][1], rows[sequence][WINDOW_HEADER_WORDS:])
+            for sequence in self.known
+        }
 
     def rows(
         self, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
         place: torch.Tensor | None = None,
     ) -> StepRows:  # fmt: skip
-        """The rows of `count` positions from `start` ([1] int32, device) + `offset` on: see `step_rows`. One position
-        before `base` may be asked for, and gives nonsense: the padding row of a sequence of one token."""
-        return step_rows(self._state, start, count, rotation, offset=offset, last_token=last_token, place=place)
+        """The rows of `count` positions from `start` ([num_rows] int32, device) + `offset` on: see `step_rows`. One
+        position before `base` may be asked for, and gives nonsense: the padding row of a sequence of one token."""
+        return step_rows(self._rows, start, count, rotation, offset=offset, last_token=last_token, place=place)
 
     def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
-        """Write `token` ([1] int64, device) at the absolute `position` ([1] int32, device), and the position behind it
-        into `cursor` ([1] int32, device), which may be `position` itself."""
-        put_token(self._state, position, token, cursor)
+        """Write each `token` ([num_rows] int64, device) at its absolute `position` ([num_rows] int32, device), and the
+        position behind it into `cursor` ([num_rows] int32, device), which may be `position` itself."""
+        put_token(self._rows, position, token, cursor)
 
     def accept(self, samples: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move `end` behind the proposals that `samples` ([n + 1] int64, device, of positions from `end` on) confirm
-        and the first sample that was not proposed; `counts` [2] int64 gains a step and what it accepted."""
-        accept(self._state, samples, counts)
+        """Move every `end` behind the proposals that `samples` ([num_rows, n + 1] int64, device, of positions from
+        `end` on) confirm and the first sample that was not proposed; `counts` [at least num_rows, 2] int64 gains a step
+        and what it accepted."""
+        accept(self._rows, samples, counts)
 
 
-def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS) -> int:
+def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:
     """Bytes of a `DeviceWindow`."""
-    return 4 * (WINDOW_HEADER_WORDS + capacity)
+    return 4 * batch * (WINDOW_HEADER_WORDS + capacity)

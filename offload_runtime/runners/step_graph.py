@@ -101,16 +101,21 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def step_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, scratch_bytes: int = 0) -> int:
-    """Device bytes of the graphs of a model's steps: what a step allocates, which they share, and their nodes.
+def step_graph_bytes(config: ModelConfig) -> int:
+    """Device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
+    nodes = MOST_GRAPHS * (config.num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
+    return nodes + _LIBRARY_BYTES
+
+
+def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int) -> int:
+    """Device bytes that the pass of a step allocates, sampling included.
 
     Args:
         config: The model's shape.
         element_bytes: Of its dtype.
-        rows: Of a step.
-        scratch_bytes: What a step allocates besides its pass.
+        rows: Of the step, all sequences together.
     """
+    # Residual stream, projections and the gated product, each with the one that it is made of.
     row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
-    nodes = MOST_GRAPHS * (config.num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
-    return max(_LEAST_ROWS, rows) * row * element_bytes + logits + nodes + scratch_bytes + _LIBRARY_BYTES
+    return max(_LEAST_ROWS, rows) * row * element_bytes + logits

@@ -1,11 +1,14 @@
 """Where guesses come from: the context itself (prompt lookup) or a small draft model.
 
-A proposer is shown the whole sequence each time and finds out by itself what of its earlier guesses was kept.
+A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
+serves all sequences of a round at once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from offload_runtime.config import SamplingParams
@@ -13,24 +16,41 @@ from offload_runtime.runners import DraftModel, DraftRunner
 from offload_runtime.speculation.acceptance import Acceptance
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one sequence brings to a round.
+
+    `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
+    proposed. `sequence` is its batch row in every cache, and the noise's sequence.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    gamma: int
+
+
 class Proposer(Protocol):
-    """Guesses what the target will say."""
+    """Guesses what the target will say, for several sequences at once."""
 
     @property
     def name(self) -> str | None:
         """Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none."""
 
-    def start(self, params: SamplingParams) -> None:
-        """Called before a generation with the way its tokens will be chosen."""
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        """Called before a generation with the way its tokens will be chosen: of sequences 0 to `num_sequences` - 1."""
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        """The sequence begins with `tokens`: do now what would hold up the first proposals."""
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        """A sequence begins with `tokens`: do now what would hold up the first proposals."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow `tokens`; none when there is no idea."""
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """For each turn up to `gamma` (at least 1) tokens that may follow; none when there is no idea.
 
-    def counts(self) -> Sequence[Acceptance]:
-        """What levels of its own have decided since `start`, the first level first. May wait for the device."""
+        The turns are of different sequences, in any order; sequences without one have finished or wait.
+        """
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        """What levels of its own have decided about a sequence since `start`, the first level first. May wait for the
+        device."""
 
 
 class NoProposer:
@@ -38,27 +58,25 @@ class NoProposer:
 
     name = None
 
-    def start(self, params: SamplingParams) -> None:
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         pass
 
-    def prepare(self, tokens: Sequence[int]) -> None:
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        return []
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        return [[] for _ in turns]
 
-    def counts(self) -> Sequence[Acceptance]:
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
 
 
-class NgramProposer:
-    """Prompt lookup: what followed the last occurrence of the sequence's own ending.
+class NgramLookup:
+    """Prompt lookup in one sequence: what followed the last occurrence of the sequence's own ending.
 
     The longest of `max_ngram` to `min_ngram` ending tokens that occurred before decides (Saxena, "Prompt Lookup
     Decoding", 2023). An index of all n-grams grows with the sequence, so a lookup does not search.
     """
-
-    name = "ngram"
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram
@@ -67,14 +85,9 @@ class NgramProposer:
         # n-gram -> index of the token after its latest occurrence that something follows
         self._followers: dict[tuple[int, ...], int] = {}
 
-    def start(self, params: SamplingParams) -> None:
-        pass
-
-    def prepare(self, tokens: Sequence[int]) -> None:
-        self._catch_up(tokens)
-
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        self._catch_up(tokens)
+        """`count` tokens that may follow `tokens`, or none."""
+        self.catch_up(tokens)
         for size in self._sizes:
             if len(tokens) <= size:
                 continue
@@ -83,15 +96,13 @@ class NgramProposer:
                 return self._copy_from(start, count)
         return []
 
-    def counts(self) -> Sequence[Acceptance]:
-        return ()
-
     def _copy_from(self, start: int, count: int) -> list[int]:
         """Tokens from `start` on; past the end the guess repeats itself, as text that loops does."""
         period = len(self._tokens) - start
         return [self._tokens[start + offset % period] for offset in range(count)]
 
-    def _catch_up(self, tokens: Sequence[int]) -> None:
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Enter what is new into the index."""
         known = len(self._tokens)
         if list(tokens[:known]) != self._tokens:  # another sequence, or one that was cut
             # In this order: whatever interrupts it, no follower is known that the tokens do not have.
@@ -106,29 +117,52 @@ class NgramProposer:
             self._tokens.append(tokens[index])
 
 
+class NgramProposer:
+    """An `NgramLookup` for every sequence."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._lookups: defaultdict[int, NgramLookup] = defaultdict(NgramLookup)
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        pass
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self._lookups[sequence].catch_up(tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        return [self._lookups[turn.sequence].propose(turn.tokens, turn.gamma) for turn in turns]
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()
+
+
 class DraftProposer:
     """A small model on the compute device guesses with the target's own noise; see `DraftModel`.
 
     Args:
-        draft: Runner of the small model; row `sequence` of its cache belongs to the proposer.
+        draft: Runner of the small model; the rows of its cache are the target's sequences.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
         draft_vocab_size: Rows of the draft's embedding.
-        sequence: The target's sequence (keys the noise).
+        batch: Sequences.
     """
 
     name = "draft"
 
-    def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, sequence: int = 0) -> None:
-        self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, sequence=sequence)
+    def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
+        self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
 
-    def start(self, params: SamplingParams) -> None:
-        self.model.start(params)
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self.model.start(params, num_sequences)
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        self.model.prepare(tokens)
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self.model.prepare(sequence, tokens)
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        return self.model.propose(tokens, count)
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        texts = {turn.sequence: turn.tokens for turn in turns}
+        guesses = self.model.propose(texts, {turn.sequence: turn.gamma for turn in turns})
+        return [guesses[turn.sequence] for turn in turns]
 
-    def counts(self) -> Sequence[Acceptance]:
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()

@@ -16,7 +16,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.sampling import sample
-from offload_runtime.speculation.proposers import Proposer
+from offload_runtime.speculation.proposers import Proposer, Turn
 
 
 class Cache(Protocol):
@@ -57,22 +57,8 @@ def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
     return min(len(proposals), len(samples))
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What one sequence brings to a round.
-
-    `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
-    proposed. `sequence` is its batch row in the target's cache, and the noise's sequence.
-    """
-
-    sequence: int
-    tokens: Sequence[int]
-    proposer: Proposer
-    gamma: int
-
-
-def play_round(target: Target, params: SamplingParams, turns: Sequence[Turn]) -> list[Round]:
-    """Propose for every sequence, verify all in one pass of the target, and commit for each what agrees.
+def play_round(target: Target, params: SamplingParams, proposer: Proposer, turns: Sequence[Turn]) -> list[Round]:
+    """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
 
     Returns:
         For each turn at least one new token: those accepted and the target's next one.
@@ -80,12 +66,15 @@ def play_round(target: Target, params: SamplingParams, turns: Sequence[Turn]) ->
     Raises:
         NumericalError: The target's logits of a sequence are NaN; nothing was committed.
     """
-    cache, windows, proposals = target.cache, [], []
+    cache = target.cache
     for turn in turns:
         committed = cache.length(turn.sequence)
         assert committed == len(turn.tokens) - 1, "the target must have seen all tokens but the last"
-        proposals.append(turn.proposer.propose(turn.tokens, turn.gamma) if turn.gamma > 0 else [])
-        windows.append(Window((turn.tokens[-1], *proposals[-1])))
+    asked = [turn for turn in turns if turn.gamma > 0]
+    answers = proposer.propose(asked) if asked else []
+    guessed = {turn.sequence: guesses for turn, guesses in zip(asked, answers, strict=True)}
+    proposals = [guessed.get(turn.sequence, []) for turn in turns]
+    windows = [Window((turn.tokens[-1], *guesses)) for turn, guesses in zip(turns, proposals, strict=True)]
     logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
     first = [len(turn.tokens) for turn in turns]
     samples = _sample_rows(logits, params, first, [turn.sequence for turn in turns])
@@ -157,5 +146,4 @@ class SpeculativeDecoder:
         Raises:
             NumericalError: The target's logits are NaN; nothing was committed.
         """
-        turn = Turn(self._sequence, tokens, self._proposer, gamma)
-        return play_round(self._target, self._params, [turn])[0]
+        return play_round(self._target, self._params, self._proposer, [Turn(self._sequence, tokens, gamma)])[0]

@@ -3,48 +3,52 @@
 Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding",
 arXiv 2404.11912. Every level samples with the same noise and is checked by equality with the next, so nothing needs a
 correction: the full target decides in the end.
+
+A step of either level is one of all sequences; those that have enough stand still until the last one has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.proposers import Turn
 
 
 class Window(Protocol):
-    """The tokens that the device knows, `capacity` at the most."""
+    """The tokens that the device knows, `capacity` of each sequence at the most."""
 
     capacity: int
 
-    def upload(self, known: Sequence[int], end: int) -> None:
-        """Begin anew with the last known tokens."""
+    def upload(self, known: Mapping[int, Known]) -> None:
+        """Begin anew with the last known tokens of some sequences; the others stand still."""
 
-    def read_all(self) -> tuple[int, list[int]]:
-        """How many tokens are known, and the last of them."""
+    def read(self) -> Mapping[int, Said]:
+        """What there is of every uploaded sequence. Waits for the device."""
 
 
 class FirstLevel(Protocol):
     """The small draft."""
 
-    def start(self, params: SamplingParams) -> None:
-        """Choose tokens this way from now on."""
+    def start(self, params: SamplingParams, num_sequences: int) -> None:
+        """Choose tokens this way from now on, for the first `num_sequences` sequences."""
 
-    def prepare(self, tokens: Sequence[int]) -> None:
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to `tokens` early, where it has room for them."""
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length`."""
 
-    def catch_up(self, tokens: Sequence[int]) -> None:
+    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but the last two."""
 
-    def steps(self, count: int, *, longest: int) -> None:
-        """Enqueue `count` guesses behind the window's end, which is at most `longest`."""
+    def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
+        """Enqueue `count` guesses behind each window's end, which is at most `longest`."""
 
-    def learned(self, newest: Sequence[int]) -> None:
+    def learned(self, sequence: int, newest: Sequence[int]) -> None:
         """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
 
 
@@ -52,17 +56,17 @@ class MiddleLevel(Protocol):
     """The target over its retrieved cache."""
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Steps since `start`, and proposals that they accepted. Waits for the device."""
+    def counts(self) -> Sequence[tuple[int, int]]:
+        """Of every sequence, its steps since `start` and the proposals that they accepted. Waits for the device."""
 
-    def start(self, params: SamplingParams) -> None:
-        """Choose tokens this way from now on, for another sequence."""
+    def start(self, params: SamplingParams, num_sequences: int) -> None:
+        """Choose tokens this way from now on, for the first `num_sequences` sequences, which are others than before."""
 
-    def begin(self, length: int, count: int) -> bool:
-        """Steps will put up to `count` tokens behind `length`; whether chunks must be chosen anew."""
+    def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
+        """Steps will put up to `counts[s]` tokens behind `lengths[s]`; whether chunks must be chosen anew."""
 
     def step(self, num_proposals: int, *, refresh: bool) -> None:
-        """Enqueue one verification that moves the window's end."""
+        """Enqueue one verification that moves the windows' ends."""
 
 
 class TriForceProposer:
@@ -73,8 +77,8 @@ class TriForceProposer:
         middle: The target over retrieved chunks.
         draft: The small model; None lets the middle level decode by itself, a token a step.
         gamma_draft: Tokens that the draft proposes to each step of the middle level.
-        refresh_steps: The chunks are chosen anew by the queries of every so many steps.
-        capacity_tokens: Of the target's cache.
+        refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
+        capacity_tokens: Of a sequence in the target's cache.
     """
 
     name = "middle"
@@ -92,55 +96,83 @@ class TriForceProposer:
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
         self._capacity_tokens = capacity_tokens
-        self._num_steps = 0
+        self.num_steps = 0  # of the middle level since `start`, each of all sequences
 
-    def start(self, params: SamplingParams) -> None:
-        self._middle.start(params)
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self._middle.start(params, num_sequences)
         if self._draft is not None:
-            self._draft.start(params)
-        self._num_steps = 0
+            self._draft.start(params, num_sequences)
+        self.num_steps = 0
 
-    def prepare(self, tokens: Sequence[int]) -> None:
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         if self._draft is not None:
-            self._draft.prepare(tokens)
+            self._draft.prepare(sequence, tokens)
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Run both levels until they agree on `count` tokens; the host reads the window a few times on the way."""
-        length = len(tokens)
-        # The last step may write the keys of proposals beyond what is asked for.
-        count = min(count, self._capacity_tokens - length - self._gamma - 1)
-        count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
+        the way."""
+        known = {turn.sequence: one for turn in turns if (one := self._known(turn)) is not None}
+        if not known:
+            return [[] for _ in turns]
+        texts = {turn.sequence: turn.tokens for turn in turns if turn.sequence in known}
+        lengths = {sequence: one.end for sequence, one in known.items()}
+        reach = {sequence: one.last + 1 - one.end for sequence, one in known.items()}
+        refresh = self._middle.begin(lengths, reach)
         if self._draft is not None:
-            count = min(count, self._draft.room(length) - self._gamma - 1)
-        if count <= 0:
-            return []
-        grown = self._middle.begin(length, count + self._gamma + 1)
-        if self._draft is not None:
-            self._draft.catch_up(tokens)
-        known = list(tokens[-self._KNOWN_TOKENS :])
-        self._window.upload(known, length)
-        end, said = length, known
-        refresh = grown
-        while end < length + count:
-            longest = end
-            for _ in range(max(1, (length + count - end) // (self._gamma + 1))):
-                if self._draft is not None:
-                    self._draft.steps(self._gamma, longest=longest)
-                self._middle.step(self._gamma, refresh=refresh or self._num_steps % self._refresh_steps == 0)
-                self._num_steps += 1
-                longest += self._gamma + 1
-                refresh = False
-            end, said = self._window.read_all()
-        proposals = said[len(known) :]
-        if self._draft is not None:
-            self._draft.learned(said[: end - length])
-        proposals = proposals[:count]
-        bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
-        return proposals[:bad]  # a level with NaN logits has nothing to say
+            for sequence, tokens in texts.items():
+                self._draft.catch_up(sequence, tokens)
+        self._window.upload(known)
+        said = self._agree(known, refresh=refresh)
+        proposals = []
+        for turn in turns:
+            one = known.get(turn.sequence)
+            proposals.append([] if one is None else self._proposals(turn.sequence, one, said[turn.sequence]))
+        return proposals
 
-    def counts(self) -> Sequence[Acceptance]:
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         """What the middle level decided about the draft's proposals, those behind what was asked for included."""
         if self._draft is None:
             return ()
-        steps, accepted = self._middle.counts
+        steps, accepted = self._middle.counts[sequence]
         return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)
+
+    def _known(self, turn: Turn) -> Known | None:
+        """What the device is told of a sequence; None where there is no room to propose anything."""
+        length = len(turn.tokens)
+        # The last step may write the keys of proposals beyond what is asked for.
+        count = min(turn.gamma, self._capacity_tokens - length - self._gamma - 1)
+        count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
+        if self._draft is not None:
+            count = min(count, self._draft.room(length) - self._gamma - 1)
+        stop = length + count
+        return Known(turn.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
+
+    def _agree(self, known: Mapping[int, Known], *, refresh: bool) -> Mapping[int, Said]:
+        """Enqueue steps until every sequence has reached its stop; what the window holds then.
+
+        So many steps at a time as some sequence needs in any case: all together as many as the slowest one takes.
+        """
+        ends = {sequence: one.end for sequence, one in known.items()}
+        while True:
+            missing = {sequence: known[sequence].stop - end for sequence, end in ends.items()}
+            for _ in range(max(1, max(missing.values()) // (self._gamma + 1))):
+                if self._draft is not None:
+                    # Who has reached the stop stands still.
+                    longest = {sequence: min(end, known[sequence].stop - 1) for sequence, end in ends.items()}
+                    self._draft.steps(self._gamma, longest=longest)
+                self._middle.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
+                self.num_steps += 1
+                ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
+                refresh = False
+            said = self._window.read()
+            ends = {sequence: said[sequence].end for sequence in ends if said[sequence].end < known[sequence].stop}
+            if not ends:
+                return said
+
+    def _proposals(self, sequence: int, known: Known, said: Said) -> list[int]:
+        """What was agreed on for a sequence, of which the draft takes note."""
+        if self._draft is not None:
+            self._draft.learned(sequence, said.between(known.base, known.base + said.end - known.end))
+        proposals = said.between(known.end, known.stop)
+        bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
+        return proposals[:bad]  # a level with NaN logits has nothing to say

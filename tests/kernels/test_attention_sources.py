@@ -22,6 +22,7 @@ versions = pytest.mark.parametrize("attend", [attend_sources, attend_sources_tri
 
 # Retrieved keys, and the newest two blocks of a sequence in whose second one the queries lie.
 RECENT, START = range(5, 7), 6 * BLOCK_TOKENS + 70
+FAR = (1 << 31) - 1  # where no key ends
 
 
 def _case(
@@ -142,6 +143,59 @@ def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> Non
     assert_within(out, expected, atol=1e-5 * case.largest_value)
 
 
+def _bounded(case: AttentionCase, bounds: Sequence[tuple[int, int]], num_blocks: int, places: int) -> KeySource:
+    """The first `num_blocks` blocks of each sequence from its own first one on, in a ring; NaN wherever no key is."""
+    data = case.kv.data.new_full((len(bounds), places, *case.kv.data.shape[2:]), float("nan"))
+    for b, (first, num_keys) in enumerate(bounds):
+        for block in range(first, min(first + num_blocks, case.kv.num_blocks)):
+            here = data[b, block % places]
+            here.copy_(case.kv.data[b, block])
+            here[:, :, max(0, num_keys - block * BLOCK_TOKENS) :] = float("nan")
+    return KeySource(KVBlocks(data), range(num_blocks), bounds=int32([list(pair) for pair in bounds]))
+
+
+def _one_by_one(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
+    """In fp64: each sequence before what its bounds say, without bounds."""
+    out = []
+    for b in range(len(case.q)):
+        own: list[KeySource] = []
+        for source in sources:
+            assert source.bounds is not None
+            first, num_keys = source.bounds[b].tolist()
+            own.append(
+                KeySource(KVBlocks(source.kv.data[b : b + 1]), range(first, first + len(source.blocks)), num_keys)
+            )
+        one = AttentionCase(case.q[b : b + 1], KVBlocks(case.kv.data[b : b + 1]))
+        out.append(_expected(one, own, QueryRows(rows.positions[b : b + 1], int32([0]), rows.max_length)))
+    return torch.cat(out)
+
+
+@versions
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (1, 4)])
+def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int, group: int) -> None:
+    """Long, short, without far keys, and standing still: together each gets what it gets alone."""
+    case = _case(3, batch=4, num_kv_heads=num_kv_heads, group=group)
+    far_case = _case(1, batch=4, num_kv_heads=num_kv_heads, seed=7)
+    rows = chain_rows((START, START - 900, 300, -1), (3, 2, 3, 1), max_length=7 * BLOCK_TOKENS)
+    rows.positions[3] = -1
+    far = _bounded(far_case, [(0, 520), (0, 96), (0, 0), (0, 0)], 3, 3)
+    sources = [far, _bounded(case, [(5, FAR), (1, FAR), (0, FAR), (0, 0)], 2, 4)]
+    with poisoned_outputs():
+        out = attend(case.q, sources, rows, scale=case.scale)
+    assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
+    assert bool((out[3] == 0).all())
+
+
+@versions
+def test_bounds_of_one_block(attend: Attend) -> None:
+    case = _case(2, batch=2)
+    rows = chain_rows((START, 40), (2, 2), max_length=7 * BLOCK_TOKENS)
+    sources = [_bounded(case, [(6, FAR), (0, 41)], 1, 2)]
+    with poisoned_outputs():
+        out = attend(case.q, sources, rows, scale=case.scale)
+    assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
+
+
 @pytest.mark.parametrize("programs", [1, 4, 12, 1000])
 def test_however_many_parts_the_keys_are_cut_into(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "_ENOUGH_PROGRAMS", programs)
@@ -160,27 +214,6 @@ def test_more_parts_than_a_join_reads_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_more_rows_than_a_program_takes(attend: Attend) -> None:
     case = _case(17, num_kv_heads=1, group=5)
     _check(attend, case, _retrieval(case, 300), chain_rows((START,), (17,)))
-
-
-@versions
-def test_every_sequence_has_bounds_of_its_own(attend: Attend) -> None:
-    """Sequences at different places, the second padding, are what they are one by one."""
-    case = _case(3, batch=3)
-    rows = chain_rows((START, START, START - 500), (3, 0, 2))
-    far, _ = _retrieval(case, 300)
-    lengths, recent = [300, 8, 120], [range(5, 7), range(5, 7), range(4, 5)]
-    bounds = [
-        KeySource(far.kv, range(2), bounds=int32([[0, length] for length in lengths])),
-        KeySource(case.kv, range(2), bounds=int32([[blocks.start, blocks.stop * BLOCK_TOKENS] for blocks in recent])),
-    ]
-    out = _run(attend, case, bounds, rows)
-    for b, (length, blocks) in enumerate(zip(lengths, recent, strict=True)):
-        one = AttentionCase(case.q[b : b + 1], case.kv)
-        row = QueryRows(rows.positions[b : b + 1], rows.sequences[b : b + 1], rows.max_length)
-        own = [KeySource(far.kv, range(-(-length // BLOCK_TOKENS)), num_keys=length), KeySource(case.kv, blocks)]
-        expected = _expected(one, own, row)
-        assert_within(out[b : b + 1], expected, atol=1e-5 * case.largest_value)
-    assert bool((out[1] == 0).all())
 
 
 class _Counted:
@@ -247,3 +280,34 @@ def test_in_a_graph_positions_may_move() -> None:
         graph.replay()
         assert torch.equal(out, attend_sources(case.q, sources, rows, scale=case.scale))
         assert_within(out, _expected(case, sources, rows), atol=3 * UNIT_ROUNDOFF[torch.bfloat16] * case.largest_value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(32, 1), (8, 4)])
+def test_in_a_graph_bounds_may_move(num_kv_heads: int, group: int, dtype: torch.dtype) -> None:
+    """Of several sequences at the shapes of real models, as they are replayed."""
+    case = _case(5, batch=3, num_kv_heads=num_kv_heads, group=group, head_dim=128, dtype=dtype)
+    far_case = _case(1, batch=3, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, seed=7)
+    far = KeySource(far_case.kv, range(4), bounds=int32([[0, 1024], [0, 0], [0, 40]]))
+    near = KeySource(case.kv, range(3), bounds=int32([[4, FAR], [0, FAR], [2, FAR]]))
+    rows = chain_rows((START, 300, 1000), (5, 5, 5), max_length=7 * BLOCK_TOKENS)
+    attend_sources(case.q, [far, near], rows, scale=case.scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_sources(case.q, [far, near], rows, scale=case.scale)
+    moves = [
+        ((START, 300, 1000), [[0, 1024], [0, 0], [0, 40]], [[4, FAR], [0, FAR], [2, FAR]]),
+        ((700, START - 9, 20), [[0, 8], [0, 900], [0, 0]], [[1, FAR], [4, FAR], [0, FAR]]),
+        ((-1, 255, START), [[0, 0], [0, 0], [0, 1000]], [[0, 0], [0, FAR], [5, FAR]]),
+    ]
+    for starts, far_bounds, near_bounds in moves:
+        offsets = torch.arange(5, device=KERNEL_DEVICE)
+        positions = torch.stack([offsets + start if start >= 0 else offsets * 0 - 1 for start in starts])
+        rows.positions.copy_(positions)
+        assert far.bounds is not None and near.bounds is not None
+        far.bounds.copy_(int32(far_bounds))
+        near.bounds.copy_(int32(near_bounds))
+        graph.replay()
+        expected = _one_by_one(case, [far, near], rows)
+        assert_within(out, expected, atol=3 * UNIT_ROUNDOFF[dtype] * case.largest_value)

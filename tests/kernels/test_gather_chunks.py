@@ -126,6 +126,24 @@ def test_sequences_that_grow_beyond_the_budget_and_shrink_again(run: Callable[..
 
 
 @pytest.mark.parametrize("run", GATHERERS)
+def test_sequences_that_stand_still_keep_what_they_hold(run: Callable[..., torch.Tensor]) -> None:
+    setup, draw = _setup(batch=3, places=20), random.Random(7)
+    _update_and_check(setup, _selection(setup, [20, 12, 20], draw, keep=0.0), run)
+    before, data = setup.resident.clone(), setup.data.data.clone()
+    selected = _selection(setup, [20, 9, 15], draw, keep=0.3)
+    used = torch.tensor([0, 3, 0], dtype=torch.int32, device=KERNEL_DEVICE)
+    setup.source.pointers[::2] = 0  # whatever lies there now
+    with poisoned_outputs():
+        moved = run(selected, setup.resident, setup.source, setup.data, chunk_size=setup.chunk_size, used=used)
+    assert moved[::2].tolist() == [[0, 0], [0, 0]] and int(moved[1].min()) > 0
+    for row in (0, 2):
+        assert torch.equal(setup.resident[row], before[row])
+        assert torch.equal(setup.data.data[row].nan_to_num(-1), data[row].nan_to_num(-1))
+    for head in range(2):
+        assert sorted(setup.resident[1, head].tolist())[-9:] == selected[1, head, :9].tolist()
+
+
+@pytest.mark.parametrize("run", GATHERERS)
 def test_places_out_of_use_and_other_layers_are_left_alone(run: Callable[..., torch.Tensor]) -> None:
     setup = _setup(batch=1, num_kv_heads=1, places=40)
     selected = _selection(setup, [7], random.Random(1), keep=0.0)

@@ -24,27 +24,30 @@ from tests.helpers.attention_cases import int32
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
 
 BASE = 1000
+FAR = 1 << 30  # where nothing stops
 
 
-def _window(tokens: list[int], end: int, base: int = BASE) -> torch.Tensor:
-    return int32([end, base, base - WINDOW_HEADER_WORDS, 0, *tokens])
+def _window(tokens: list[int], end: int, base: int = BASE, *, stop: int = FAR, last: int = FAR) -> torch.Tensor:
+    return int32([[end, base, stop, last, *tokens]])
 
 
-def _tokens(window: torch.Tensor) -> list[int]:
-    return window[WINDOW_HEADER_WORDS:].tolist()
+def _tokens(window: torch.Tensor, sequence: int = 0) -> list[int]:
+    return window[sequence, WINDOW_HEADER_WORDS:].tolist()
 
 
-def _frequencies(half: int) -> torch.Tensor:
-    return (10000.0 ** -(torch.arange(half) / half)).to(KERNEL_DEVICE)
+def _frequencies(half: int, batch: int = 1) -> torch.Tensor:
+    """Other ones for each sequence."""
+    bases = 10000.0 * (1 + torch.arange(batch))[:, None]
+    return (bases ** -(torch.arange(half) / half)).to(KERNEL_DEVICE)
 
 
 versions = pytest.mark.parametrize("run", [step_rows, step_rows_triton], ids=["public", "triton"])
 
 
 def _check_angles(rows: StepRows, rotated: list[int], rotation: StepRotation) -> None:
-    positions = torch.tensor(rotated, device=KERNEL_DEVICE)
+    positions = torch.tensor(rotated, device=KERNEL_DEVICE).view(len(rotation.frequencies), -1)
     # The angle is rounded to fp32, then its cosine taken: that angle is the reference's too.
-    angle = (positions.float()[:, None] * rotation.frequencies).double()
+    angle = (positions.float()[..., None] * rotation.frequencies[:, None]).double().flatten(0, 1)
     assert rows.cos.shape == rows.sin.shape == angle.shape and rows.cos.dtype == torch.float32
     assert_within(rows.cos, angle.cos() * rotation.scaling, atol=5e-7 * rotation.scaling)
     assert_within(rows.sin, angle.sin() * rotation.scaling, atol=5e-7 * rotation.scaling)
@@ -57,48 +60,50 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     window = _window([7, -1, 9, 40, 3, 5, 6], BASE + 3)
     before, rotation = window.clone(), StepRotation(_frequencies(half), scaling)
     with poisoned_outputs():
-        rows = run(window, window[:1], 5, rotation, offset=-1, last_token=39)
+        rows = run(window, window[:, 0], 5, rotation, offset=-1, last_token=39)
     assert rows.tokens.tolist() == [9, 39, 3, 5, 6]
-    assert rows.positions.tolist() == [1002, 1003, 1004, 1005, 1006]
+    assert rows.positions.tolist() == [[1002, 1003, 1004, 1005, 1006]]
     assert rows.following.tolist() == [1003, 1004, 1005, 1006, 1007]
-    assert {tensor.dtype for tensor in (rows.tokens, rows.positions, rows.following)} == {torch.int32}
+    assert (rows.ahead.tolist(), rows.used.tolist(), rows.sequences.tolist()) == ([1007], [5], [0] * 5)
+    words = (rows.tokens, rows.positions, rows.following, rows.ahead, rows.used, rows.sequences)
+    assert {tensor.dtype for tensor in words} == {torch.int32}
     _check_angles(rows, [1002, 1003, 1004, 1005, 1006], rotation)
     assert torch.equal(window, before)
     again = run(window, int32([BASE + 2]), 1, rotation, offset=-1, last_token=39)
-    assert (again.tokens.tolist(), again.positions.tolist(), again.following.tolist()) == ([0], [1001], [1002])
+    assert (again.tokens.tolist(), again.positions.tolist(), again.following.tolist()) == ([0], [[1001]], [1002])
 
 
 @versions
 def test_rows_of_a_cache_that_holds_a_part_of_the_sequence(run: Callable[..., StepRows]) -> None:
     window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(8), 1.0)
-    rows = run(window, window[:1], 2, rotation, offset=-2, last_token=99, place=int32([768, 256]))
+    rows = run(window, window[:, 0], 2, rotation, offset=-2, last_token=99, place=int32([[768, 256]]))
     assert (rows.tokens.tolist(), rows.following.tolist()) == ([8, 9], [1002, 1003])
-    assert rows.positions.tolist() == [233, 234]
+    assert rows.positions.tolist() == [[233, 234]]
     _check_angles(rows, [489, 490], rotation)
 
 
 @versions
 def test_the_row_before_a_sequence_of_one_token_is_padding(run: Callable[..., StepRows]) -> None:
     window = _window([5, 0], 1, base=0)
-    rows = run(window, window[:1], 2, StepRotation(_frequencies(4), 1.0), offset=-2, last_token=9)
-    assert rows.positions.tolist() == [-1, 0] and rows.tokens[1].item() == 5
+    rows = run(window, window[:, 0], 2, StepRotation(_frequencies(4), 1.0), offset=-2, last_token=9)
+    assert rows.positions.tolist() == [[-1, 0]] and rows.tokens[1].item() == 5
     assert 0 <= rows.tokens[0].item() <= 9 and bool(rows.cos.isfinite().all())
 
 
 @versions
 def test_angles_far_into_a_long_context(run: Callable[..., StepRows]) -> None:
     window, rotation = _window([1, 2], 262144, base=262142), StepRotation(_frequencies(64), 1.0)
-    _check_angles(run(window, window[:1], 2, rotation, offset=-2, last_token=9), [262142, 262143], rotation)
+    _check_angles(run(window, window[:, 0], 2, rotation, offset=-2, last_token=9), [262142, 262143], rotation)
 
 
 @pytest.mark.parametrize("run", [put_token, put_token_triton], ids=["public", "triton"])
 def test_a_token_is_put_and_the_cursor_moves_behind_it(run: Callable[..., None]) -> None:
     window, cursor = _window([7, 8, 0, 0, 0], BASE + 2), int32([0])
-    run(window, window[:1], torch.tensor([-1], device=KERNEL_DEVICE), cursor)
-    assert cursor.tolist() == [1003] and window[0].item() == 1002
+    run(window, window[:, 0], torch.tensor([-1], device=KERNEL_DEVICE), cursor)
+    assert cursor.tolist() == [1003] and window[0, 0].item() == 1002
     run(window, cursor, torch.tensor([31999], device=KERNEL_DEVICE), cursor)
     assert cursor.tolist() == [1004]
-    assert _tokens(window) == [7, 8, -1, 31999, 0] and window[:4].tolist() == [1002, 1000, 996, 0]
+    assert _tokens(window) == [7, 8, -1, 31999, 0] and window[0, :4].tolist() == [1002, 1000, FAR, FAR]
 
 
 @pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
@@ -109,58 +114,150 @@ def test_proposals_are_accepted_up_to_the_first_that_differs(run: Callable[..., 
         samples = [*proposals, 77]
         if wrong < num_proposals:
             samples[wrong] = -1 if wrong % 2 else 500
-        window, counts = _window([*known, *proposals, 99, 98], BASE + 3), torch.tensor([10, 40], device=KERNEL_DEVICE)
-        run(window, torch.tensor(samples, device=KERNEL_DEVICE), counts)
+        window, counts = _window([*known, *proposals, 99, 98], BASE + 3), torch.tensor([[10, 40]], device=KERNEL_DEVICE)
+        run(window, torch.tensor([samples], device=KERNEL_DEVICE), counts)
         said = known + proposals[:wrong] + [samples[wrong]]
-        assert window[:4].tolist() == [BASE + len(said), BASE, BASE - WINDOW_HEADER_WORDS, 0]
+        assert window[0, :4].tolist() == [BASE + len(said), BASE, FAR, FAR]
         # What was rejected stays where it is, behind the end.
         rest = [*known, *proposals, 99, 98][len(said) :]
         assert _tokens(window) == said + rest
-        assert counts.tolist() == [11, 40 + wrong]
+        assert counts.tolist() == [[11, 40 + wrong]]
 
 
 @pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
 def test_what_agrees_behind_a_difference_is_not_accepted(run: Callable[..., None]) -> None:
-    window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(2, dtype=torch.int64, device=KERNEL_DEVICE)
-    run(window, torch.tensor([1, 5, 3, 4, 6], device=KERNEL_DEVICE), counts)
-    assert _tokens(window) == [7, 1, 5, 3, 4, 0] and window[0].item() == BASE + 3 and counts.tolist() == [1, 1]
+    window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
+    run(window, torch.tensor([[1, 5, 3, 4, 6]], device=KERNEL_DEVICE), counts)
+    assert _tokens(window) == [7, 1, 5, 3, 4, 0] and window[0, 0].item() == BASE + 3 and counts.tolist() == [[1, 1]]
+
+
+# Of sequences 0 to 4: one goes on, one has enough, one may not propose behind its end, one stands nowhere, one goes on.
+_HEADERS = [
+    [1003, 1000, 1010, 1012], [2005, 2002, 2005, 2009], [53, 50, 60, 53], [0, 0, 0, 0], [7, 5, 8, 8],
+]  # fmt: skip
+_GOES_ON = [True, False, False, False, True]
+
+
+def _windows() -> torch.Tensor:
+    return int32([[*header, *range(100 * b + 1, 100 * b + 13)] for b, header in enumerate(_HEADERS)])
+
+
+@versions
+@pytest.mark.parametrize("placed", [False, True])
+def test_rows_of_sequences_that_stand_still_are_padding(run: Callable[..., StepRows], placed: bool) -> None:
+    window, rotation = _windows(), StepRotation(_frequencies(8, batch=5), 1.5)
+    before, place = window.clone(), int32([[256, 10 * b] for b in range(5)]) if placed else None
+    with poisoned_outputs():
+        rows = run(window, window[:, 0], 3, rotation, offset=-1, last_token=405, place=place)
+    idle = [0, 0, 0]
+    assert rows.tokens.tolist() == [3, 4, 5, *idle, *idle, *idle, 402, 403, 404]
+    moved = 256 if placed else 0
+    assert rows.positions.tolist() == [
+        [1002 - moved, 1003 - moved, 1004 - moved], *([-1] * 3 for _ in range(3)), [6 - moved, 7 - moved, 8 - moved]
+    ]  # fmt: skip
+    assert rows.following.tolist() == [1003, 1004, 1005, *idle, *idle, *idle, 7, 8, 9]
+    assert rows.ahead.tolist() == [1005, 0, 0, 0, 9]
+    assert rows.used.tolist() == [3, 0, 0, 0, 3] and rows.ahead.is_contiguous() and rows.positions.is_contiguous()
+    assert rows.sequences.tolist() == [b for b in range(5) for _ in range(3)]
+    shift = 40 if placed else 0  # of the last sequence
+    angles = [*(p - moved for p in (1002, 1003, 1004)), *idle, *idle, *idle, *(p - moved + shift for p in (6, 7, 8))]
+    _check_angles(rows, angles, rotation)
+    assert torch.equal(window, before)
+
+
+@versions
+def test_fewer_windows_than_rotations_and_places(run: Callable[..., StepRows]) -> None:
+    """A runtime for many sequences that serves one."""
+    window, rotation = _windows()[:1], StepRotation(_frequencies(8, batch=5), 1.0)
+    rows = run(window, window[:, 0], 2, rotation, offset=-2, last_token=99, place=int32([[0, 3]] * 5))
+    assert (rows.positions.tolist(), rows.used.tolist()) == ([[1001, 1002]], [2])
+    _check_angles(rows, [1004, 1005], StepRotation(rotation.frequencies[:1], 1.0))
+
+
+@pytest.mark.parametrize("run", [put_token, put_token_triton], ids=["public", "triton"])
+def test_a_token_is_put_where_a_sequence_goes_on(run: Callable[..., None]) -> None:
+    window, cursor = _windows(), int32([-5, -5, 53, -5, -5])
+    expected = window.clone()
+    for index, (sequence, token) in ((3, (0, 51)), (2, (4, 55))):
+        expected[sequence, WINDOW_HEADER_WORDS + index] = token
+    run(window, window[:, 0], torch.tensor([51, 52, 53, 54, 55], device=KERNEL_DEVICE), cursor)
+    assert torch.equal(window, expected) and cursor.tolist() == [1004, -5, 53, -5, 8]
+    # Sequence 4 has reached its last position now, though its end has not moved.
+    expected[0, WINDOW_HEADER_WORDS + 4] = 61
+    run(window, cursor, torch.tensor([61, 62, 63, 64, 65], device=KERNEL_DEVICE), cursor)
+    assert torch.equal(window, expected) and cursor.tolist() == [1005, -5, 53, -5, 8]
+
+
+@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
+    window, counts = _windows(), torch.tensor([[b, 10 * b] for b in range(6)], device=KERNEL_DEVICE)
+    # Behind the ends of 0 and 4 lie 4, 5, 6 and 403, 404, 405.
+    samples = [[4, 5, 9, 8], [204, 205, 206, 1], [0, 0, 0, 0], [301, 302, 303, 1], [403, 404, 405, 77]]
+    expected = window.clone()
+    expected[0, 0], expected[0, WINDOW_HEADER_WORDS + 5] = 1006, 9
+    expected[4, 0], expected[4, WINDOW_HEADER_WORDS + 5] = 11, 77
+    samples_gpu = torch.tensor(samples, device=KERNEL_DEVICE)
+    run(window, samples_gpu, counts)
+    assert torch.equal(window, expected)
+    assert counts.tolist() == [[1, 2], [1, 10], [2, 20], [3, 30], [5, 43], [5, 50]]
+    run(window, samples_gpu, counts)
+    assert window[:, 0].tolist() == [1007, 2005, 53, 0, 11], "sequence 4 has enough"
+    assert counts[:, 0].tolist() == [2, 1, 2, 3, 5, 5]
 
 
 def test_what_is_no_row_of_integers_is_refused() -> None:
     window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(4), 1.0)
     arguments: dict[str, Any] = {"offset": -1, "last_token": 9, "place": None}
+    counts = torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
     with pytest.raises(AssertionError):
-        step_rows_triton(window.long(), window[:1].long(), 1, rotation, **arguments)
+        step_rows_triton(window.long(), window[:, 0].long(), 1, rotation, **arguments)
     with pytest.raises(AssertionError):
-        accept_triton(window, int32([1, 2]), torch.zeros(2, dtype=torch.int64, device=KERNEL_DEVICE))
+        step_rows_triton(window.repeat(2, 1), window[:, 0].repeat(2), 1, rotation, **arguments)
     with pytest.raises(AssertionError):
-        put_token_triton(window, window[:1], int32([1]), window[:1].clone())
+        accept_triton(window, int32([[1, 2]]), counts)
+    with pytest.raises(AssertionError):
+        accept_triton(window.repeat(2, 1), torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE), counts)
+    with pytest.raises(AssertionError):
+        put_token_triton(window, window[:, 0], int32([1]), window[:, 0].clone())
 
 
 def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Callable[[], None]]:
     """A draft of two tokens that says p - 900 at position p, and a check that wants something else at one position."""
-    cursor, rotation = int32([0]), StepRotation(_frequencies(32), 1.0)
+    batch = len(window)
+    cursor, rotation = int32([0] * batch), StepRotation(_frequencies(32, batch), 1.0)
 
     def draft(first: bool) -> None:
-        start = window[:1] if first else cursor
+        start = window[:, 0] if first else cursor
         rows = step_rows(window, start, 1, rotation, offset=-1, last_token=99)
-        put_token(window, start, (rows.following - 900).long(), cursor)
+        put_token(window, start, (rows.ahead - 900).long(), cursor)
 
     def check() -> None:
-        rows = step_rows(window, window[:1], 3, rotation, offset=-1, last_token=99)
-        accept(window, (rows.following - 900 - (rows.following == BASE + 6).int()).long(), counts)
+        rows = step_rows(window, window[:, 0], 3, rotation, offset=-1, last_token=99)
+        said = (rows.following - 900 - (rows.following == BASE + 6).int()).long()
+        accept(window, said.view(batch, 3), counts)
 
     return [partial(draft, True), partial(draft, False), check]
 
 
+# A second sequence starts two tokens further on and stands still from five tokens further on.
+_STARTS = [[BASE + 2, BASE, FAR, FAR], [BASE + 4, BASE, BASE + 9, BASE + 11]]
+
+
+def _two_windows() -> torch.Tensor:
+    return int32([[*header, *[7] * 60] for header in _STARTS])
+
+
 def _check_rounds(window: torch.Tensor, counts: torch.Tensor) -> None:
     # Three tokens; two, of which the second was proposed wrongly; three.
-    assert window[0].item() == BASE + 10 and counts.tolist() == [3, 5]
+    assert window[0, 0].item() == BASE + 10 and counts[0].tolist() == [3, 5]
     assert _tokens(window)[:10] == [7, 7, 102, 103, 104, 105, 105, 107, 108, 109]
+    # Three, of which the last was; three; then it stands still.
+    assert window[1, 0].item() == BASE + 10 and counts[1].tolist() == [2, 4]
+    assert _tokens(window, 1)[:10] == [7, 7, 7, 7, 104, 105, 105, 107, 108, 109]
 
 
-def test_levels_work_on_one_window_without_the_host() -> None:
-    window, counts = _window([7] * 64, BASE + 2), torch.zeros(2, dtype=torch.int64, device=KERNEL_DEVICE)
+def test_levels_work_on_their_windows_without_the_host() -> None:
+    window, counts = _two_windows(), torch.zeros(2, 2, dtype=torch.int64, device=KERNEL_DEVICE)
     steps = _steps_of_two_levels(window, counts)
     for _ in range(3):
         for step in steps:
@@ -169,15 +266,15 @@ def test_levels_work_on_one_window_without_the_host() -> None:
 
 
 @pytest.mark.gpu
-def test_levels_work_on_one_window_as_graphs() -> None:
-    window, counts = _window([7] * 64, BASE + 2), torch.zeros(2, dtype=torch.int64, device=KERNEL_DEVICE)
+def test_levels_work_on_their_windows_as_graphs() -> None:
+    window, counts = _two_windows(), torch.zeros(2, 2, dtype=torch.int64, device=KERNEL_DEVICE)
     graphs = []
     for step in _steps_of_two_levels(window, counts):
         step()  # compiles
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             step()
-    window[:1].fill_(BASE + 2)
+    window.copy_(_two_windows())
     counts.zero_()
     for _ in range(3):
         for graph in graphs:

@@ -18,6 +18,7 @@ class Decoding:
         rounds: What every pass gave every sequence.
         passes: Of the target, each over a window of every sequence.
         elapsed_s: Of all of it, drafting included.
+        middle_passes: Of the middle level, each a step of every sequence that does not have enough yet.
         middle_steps: Steps of the middle level, of all sequences together.
         draft_proposed, draft_accepted: Proposals of the draft to those steps; 0 without a middle level.
     """
@@ -26,6 +27,7 @@ class Decoding:
     rounds: tuple[Round, ...]
     passes: int
     elapsed_s: float
+    middle_passes: int = 0
     middle_steps: int = 0
     draft_proposed: int = 0
     draft_accepted: int = 0
@@ -50,11 +52,15 @@ class Decoding:
 
         `acceptance` counts all proposals of a window, `acceptance_judged` only those whose predecessors were all
         accepted. `accepted_by_depth[d]`: of the windows with more than d proposals, how many had the first d + 1
-        accepted.
+        accepted. `middle_steps_per_pass` are steps of all sequences at once, and so are `draft_steps_per_pass`, which
+        a draft alone takes for the longest of a pass's windows.
         """
+        batch = len(self.rounds) // self.passes
+        windows = [self.rounds[first : first + batch] for first in range(0, len(self.rounds), batch)]
         return {
             **target_acceptance(self.rounds),
-            "middle_steps_per_pass": self.middle_steps / self.passes,
+            "middle_steps_per_pass": self.middle_passes / self.passes,
+            "draft_steps_per_pass": sum(max(one.num_proposed for one in window) for window in windows) / self.passes,
             "draft_accepted_per_step": self.draft_accepted / self.middle_steps if self.middle_steps else None,
             "draft_acceptance": self.draft_accepted / self.draft_proposed if self.draft_proposed else None,
         }
@@ -85,6 +91,7 @@ def together(decodings: Sequence[Decoding]) -> Decoding:
         rounds=tuple(played for one in decodings for played in one.rounds),
         passes=sum(one.passes for one in decodings),
         elapsed_s=sum(one.elapsed_s for one in decodings),
+        middle_passes=sum(one.middle_passes for one in decodings),
         middle_steps=sum(one.middle_steps for one in decodings),
         draft_proposed=sum(one.draft_proposed for one in decodings),
         draft_accepted=sum(one.draft_accepted for one in decodings),

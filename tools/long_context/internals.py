@@ -40,9 +40,14 @@ def budget_of(runtime: Runtime) -> DeviceBudget:
     return runtime._parts.budget
 
 
-def proposers_of(runtime: Runtime) -> list[Proposer]:
-    """Those that the runtime was loaded with, one per sequence."""
-    return runtime._proposers
+def proposer_of(runtime: Runtime) -> Proposer:
+    """The one that the runtime was loaded with."""
+    return runtime._parts.proposer
+
+
+def batch_of(runtime: Runtime) -> int:
+    """Most sequences that the runtime was loaded for."""
+    return runtime._max_batch
 
 
 def pinned_bytes(runtime: Runtime) -> int:
@@ -89,6 +94,11 @@ def levels_of(proposer: Proposer) -> Levels:
     return Levels(None, None, None, 0)
 
 
+def middle_passes(proposer: Proposer) -> int:
+    """Steps of the middle level since the proposer was started, each of all sequences."""
+    return proposer.num_steps if isinstance(proposer, TriForceProposer) else 0
+
+
 def set_variant(proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> None:
     """Let a TriForce proposer go on with another number of proposals and another interval between choices."""
     assert isinstance(proposer, TriForceProposer), "only a hierarchy has variants"
@@ -96,13 +106,12 @@ def set_variant(proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> 
     proposer._refresh_steps = refresh_steps
 
 
-def release_proposers(runtime: Runtime) -> int:
-    """Let go of the proposers that were loaded and of their device memory.
+def release_proposer(runtime: Runtime) -> int:
+    """Let go of the proposer that was loaded and of its device memory.
 
     Returns:
-        How many entries the ledger is left with. What was entered behind the target's own belonged to the proposers.
+        How many entries the ledger is left with. What was entered behind the target's own belonged to the proposer.
     """
-    runtime._proposers[:] = [NoProposer() for _ in runtime._proposers]
     runtime._parts = replace(runtime._parts, proposer=NoProposer())
     names = [entry.name for entry in budget_of(runtime).reservations]
     return 1 + max(index for index, name in enumerate(names) if name.startswith("target: "))

@@ -20,6 +20,7 @@ from long_context.sweeps import Setting
 from offload_runtime.config import CHUNK_POLICIES, SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
+from offload_runtime.runners import Known
 from offload_runtime.sampling import sample
 from offload_runtime.speculation import NoProposer, Proposer
 
@@ -107,7 +108,7 @@ class NeedleTest:
         said = [_samples(logits, params, len(hay.prompt)) for params in samplings]
         log_p = logits.float().log_softmax(-1).gather(1, torch.tensor(hay.answer, device=logits.device)[:, None])
         count = len(hay.answer)
-        plain = session.decode([hay.prompt], [NoProposer()], SamplingParams(), gamma=0, count=count)
+        plain = session.decode([hay.prompt], NoProposer(), SamplingParams(), gamma=0, count=count)
         plain_text = tokenizer.decode(list(plain.texts[0][:count]))
         policies = {}
         for policy in CHUNK_POLICIES:
@@ -127,11 +128,11 @@ class NeedleTest:
         plain: Sequence[Sequence[int]],
     ) -> dict[str, Any]:  # fmt: skip
         """Agreement on the right answer, whatever the target would say, and acceptance over what it does say."""
-        proposer = self._rig.build(setting.options)[0]
+        proposer = self._rig.build(setting.options)
         guesses = [self._middle_tokens(hay, proposer, params) for params in samplings]
         number = slice(hay.number_tokens)
         found = self._session.decode(
-            [hay.prompt], [proposer], SamplingParams(), gamma=setting.gamma, count=len(hay.answer)
+            [hay.prompt], proposer, SamplingParams(), gamma=setting.gamma, count=len(hay.answer)
         )
         return {
             "agreement": _equal_share(guesses, said),
@@ -157,12 +158,13 @@ class NeedleTest:
         levels, length = levels_of(proposer), len(hay.prompt)
         middle, window = levels.middle, levels.window
         assert middle is not None and window is not None, "a hierarchy"
-        middle.begin(length, len(hay.answer))
+        middle.begin({0: length}, {0: len(hay.answer)})
         known, tokens = [hay.prompt[-2], hay.prompt[-1], *hay.answer], []
         for number in range(len(hay.answer)):
-            window.upload(known[number : number + 2], length + number)
+            end = length + number
+            window.upload({0: Known(known[number : number + 2], end, end + 1, end + 1)})
             middle.step(0, refresh=True)
-            tokens.append(window.read_all()[1][-1])
+            tokens += window.read()[0].between(end, end + 1)
         return tokens
 
 

@@ -1,4 +1,4 @@
-"""Proposers of a loaded runtime, made anew with other options around the KV cache that is already filled."""
+"""The proposer of a loaded runtime, made anew with other options around the KV cache that is already filled."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import gc
 
 import torch
 from long_context.internals import (
+    batch_of,
     budget_of,
     detach_policies,
     models_of,
-    proposers_of,
-    release_proposers,
+    release_proposer,
     target_cache,
     tell_again,
 )
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.hierarchy import MiddlePlan, make_proposers
+from offload_runtime.engine.hierarchy import MiddlePlan, make_proposer
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import Proposer
 
 
 class Rig:
-    """Builds proposers, one set at a time; those that the runtime was loaded with are let go of.
+    """Builds proposers, one at a time; the one that the runtime was loaded with is let go of.
 
     A runtime for a rig is loaded with the options that take the most memory: what is built later takes its place.
 
@@ -35,12 +35,12 @@ class Rig:
     def __init__(self, runtime: Runtime, draft: str) -> None:
         self._runtime = runtime
         self._draft = draft
-        self._batch = len(proposers_of(runtime))
-        self._num_reservations = release_proposers(runtime)
+        self._batch = batch_of(runtime)
+        self._num_reservations = release_proposer(runtime)
         self._drop()
 
-    def build(self, options: SpeculationOptions) -> list[Proposer]:
-        """A proposer for every sequence; those built before must not be used any more.
+    def build(self, options: SpeculationOptions) -> Proposer:
+        """A proposer for all sequences; one built before must not be used any more.
 
         Args:
             options: `mode` is `triforce` or `chain`. The draft's own cache stays as it was loaded.
@@ -59,7 +59,7 @@ class Rig:
                 )
             middle = MiddlePlan(runtime.config, runtime.dtype, options, context, self._batch)
         budget = budget_of(runtime)
-        built = make_proposers(self._draft, models_of(runtime), middle, options, budget, batch=self._batch)
+        built = make_proposer(self._draft, models_of(runtime), middle, budget, batch=self._batch)
         tell_again(runtime)
         return built
 

@@ -51,7 +51,7 @@ class RowMeasurement:
 
     Args:
         session: Its cache.
-        rig: Its proposers.
+        rig: Its proposer.
         texts: A text for each sequence, as long as the longest context.
         lengths: How much to decode.
     """
@@ -74,14 +74,14 @@ class RowMeasurement:
         params, session = SamplingParams(setting.temperature, seed=_SEED), self._session
         plain = self._decode_plainly(setting, starts)
         pass_s = self._pass_s(setting, starts[-1])
-        proposers = self._rig.build(setting.options)
+        proposer = self._rig.build(setting.options)
         found = together(
             [
-                session.decode(start, proposers, params, gamma=setting.window, count=self._lengths.tokens)
+                session.decode(start, proposer, params, gamma=setting.window, count=self._lengths.tokens)
                 for start in starts
             ]
         )
-        steps_ms = session.step_times_ms(starts[-1], proposers, params, gamma=setting.window)
+        steps_ms = session.step_times_ms(starts[-1], proposer, params, gamma=setting.window)
         same = compare(plain.texts, found.texts)
         row = {
             "plain_s_per_token": plain.s_per_token, "s_per_token": found.s_per_token,
@@ -96,10 +96,10 @@ class RowMeasurement:
     def _decode_plainly(self, setting: Setting, starts: Sequence[Sequence[Sequence[int]]]) -> Decoding:
         key = setting.temperature, setting.context_tokens
         if key not in self._plain:
-            params, proposers = SamplingParams(setting.temperature, seed=_SEED), [NoProposer() for _ in self._texts]
+            params, proposer = SamplingParams(setting.temperature, seed=_SEED), NoProposer()
             self._plain[key] = together(
                 [
-                    self._session.decode(start, proposers, params, gamma=0, count=self._lengths.plain_tokens)
+                    self._session.decode(start, proposer, params, gamma=0, count=self._lengths.plain_tokens)
                     for start in starts
                 ]
             )
@@ -121,7 +121,7 @@ def bound(row: dict[str, Any], setting: Setting) -> dict[str, Any]:
     the draft's before it or, in a chain, a step of the draft.
     """
     if setting.options.mode == "chain":
-        steps, step_ms = row["proposed"] / row["passes"], row["draft_step_ms"]
+        steps, step_ms = row["draft_steps_per_pass"], row["draft_step_ms"]
     else:
         share, drafted = 1 / setting.options.refresh_steps, setting.options.gamma_draft
         steps = row["middle_steps_per_pass"]

@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from bench_report import percentiles
 from long_context.decoding import Decoding
-from long_context.internals import Levels, levels_of, runner_of
+from long_context.internals import Levels, levels_of, middle_passes, runner_of
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.model import Window
+from offload_runtime.runners import Known
 from offload_runtime.speculation import Proposer, Round, Turn, play_round
 
 # The first run of a step compiles, the second captures a graph.
@@ -66,8 +67,7 @@ class Session:
         self.synchronize()
 
     def decode(
-        self, start: Sequence[Sequence[int]], proposers: Sequence[Proposer], params: SamplingParams, *, gamma: int,
-        count: int,
+        self, start: Sequence[Sequence[int]], proposer: Proposer, params: SamplingParams, *, gamma: int, count: int,
     ) -> Decoding:  # fmt: skip
         """Decode until the sequences have `count` new tokens on average; the cache is cut back before and afterwards.
 
@@ -75,37 +75,36 @@ class Session:
 
         Args:
             start: Where to begin.
-            proposers: One for each sequence.
+            proposer: For all sequences.
             params: How tokens are chosen.
             gamma: Most tokens to propose to a pass.
             count: New tokens.
         """
         self.go_to(start)
-        for proposer in proposers:
-            proposer.start(params)
-        self._round([list(known) for known in start], proposers, params, gamma)
+        proposer.start(params, len(start))
+        self._round([list(known) for known in start], proposer, params, gamma)
         self._cut(start)
-        levels = [levels_of(proposer) for proposer in proposers]
+        levels = levels_of(proposer)
         before, texts, rounds, passes = _counts(levels), [list(known) for known in start], [], 0
+        earlier_passes = middle_passes(proposer)
         first, started_s = sum(len(text) for text in texts), time.perf_counter()
         while sum(len(text) for text in texts) - first < count * len(texts):
-            rounds += self._round(texts, proposers, params, gamma)
+            rounds += self._round(texts, proposer, params, gamma)
             passes += 1
         elapsed_s = time.perf_counter() - started_s
         steps, accepted = (after - earlier for after, earlier in zip(_counts(levels), before, strict=True))
         self._cut(start)
         return Decoding(
             texts=tuple(tuple(text[len(known) :]) for text, known in zip(texts, start, strict=True)),
-            rounds=tuple(rounds), passes=passes, elapsed_s=elapsed_s, middle_steps=steps,
-            draft_proposed=steps * levels[0].gamma, draft_accepted=accepted,
+            rounds=tuple(rounds), passes=passes, elapsed_s=elapsed_s,
+            middle_passes=middle_passes(proposer) - earlier_passes, middle_steps=steps,
+            draft_proposed=steps * levels.gamma, draft_accepted=accepted,
         )  # fmt: skip
 
-    def _round(
-        self, texts: list[list[int]], proposers: Sequence[Proposer], params: SamplingParams, gamma: int
-    ) -> list[Round]:
+    def _round(self, texts: list[list[int]], proposer: Proposer, params: SamplingParams, gamma: int) -> list[Round]:
         """One pass over a window of every sequence; appends what it gives."""
-        turns = [Turn(index, text, proposers[index], gamma) for index, text in enumerate(texts)]
-        played = play_round(self._runner, params, turns)
+        turns = [Turn(index, text, gamma) for index, text in enumerate(texts)]
+        played = play_round(self._runner, params, proposer, turns)
         for text, one in zip(texts, played, strict=True):
             text += one.tokens
         return played
@@ -130,57 +129,57 @@ class Session:
         return times_s, nbytes
 
     def step_times_ms(
-        self, start: Sequence[Sequence[int]], proposers: Sequence[Proposer], params: SamplingParams, *, gamma: int
+        self, start: Sequence[Sequence[int]], proposer: Proposer, params: SamplingParams, *, gamma: int
     ) -> dict[str, float]:
-        """Medians of single steps of the first sequence's inner levels, which go on from step to step as in decoding.
+        """Medians of single steps of the inner levels, of all sequences, which go on from step to step as in decoding.
 
         `middle_step_ms`, `middle_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
         """
         self.go_to(start)
-        for proposer in proposers:
-            proposer.start(params)
-        self._round([list(known) for known in start], proposers, params, gamma)
+        proposer.start(params, len(start))
+        self._round([list(known) for known in start], proposer, params, gamma)
         self._cut(start)
-        known, levels = start[0], levels_of(proposers[0])
+        levels = levels_of(proposer)
         if levels.middle is None:
-            return {"draft_step_ms": self._draft_step_ms(known, levels, gamma)}
+            return {"draft_step_ms": self._draft_step_ms(start, levels, gamma)}
         found = {}
         for name, refresh in (("middle_step_ms", False), ("middle_step_with_refresh_ms", True)):
             times_ms: list[tuple[float, float]] = []
             while len(times_ms) < _TIMED_STEPS + _UNTIMED:
-                times_ms += self._inner_steps_ms(known, levels, gamma, refresh)
+                times_ms += self._inner_steps_ms(start, levels, gamma, refresh)
             found[name] = percentiles([middle for middle, _ in times_ms[_UNTIMED:]]).median
             if levels.draft is not None:
                 found["draft_step_ms"] = percentiles([draft for _, draft in times_ms[_UNTIMED:]]).median
         return found
 
     def _inner_steps_ms(
-        self, known: Sequence[int], levels: Levels, gamma: int, refresh: bool
+        self, start: Sequence[Sequence[int]], levels: Levels, gamma: int, refresh: bool
     ) -> list[tuple[float, float]]:
         """A window's worth of middle steps: the milliseconds of each, and of one of the draft's steps before it."""
         window, middle, draft, guesses = levels.window, levels.middle, levels.draft, levels.gamma
         assert window is not None and middle is not None, "a hierarchy"
-        middle.begin(len(known), gamma + guesses + 1)
-        if draft is not None:
-            draft.catch_up(known)
-        window.upload(known[-2:], len(known))
+        middle.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
+        for sequence, known in enumerate(start) if draft is not None else ():
+            draft.catch_up(sequence, known)
+        window.upload(_known(start, gamma, beyond=guesses))
         times_ms = []
         for number in range(max(1, gamma // (guesses + 1))):
-            longest = len(known) + number * (guesses + 1)
+            longest = {sequence: length + number * (guesses + 1) for sequence, length in _lengths(start).items()}
             draft_ms = 0.0
             if draft is not None:
                 draft_ms = self._timed_ms(partial(draft.steps, guesses, longest=longest)) / guesses
             times_ms.append((self._timed_ms(partial(middle.step, guesses, refresh=refresh)), draft_ms))
         return times_ms
 
-    def _draft_step_ms(self, known: Sequence[int], levels: Levels, gamma: int) -> float:
+    def _draft_step_ms(self, start: Sequence[Sequence[int]], levels: Levels, gamma: int) -> float:
         """Milliseconds of a step of a draft that proposes windows of `gamma` tokens by itself."""
         window, draft, times_ms = levels.window, levels.draft, []
         assert window is not None and draft is not None and gamma > 0, "a chain"
         for _ in range(_TIMED_STEPS + _UNTIMED):
-            draft.catch_up(known)
-            window.upload(known[-2:], len(known))
-            times_ms.append(self._timed_ms(partial(draft.steps, gamma, longest=len(known))) / gamma)
+            for sequence, known in enumerate(start):
+                draft.catch_up(sequence, known)
+            window.upload(_known(start, gamma))
+            times_ms.append(self._timed_ms(partial(draft.steps, gamma, longest=_lengths(start))) / gamma)
         return percentiles(times_ms[_UNTIMED:]).median
 
     def _timed_ms(self, action: Callable[[], None]) -> float:
@@ -192,7 +191,21 @@ class Session:
         return 1e3 * (time.perf_counter() - started_s)
 
 
-def _counts(levels: Sequence[Levels]) -> tuple[int, int]:
-    """Steps of the middle levels and proposals that they accepted, of all sequences. Waits for the device."""
-    counts = [one.middle.counts for one in levels if one.middle is not None]
+def _lengths(start: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Known tokens by sequence."""
+    return {sequence: len(known) for sequence, known in enumerate(start)}
+
+
+def _known(start: Sequence[Sequence[int]], count: int, *, beyond: int = 0) -> dict[int, Known]:
+    """What a window is told of a start behind which steps put `count` tokens, and propose so many `beyond` them."""
+    ends = [(known, len(known)) for known in start]
+    return {
+        sequence: Known(known[-2:], end, end + count, end + count + beyond)
+        for sequence, (known, end) in enumerate(ends)
+    }
+
+
+def _counts(levels: Levels) -> tuple[int, int]:
+    """Steps of the middle level and proposals that they accepted, of all sequences. Waits for the device."""
+    counts = levels.middle.counts if levels.middle is not None else []
     return sum(steps for steps, _ in counts), sum(accepted for _, accepted in counts)

@@ -1,0 +1,98 @@
+"""Rounds of several sequences on a loaded runtime, each asked for its own number of tokens, together or one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine import Runtime
+from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.speculation import Acceptance, Proposer, SpeculativeDecoder, TriForceProposer, Turn, play_round
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sequence: `count` new tokens behind a prompt, in rounds of up to `gamma` proposals."""
+
+    prompt: list[int]
+    count: int
+    gamma: int
+
+
+@dataclass
+class Played:
+    """What became of a sequence: its tokens, the proposals of every round, what the inner levels counted."""
+
+    tokens: list[int]
+    proposals: list[list[int]] = field(default_factory=list)
+    counts: tuple[Acceptance, ...] = ()
+
+
+class Recorder:
+    """A proposer that keeps what another one says."""
+
+    def __init__(self, inner: Proposer, played: Mapping[int, Played]) -> None:
+        self.name = inner.name
+        self.start, self.prepare, self.counts = inner.start, inner.prepare, inner.counts
+        self._inner, self._played = inner, played
+
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        answers = self._inner.propose(turns)
+        for turn, answer in zip(turns, answers, strict=True):
+            assert len(answer) <= turn.gamma
+            self._played[turn.sequence].proposals.append(answer)
+        return answers
+
+
+def play(
+    runtime: Runtime, tasks: Mapping[int, Task], params: SamplingParams, *, num_sequences: int
+) -> dict[int, Played]:
+    """Decode these sequences to their ends, each with the noise of its number."""
+    target, proposer = runtime._parts.target, runtime._parts.proposer
+    played = {sequence: Played([]) for sequence in tasks}
+    proposer.start(params, num_sequences)
+    for sequence, task in tasks.items():
+        target.cache.truncate(sequence, 0)
+        decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+        first = decoder.first_token(target.prefill(sequence, task.prompt))
+        proposer.prepare(sequence, task.prompt)
+        played[sequence].tokens.append(first)
+    while True:
+        turns = [
+            Turn(sequence, task.prompt + played[sequence].tokens, min(task.gamma, missing - 1))
+            for sequence, task in tasks.items()
+            if (missing := task.count - len(played[sequence].tokens)) > 0
+        ]
+        if not turns:
+            break
+        rounds = play_round(target, params, Recorder(proposer, played), turns)
+        for turn, one in zip(turns, rounds, strict=True):
+            played[turn.sequence].tokens += one.tokens
+    for sequence in tasks:
+        played[sequence].counts = tuple(proposer.counts(sequence))
+        target.cache.truncate(sequence, 0)
+    return played
+
+
+def middle_of(runtime: Runtime) -> RetrievalTarget:
+    """The middle level."""
+    proposer = runtime._parts.proposer
+    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._middle, RetrievalTarget)
+    return proposer._middle
+
+
+def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:
+    """All that the levels hold of a sequence: keys and values of target and draft, retrieved chunks, their places."""
+    target, draft, chunks = runtime._models.target, runtime._models.draft, middle_of(runtime).cache._chunks
+    layers = range(runtime.config.num_layers)
+    found = [target.runner.cache.store(layer).data[sequence] for layer in layers]
+    if draft is not None:
+        found += [
+            draft.runner.cache.store(layer).data[sequence] for layer in range(draft.runner.decoder.config.num_layers)
+        ]
+    for layer in layers:
+        found += [chunks.blocks(layer).data[sequence], chunks.resident(layer)[sequence]]
+    return [tensor.clone() for tensor in found]

@@ -1,0 +1,123 @@
+"""A draft that serves several texts in one step: each gets what it gets by the book, whatever the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.runners import DraftModel, StepGraphs
+from tests.helpers.assembly import CPU, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.test_draft_model import BATCH, NOISY, SHAPE, Draft, dense_streaming, make_draft
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
+    made = make_draft("llama-gqa", tmp_path_factory.mktemp("draft"))
+    yield made
+    made.made.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
+    made = make_draft("llama-gqa", tmp_path_factory.mktemp("gpu"), device=torch.device("cuda"))
+    yield made
+    made.made.close()
+
+
+def count_steps(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every step of a draft from now on: the sequences that went on in it."""
+    step, log = model._step, list[int]()
+
+    def counted(first: bool, *arguments: Any) -> None:
+        if first:
+            model._cursor.fill_(-7)  # it begins at the window's end
+        before = model._cursor.clone()
+        step(first, *arguments)
+        log.append(int((model._cursor != before).sum()))
+
+    monkeypatch.setattr(model, "_step", counted)
+    return log
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), NOISY, SamplingParams(temperature=1.0, seed=6)], ids=str)
+def test_all_sequences_are_drafted_in_the_same_steps(
+    draft: Draft, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as by the book, whatever the others do: other lengths, other counts, other acceptance, pauses, an end."""
+    model = draft.model(params, num_sequences=BATCH)
+    references = [dense_streaming(draft, sequence=sequence) for sequence in range(BATCH)]
+    texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in enumerate((345, 1, 600))}
+    steps, moves = count_steps(model, monkeypatch), set[int]()
+    for turn in range(18):
+        asked = {sequence: tokens for sequence, tokens in texts.items() if (turn + sequence) % 4}
+        if turn >= 14:
+            asked.pop(0, None)  # it has ended
+        counts = {sequence: 1 + (3 * turn + 5 * sequence) % 8 for sequence in asked}
+        steps.clear()
+        guesses = model.propose(asked, counts)
+        assert len(steps) == max(counts.values()), "the longest answer decides"
+        assert steps == [sum(step < count for count in counts.values()) for step in range(len(steps))]
+        for sequence, tokens in asked.items():
+            expected = references[sequence].propose(tokens, counts[sequence], params)
+            assert guesses[sequence] == expected, f"sequence {sequence} behind {len(tokens)} tokens"
+            accepted = (turn + sequence) % (counts[sequence] + 1)
+            texts[sequence] = [*tokens, *expected[:accepted], *random_tokens(1 + 4 * sequence, seed=turn)]
+        moves.add(draft.cache.start(2))
+    assert len(moves) > 1, "a window moved on"
+
+
+def test_sequences_without_room_or_turn_are_left_alone(draft: Draft) -> None:
+    model = draft.model(NOISY, num_sequences=BATCH)
+    texts = {sequence: random_tokens(300 + sequence, seed=sequence) for sequence in range(BATCH)}
+    model.propose(texts, dict.fromkeys(texts, 4))
+    stored = [draft.cache.store(layer).data[1:].clone() for layer in range(4)]
+    lengths = [draft.cache.length(sequence) for sequence in (1, 2)]
+    assert model.propose({0: texts[0], 2: texts[2]}, {0: 6, 2: 0})[2] == []
+    assert [draft.cache.length(sequence) for sequence in (1, 2)] == lengths
+    for layer, before in enumerate(stored):
+        assert torch.equal(draft.cache.store(layer).data[1:], before)
+
+
+def test_frequencies_of_a_length_are_each_sequences_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`dynamic` and `longrope` rotate by a sequence's length: a short one beside a long one."""
+    for name in ("llama-dynamic", "llama-longrope"):
+        hf_model = random_model(name, seed=7)
+        made = make_runner(hf_model, tmp_path_factory.mktemp("own"), shape=SHAPE, capacity_tokens=2 * BLOCK_TOKENS)
+        texts = {0: random_tokens(12, seed=1), 2: random_tokens(70, seed=2)}
+        said = []
+        for sequences in ((0,), (2,), (0, 2)):
+            model = DraftModel(made.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+            model.start(SamplingParams(), BATCH)
+            said.append(model.propose({s: texts[s] for s in sequences}, dict.fromkeys(sequences, 7)))
+        assert {**said[0], **said[1]} == said[2]
+        assert not torch.equal(model._rotation.frequencies[0], model._rotation.frequencies[2])
+        made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=5)], ids=str)
+def test_replays_of_a_batch_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingParams) -> None:
+    said: list[dict[int, list[int]]] = []
+    for graphed in (True, False):
+        model = gpu_draft.model(params, num_sequences=BATCH)
+        if not graphed:
+            model.graphs = StepGraphs(CPU)
+        texts = {sequence: random_tokens(length, seed=1) for sequence, length in enumerate((310, 40, 600))}
+        for turn in range(40):
+            counts = {sequence: (turn + 3 * sequence) % 8 for sequence in texts}  # none, now and then
+            guesses = model.propose(texts, counts)
+            texts = {
+                sequence: [*tokens, *guesses[sequence][: (turn + sequence) % 5], turn]
+                for sequence, tokens in texts.items()
+            }
+        said.append(texts)
+        # First and other steps, over all blocks that the longest text keeps.
+        assert 2 <= model.graphs.num_graphs <= 4 if graphed else model.graphs.num_graphs == 0
+    assert said[0] == said[1]

@@ -1,0 +1,346 @@
+"""Levels that serve several sequences in one step: plain decoding's tokens, and what each sequence gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.runners import DeviceWindow, DraftModel
+from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.speculation import TriForceProposer, Turn
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.levels_together import Task, middle_of, play, stored
+
+CONTEXT, GAMMA_DRAFT = 900, 2
+TEXT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
+# Far context or none, at the end of a block and off it, and hardly a text at all.
+PROMPTS = [TEXT[:760], TEXT[100:850], TEXT[40:552], [5], TEXT[300:330], TEXT[17:700]]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6, "seed": 3},
+    {"temperature": 1.0, "seed": 4},
+]
+SMALL = {"budget_tokens": 96, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": GAMMA_DRAFT}
+COMBINATIONS = [
+    ("full", "retrieval", "mha", "gpu"), ("full", "topk", "gqa", "host"), ("full", "streaming", "mha", "gpu"),
+    ("streaming", "retrieval", "gqa", "host"), ("streaming", "topk", "mha", "gpu"),
+    ("streaming", "streaming", "gqa", "host"), ("retrieval", "retrieval", "gqa", "gpu"),
+    ("retrieval", "topk", "gqa", "gpu"), ("retrieval", "streaming", "mha", "host"),
+]  # fmt: skip
+CACHES = ("full", "streaming", "retrieval")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Targets with and without shared KV heads, and a draft of each."""
+    made = {}
+    for name, heads in (("gqa", 2), ("mha", 4)):
+        directory = tmp_path_factory.mktemp(name)
+        target = write_checkpoint(directory / "target", context=1024, num_layers=2, num_kv_heads=heads)
+        made[name] = target, write_noisy_copy(target, directory / "draft", noise=0.02)
+    return made
+
+
+def batches(
+    runtime: Runtime, sampling: dict[str, Any], sizes: tuple[int, ...], **options: Any
+) -> list[list[list[int]]]:
+    asked = {"max_new_tokens": 14, "ignore_eos": True, **sampling, **options}
+    return [[result.tokens for result in runtime.generate_batch(PROMPTS[:size], **asked)] for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, tuple[Path, Path]]) -> dict[str, list[list[list[int]]]]:
+    """Plain decoding of all prompts, by target and way of sampling."""
+    made = {}
+    for name, (target, _) in models.items():
+        with load(target, draft="none", context=CONTEXT, max_batch=6) as runtime:
+            made[name] = [batches(runtime, sampling, (6,))[0] for sampling in SAMPLINGS]
+    return made
+
+
+def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
+    for number, (sampling, tokens) in enumerate(zip(SAMPLINGS, truth, strict=True)):
+        sizes = (1, 2, 3, 6) if number == 1 else (6,)
+        for size, said in zip(sizes, batches(runtime, sampling, sizes, gamma=5), strict=True):
+            assert said == tokens[:size]
+
+
+@pytest.mark.parametrize(("cache", "policy", "heads", "kv"), COMBINATIONS)
+def test_triforce_says_what_plain_decoding_says(
+    models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, policy: str,
+    heads: str, kv: str,
+) -> None:  # fmt: skip
+    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    target, draft = models[heads]
+    with load(target, draft=draft, context=CONTEXT, kv=kv, speculation=options, max_batch=6) as runtime:
+        check(runtime, expected[heads])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_chain_says_what_plain_decoding_says(
+    models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str
+) -> None:
+    target, draft = models["gqa"]
+    options = SpeculationOptions("chain", cache, budget_tokens=96, chunk_size=8, recent_tokens=64, sink_tokens=4)
+    with load(target, draft=draft, context=CONTEXT, speculation=options, max_batch=6) as runtime:
+        check(runtime, expected["gqa"])
+
+
+def test_a_middle_level_without_a_draft(
+    models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]]
+) -> None:
+    options = SpeculationOptions("triforce", budget_tokens=96, chunk_size=8, refresh_steps=3)
+    with load(models["gqa"][0], draft="none", context=CONTEXT, kv="host", speculation=options, max_batch=6) as runtime:
+        check(runtime, expected["gqa"])
+
+
+# Other counts and gammas for each: sequences end one after the other and seldom have enough at the same time.
+TASKS = {
+    0: Task(PROMPTS[0], 40, 9), 1: Task(PROMPTS[1], 24, 4), 2: Task(PROMPTS[3], 30, 1), 3: Task(PROMPTS[2], 12, 12),
+    4: Task(PROMPTS[4], 3, 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(0.6, seed=3), SamplingParams(1.0, seed=4)], ids=str
+)
+@pytest.mark.parametrize(
+    ("cache", "policy"),
+    [("full", "retrieval"), ("streaming", "topk"), ("retrieval", "retrieval"), ("full", "streaming")],
+)
+def test_each_sequence_is_proposed_what_it_is_proposed_alone(
+    models: dict[str, tuple[Path, Path]], cache: str, policy: str, params: SamplingParams
+) -> None:
+    """Round by round, and every level accepts the same, though all others work in the same steps."""
+    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    target, draft = models["mha"]
+    loaded: dict[str, Any] = {"draft": draft, "context": CONTEXT, "kv": "gpu", "speculation": options, "max_batch": 6}
+    with load(target, **loaded) as runtime:
+        alone = {}
+        for sequence, task in TASKS.items():
+            alone |= play(runtime, {sequence: task}, params, num_sequences=5)
+    with load(target, **loaded) as runtime:
+        together = play(runtime, TASKS, params, num_sequences=5)
+    for sequence in TASKS:
+        assert together[sequence] == alone[sequence], f"sequence {sequence}"
+    accepted = {played.counts[0].accepted / max(1, played.counts[0].proposed) for played in together.values()}
+    assert len(accepted) > 2, "ragged"
+
+
+class Launches:
+    """Steps that were launched, and those that each sequence took, by rounds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[int, int, list[int]]] = []  # of the draft, of the middle level, of each sequence
+        self.reads: list[int] = []  # how often the host looked at the window in each round
+        self._counted = {DraftModel: 0, RetrievalTarget: 0, DeviceWindow: 0}
+        for level, name in ((DraftModel, "_step"), (RetrievalTarget, "_step"), (DeviceWindow, "read")):
+            patch.setattr(level, name, self._counting(level, getattr(level, name)))
+        propose = TriForceProposer.propose
+
+        def watched(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[list[int]]:
+            self._counted = dict.fromkeys(self._counted, 0)
+            before = proposer._middle.counts
+            answers = propose(proposer, turns)
+            taken = [after[0] - earlier[0] for after, earlier in zip(proposer._middle.counts, before, strict=True)]
+            self.rounds.append((self._counted[DraftModel], self._counted[RetrievalTarget], taken))
+            self.reads.append(self._counted[DeviceWindow])
+            return answers
+
+        patch.setattr(TriForceProposer, "propose", watched)
+
+    def _counting(self, level: type, method: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            self._counted[level] += 1
+            return method(*arguments)
+
+        return counted
+
+
+def test_a_batch_takes_the_steps_of_its_slowest_sequence(
+    models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    target, draft = models["gqa"]
+    with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
+        launches = Launches(monkeypatch)
+        play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
+    for drafted, verified, taken in launches.rounds:
+        assert verified == max(taken) and drafted == GAMMA_DRAFT * verified
+    assert sum(len([count for count in taken if count]) > 2 for _, _, taken in launches.rounds) > 3
+    assert any(len({count for count in taken if count}) > 2 for _, _, taken in launches.rounds), (
+        "all had enough at once"
+    )
+    together = sum(verified for _, verified, _ in launches.rounds)
+    assert together < 0.75 * sum(sum(taken) for _, _, taken in launches.rounds), "there was something to share"
+
+
+def test_levels_that_always_agree_take_no_step_too_many(
+    models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that is the target, under a middle level that sees everything."""
+    options = SpeculationOptions("triforce", "full", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
+    target, _ = models["gqa"]
+    with load(target, draft=target, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
+        launches = Launches(monkeypatch)
+        played = play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
+    for number, (_, verified, taken) in enumerate(launches.rounds):
+        asked = [min(task.gamma, task.count - 1 - number * (task.gamma + 1)) for task in TASKS.values()]
+        needed = [max(0, -(-count // (GAMMA_DRAFT + 1))) for count in asked]
+        assert taken[:5] == needed and verified == max(needed)
+    assert max(launches.reads) <= 2, "one for whole steps, one for what is left"
+    assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "topk", "streaming"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_nothing_of_a_sequence_that_waits_is_touched(
+    models: dict[str, tuple[Path, Path]], cache: str, policy: str
+) -> None:
+    """While others are proposed for; and of one that has enough only what it would have done alone."""
+    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    target, draft = models["gqa"]
+    with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=3) as runtime:
+        parts, params = runtime._parts, SamplingParams(0.6, seed=3)
+        parts.proposer.start(params, 3)
+        for sequence in range(3):
+            parts.target.prefill(sequence, PROMPTS[sequence][:-1])
+        texts = PROMPTS[:3]
+        parts.proposer.propose([Turn(sequence, texts[sequence], 4) for sequence in range(3)])
+        before, counts = [stored(runtime, sequence) for sequence in range(3)], middle_of(runtime).counts
+        parts.proposer.propose([Turn(1, texts[1], 12)])
+        after = [stored(runtime, sequence) for sequence in range(3)]
+        for sequence in (0, 2):
+            assert all((left == right).all() for left, right in zip(before[sequence], after[sequence], strict=True))
+        assert not all((left == right).all() for left, right in zip(before[1], after[1], strict=True))
+        steps = [now[0] - then[0] for now, then in zip(middle_of(runtime).counts, counts, strict=True)]
+        assert steps[0] == steps[2] == 0 < steps[1]
+
+
+def test_a_sequence_at_the_end_of_the_context_waits_for_the_others(models: dict[str, tuple[Path, Path]]) -> None:
+    context, count = 640, 20
+    prompts = [TEXT[:620], TEXT[100:400], TEXT[300:915]]
+    target, draft = models["mha"]
+    options = SpeculationOptions("triforce", "full", **{**SMALL, "gamma_draft": 5})
+    with (
+        load(target, draft="none", context=context, max_batch=3) as plain,
+        load(target, draft=draft, context=context, kv="gpu", speculation=options, max_batch=3) as runtime,
+    ):
+        for sampling in SAMPLINGS:
+            asked = {"max_new_tokens": count, "ignore_eos": True, **sampling}
+            truth = [result.tokens for result in plain.generate_batch(prompts, **asked)]
+            results = runtime.generate_batch(prompts, gamma=12, **asked)
+            assert [result.tokens for result in results] == truth
+            idle = [result.stats.passes - result.stats.acceptance[-1].verifications for result in results]
+            # The last five tokens leave no room for a step of six; the last round of any answer asks for nothing.
+            assert idle[0] >= 4 and idle[1] <= 1 and results[0].stats.acceptance[-1].proposed > 0
+
+
+def test_answers_that_end_early_leave_the_others_alone(models: dict[str, tuple[Path, Path]]) -> None:
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    target, draft = models["gqa"]
+    asked: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.6, "seed": 3, "ignore_eos": True}
+    with (
+        load(target, draft="none", context=CONTEXT, max_batch=6) as plain,
+        load(target, draft=draft, context=CONTEXT, kv="host", speculation=options, max_batch=6) as runtime,
+    ):
+        truth = plain.generate_batch(PROMPTS, **asked)
+        # What some answer says somewhere in its middle ends those that say it.
+        stop = truth[1].text[8:10]
+        ended = plain.generate_batch(PROMPTS, stop=stop, **asked)
+        assert len({len(result.tokens) for result in ended}) > 1 and max(len(result.tokens) for result in ended) == 40
+        for _ in range(2):  # the second batch finds what the first one left behind
+            said = runtime.generate_batch(PROMPTS, stop=stop, **asked)
+            assert [result.tokens for result in said] == [result.tokens for result in ended]
+
+
+def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, Path]]) -> None:
+    options = SpeculationOptions("triforce", "full", **SMALL)
+    target, draft = models["gqa"]
+    with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=4) as runtime:
+        window = middle_of(runtime)._window
+        for prompts in (1, 3, 1):
+            runtime.generate_batch(PROMPTS[:prompts], max_new_tokens=6, ignore_eos=True)
+            assert window.num_rows == prompts
+        runtime.generate_batch(PROMPTS[:2], max_new_tokens=6)
+        runtime.generate(PROMPTS[0], max_new_tokens=6)
+        assert window.num_rows == 1
+
+
+def test_a_middle_level_that_sees_everything_is_right_about_every_sequence(
+    models: dict[str, tuple[Path, Path]],
+) -> None:
+    """It has the target's noise of each sequence: nothing is ever rejected but by rounding."""
+    options = SpeculationOptions("triforce", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
+    for draft_name in ("none", "model"):
+        target, draft = models["gqa"]
+        chosen = draft if draft_name == "model" else "none"
+        with load(target, draft=chosen, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
+            for sampling in SAMPLINGS:
+                results = runtime.generate_batch(PROMPTS, max_new_tokens=40, ignore_eos=True, gamma=19, **sampling)
+                passes = [result.stats.passes for result in results]  # 39 tokens after the first, 20 a pass
+                assert sorted(passes)[:5] == [2] * 5 and max(passes) <= 3, "a near-tie may cost a pass"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cache", "policy", "heads", "kv"), COMBINATIONS)
+def test_replays_say_what_plain_decoding_says(
+    models: dict[str, tuple[Path, Path]], cache: str, policy: str, heads: str, kv: str
+) -> None:
+    """On a GPU, where all but the first steps are replays, in batches of changing sizes."""
+    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    target, draft = models[heads]
+    fixed: dict[str, Any] = {"device": "cuda", "dtype": "fp32", "context": CONTEXT, "max_batch": 6}
+    with Runtime.load(target, draft="none", **fixed) as runtime:
+        truth = [batches(runtime, sampling, (1, 2, 3, 6)) for sampling in SAMPLINGS]
+    with Runtime.load(target, draft=draft, kv=kv, speculation=options, **fixed) as runtime:
+        for _ in range(2):
+            assert [batches(runtime, sampling, (1, 2, 3, 6), gamma=5) for sampling in SAMPLINGS] == truth
+
+
+@pytest.mark.gpu
+def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple[Path, Path]]) -> None:
+    options = SpeculationOptions("triforce", "full", **SMALL)
+    target, draft = models["mha"]
+    with Runtime.load(
+        target, draft=draft, device="cuda", dtype="fp32", context=CONTEXT, kv="host", speculation=options, max_batch=6
+    ) as runtime:
+        params = SamplingParams(0.6, seed=3)
+        alone = {}
+        for sequence, task in TASKS.items():
+            alone |= play(runtime, {sequence: task}, params, num_sequences=5)
+        together = play(runtime, TASKS, params, num_sequences=5)
+        for sequence in TASKS:
+            assert together[sequence].tokens == alone[sequence].tokens
+        # With far keys or without, and up to four recent blocks: whose they are makes no difference.
+        assert 0 < middle_of(runtime)._graphs.num_graphs <= 8
+        runtime._parts.proposer.start(params, 3)
+        for sequence in range(3):
+            runtime._parts.target.prefill(sequence, PROMPTS[sequence][:-1])
+            runtime._parts.proposer.prepare(sequence, PROMPTS[sequence])
+        turns = [Turn(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
+        for _ in range(3):  # compiled, captured, replayed
+            runtime._parts.proposer.propose(turns)
+        read = DeviceWindow.read
+
+        def allowed(window: DeviceWindow) -> Any:
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return read(window)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceWindow, "read", allowed)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                answers = runtime._parts.proposer.propose(turns)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [len(answer) for answer in answers] == [9, 9, 9]
