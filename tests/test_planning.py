@@ -74,6 +74,21 @@ machines = st.builds(
 )  # fmt: skip
 
 
+@st.composite
+def little_locked(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
+    """More to stream than can be page-locked, by a little or by nearly all of it."""
+    request = PlanRequest(
+        describe_model(CONFIGS / draw(st.sampled_from(["llama-3.1-8b", "llama-2-7b-128k", "llama-2-13b-128k"]))),
+        context=draw(st.integers(30_000, 131_072)), kv=draw(st.sampled_from(["host", "host", "auto"])),
+        batch=draw(st.sampled_from([1, 2])), resident_layers=draw(st.sampled_from([None, None, 0, 3, 32])),
+    )  # fmt: skip
+    machine = MachineFigures(
+        "some", draw(st.integers(9 * GB, 30 * GB)), GB, 25.0, 1000.0, 500 * GB, {"bf16": 165.0},
+        draw(st.integers(GB // 10, 20 * GB) | st.integers(20 * GB, 150 * GB)),
+    )  # fmt: skip
+    return request, machine
+
+
 def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | None:
     try:
         return plan_run(request, machine)
@@ -90,8 +105,9 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
 
 
 @PROPERTY
-@given(requests(), machines)
-def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, machine: MachineFigures) -> None:
+@given(st.tuples(requests(), machines) | little_locked())
+def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, MachineFigures]) -> None:
+    request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
         return
@@ -138,8 +154,9 @@ def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, mach
 
 
 @PROPERTY
-@given(requests(), machines)
-def test_a_forecast_streams_what_is_streamed(request: PlanRequest, machine: MachineFigures) -> None:
+@given(st.tuples(requests(), machines) | little_locked())
+def test_a_forecast_streams_what_is_streamed(case: tuple[PlanRequest, MachineFigures]) -> None:
+    request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
         return
