@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.engine.placing import layers_to_keep, streamed_blocks
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.errors import BudgetError
+from offload_runtime.kv_cache import block_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.planner import Placement
 from offload_runtime.staging import FEWEST_PIECES, RingShape, ring_shape
 
-# Blocks of a few layers on their way to the host at once, each moved on by a thread of its own.
+# Pieces on their way to the host at once, each moved on by a thread of its own.
 _WRITEBACK_PIECE_BYTES = 16 << 20
 _MOST_WRITEBACK_PIECES = 8
+# Of what may be locked, the most that rings take from keys and values.
+_RINGS_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ def staging_rings(target: ModelPlan, placement: Placement, available_bytes: int 
     largest = max(target.layer_bytes if placement.num_streamed else 0, target.kv.piece_bytes if on_host else 0)
     if not on_host:
         return StagingRings(ring_shape(largest, available_bytes), None)
-    piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-target.kv.piece_bytes // PAGE_BYTES) * PAGE_BYTES)
+    # A prompt's blocks are written as they become full, piece by piece of the prompt.
+    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
+    piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
     back = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
     if available_bytes is not None:
         left = available_bytes - ring_shape(largest, 0).nbytes
@@ -95,7 +102,7 @@ def place_staged(target: ModelPlan, placement: Placement, limit_bytes: int | Non
     staged_kv: tuple[int, ...] = ()
     left_bytes = limit_bytes - rings.nbytes - kv_bytes
     if left_bytes < 0 or not placement.num_streamed:
-        rings = staging_rings(target, placement, limit_bytes)
+        rings = staging_rings(target, placement, limit_bytes // _RINGS_SHARE)
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
     most = placement.num_streamed if staged_kv else placement.num_streamed - 1
     return replace(
