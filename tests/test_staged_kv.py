@@ -14,11 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.copy_engine import CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.memory import HostArena
 from offload_runtime.model import Window
+from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.runners import ModelRunner
+from offload_runtime.staging import StagingWriteEngine
 from tests.helpers.assembly import Assembled, HostKV, StagedKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401
 from tests.helpers.models import random_model, random_tokens
@@ -314,3 +317,65 @@ def test_closing_in_the_middle_of_everything_ends(directory: Path, moment: str) 
     started = time.perf_counter()
     staged.close()
     assert time.perf_counter() - started < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [HALF, ALL], ids=["half", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_on_the_gpu_staged(name: str, layers: tuple[int, ...], directory: Path) -> None:
+    """In bf16, everything late, with weights on their way between."""
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    device = assemble(name, directory, **gpu)
+    late = host_kv(layers, before_fill=delays(1), before_landing=delays(2), pieces=3)
+    host = assemble(name, directory, host_kv=late, slots=2, resident=(1,), **gpu)
+    pair = (device.runner, host.runner)
+    prefill(pair, 700)
+    prefill(pair, 300, seed=1, sequence=1)
+    for step in range(12):
+        windows = [Window(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
+        rows = [runner.verify(windows, [0, 1]) for runner in pair]
+        for row, window in enumerate(windows):
+            assert same(*(logits[row, : len(window.tokens)] for logits in rows))
+        for runner in pair:
+            runner.cache.commit(0, 1 + 3 * step)
+            runner.cache.commit(1, 30 - 2 * step)
+    for kept in (400, 130):
+        for runner in pair:
+            runner.cache.truncate(0, kept)
+        interrupt_prefill(host.runner, 500, after_layers=2)
+        prefill(pair, 200, seed=3)
+        decode(pair, 3, accept=2)
+        decode(pair, 40, seed=1, accept=40)
+    device.close()
+    host.close()
+
+
+@pytest.mark.gpu
+def test_writing_to_pageable_memory_is_pipelined_on_the_gpu() -> None:
+    """What a prompt writes, all of it pageable: what has been read may be overwritten before it has landed."""
+    gpu, nbytes, pieces, piece_bytes = torch.device("cuda"), 256 << 20, 8, 16 << 20
+    host, ring = HostArena(nbytes, name="blocks"), HostArena(pieces * piece_bytes, name="ring")
+    pageable = PageableMemory()
+    ring.pin(CudaRegistrar())
+    pageable.enter(host.buffer)
+    engine = StagingWriteEngine(
+        CudaCopyEngine(gpu), list(ring.buffer.view(pieces, -1)), pageable, num_threads=4
+    )  # fmt: skip
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=gpu)
+    read, written = engine.new_event(), engine.new_event()
+    for _ in range(3):
+        source.add_(1)
+        engine.compute_record(read)
+        started = time.perf_counter()
+        for start in range(0, nbytes, piece_bytes):
+            part = slice(start, start + piece_bytes)
+            engine.enqueue(host.buffer[part], source[part], free=read, ready=written)
+        engine.compute_wait(written)
+        expected = source.cpu()
+        source.zero_()  # it has been read
+        engine.wait(written)
+        print(f"written to pageable memory: {nbytes / (time.perf_counter() - started) / 1e9:.1f} GB/s")
+        assert engine.is_done(written) and torch.equal(host.buffer, expected)
+    engine.close()
+    ring.close()
+    host.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.engine import Runtime, assembly, staged_layers
+from offload_runtime.engine import Runtime, assembly, placing, staged_layers
 from offload_runtime.engine.costs import pass_costs, prefill_costs
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes, staging_rings
@@ -294,20 +294,23 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
 
 
 @pytest.mark.gpu
-def test_staged_keys_and_values_on_the_gpu(target: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All locked, half staged, all staged: bitwise the same on a GPU whose system locks no more."""
-    seen = []
-    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "none", "kv": "host", "context": CONTEXT}
-    with Runtime.load(target, **options, resident_layers=0, vram="2GB") as runtime:
-        target_plan = runtime.plan.placed.plans.target
-        if not host_kv_bytes(target_plan):
-            pytest.skip("the KV cache fits beside everything else: nothing of it is on the host")
-    for share in (1.0, 0.5, 0.0):
-        whole_bytes = host_kv_bytes(target_plan) + NUM_LAYERS * arena_bytes(target_plan)
-        limit = max(least(runtime.plan), int(share * whole_bytes))
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "ngram", "kv": "host", "context": CONTEXT}
+    with Runtime.load(target, **options, resident_layers=0) as runtime:
+        plan = runtime.plan
+        seen = [tokens_of(runtime)]
+    kv_bytes = host_kv_bytes(plan.placed.plans.target)
+    assert kv_bytes > 0 and plan.pinned_bytes > kv_bytes
+    for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
+        weights_bytes = (NUM_LAYERS - resident) * arena_bytes(plan.placed.plans.target)
+        limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=CudaRegistrar()))
-        with Runtime.load(target, **options, resident_layers=0, vram="2GB", pinned=limit) as runtime:
-            assert (not runtime.plan.is_staged) == (share == 1.0)
+        with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:
+            staged = len(runtime.plan.staged_kv_layers)
+            assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)
             seen += [tokens_of(runtime), tokens_of(runtime)]
+            assert registrar.most_locked_bytes <= limit
         assert not registrar.locked
     assert all(tokens == seen[0] for tokens in seen)

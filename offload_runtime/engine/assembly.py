@@ -141,6 +141,7 @@ def load_models(
                     warm_up(model)
         except BaseException:
             target.engine.close()
+            target.runner.cache.close()  # its queue goes before the memory that it copies
             raise
     return LoadedModels(target, draft)
 
