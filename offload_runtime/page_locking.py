@@ -124,6 +124,12 @@ class PageableMemory:
         self._reads = 0
         self._is_over = False
 
+    @property
+    def nbytes(self) -> int:
+        """What is entered now."""
+        with self._changed:
+            return sum(self._ends) - sum(self._starts)
+
     def enter(self, memory: torch.Tensor) -> None:
         """Take up memory, no part of which is known yet: uint8 [n], host."""
         if memory.nbytes:

@@ -103,6 +103,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
             assert f"the KV cache of {len(staged)} layers" in runtime.placement
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes <= plan.pinned_bytes
+        assert (stats.pageable_bytes > 0) == plan.is_staged
         costs = pass_costs(plan.placed, length_tokens=700, rows=1)
         staged_kv = sum(layer.streamed_kv_bytes for index, layer in enumerate(costs.layers) if index in staged)
         assert sum(layer.staged_kv_bytes for layer in costs.layers) == staged_kv == len(staged) * 2 * 49152
@@ -177,6 +178,8 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
         assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes
+        staged_weights = len(runtime.plan.staged_weight_layers) * arena_bytes(model)
+        assert stats.pageable_bytes == blocks.nbytes - blocks.pinned_bytes + staged_weights
     assert not registrar.locked
 
 

@@ -77,6 +77,7 @@ class Runtime:
             budget=loaded.budget,
             link_peak_gbps=target.link_peak_gbps,
             pinned_bytes=target.pinned_bytes,
+            pageable=None if target.staged is None else target.staged.pageable,
         )
         self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
 
