@@ -303,6 +303,17 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
         plan_run(replace(request, vram_bytes=30 * GB), machine)
 
 
+@pytest.mark.parametrize("pinned", [None, 4 * GB, 10 * GB, 20 * GB])
+def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
+    """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
+    machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", batch=2, kv="host")
+    plan = plan_run(request, machine)
+    check_limits(plan, machine)
+    assert 100_000 < plan.placed.plans.target.context_tokens < 131_072
+    assert bool(plan.staged_kv_layers) == (pinned is not None)
+
+
 def staged_request(request: PlanRequest) -> PlanRequest:
     """The same with a small card and all of it streamed."""
     return replace(request, context=4096, batch=1, kv="gpu", vram_bytes=8 * GB)

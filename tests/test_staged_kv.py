@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload_runtime.copy_engine import CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.errors import CopyError
-from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.errors import BudgetError, CopyError
+from offload_runtime.kv_cache import BlockLocking, HostBlocks, HostKVCache, host_blocks
 from offload_runtime.memory import HostArena
 from offload_runtime.model import Window
 from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.runners import ModelRunner
 from offload_runtime.staging import StagingWriteEngine
 from tests.helpers.assembly import Assembled, HostKV, StagedKV, make_runner
-from tests.helpers.engine import one_thread  # noqa: F401
+from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
 
 CAPACITY = 1600
@@ -192,6 +193,23 @@ def test_each_block_crosses_the_link_once_each_way(directory: Path) -> None:
     staged.close()
 
 
+def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes to lie at its address afterwards may be page-locked."""
+    pageable = PageableMemory()
+    blocks = HostBlocks(3, 4096, batch=2, most_blocks=9, locking=BlockLocking(None, pageable, (0, 2)), staged=(0, 2))
+    blocks.grow(0, 4)
+    blocks.grow(1, 5)
+    assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096
+    assert [pageable.locked_bytes(blocks.block(layer, 1, 2, 3)) for layer in range(3)] == [0, 3 * 4096, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(host_blocks, "HostArena", raising(BudgetError("no more"), after=2, then=HostArena))
+        with pytest.raises(BudgetError, match="could not grow"):
+            blocks.grow(0, 5)
+    assert pageable.nbytes == 2 * 9 * 4096 and blocks.num_blocks(0) == 4
+    blocks.close()
+    assert pageable.nbytes == 0
+
+
 # --- who may write when
 
 
@@ -295,6 +313,8 @@ def test_a_failure_is_typed_and_keeps_what_is_committed(directory: Path, where: 
     with pytest.raises(CopyError, match="load the runtime again"):
         for _ in range(3):
             runner.verify([Window((1, 2))], [0])
+    with suppress(CopyError):
+        runner.cache.truncate(0, 0)  # does not wait for reads that nobody makes any more
     started = time.perf_counter()
     staged.close()
     assert time.perf_counter() - started < 10

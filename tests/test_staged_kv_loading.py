@@ -54,9 +54,13 @@ def expected(target: Path) -> tuple[int, ...]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = threading.active_count()
+    before = copying_threads()
     yield
-    assert threading.active_count() == before
+    assert copying_threads() == before
+
+
+def copying_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("staging", "copy-engine"))}
 
 
 def tokens_of(runtime: Runtime) -> tuple[int, ...]:
