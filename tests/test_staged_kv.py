@@ -225,6 +225,12 @@ class Gate:
         self.held += not self._open.is_set()
         assert self._open.wait(30)
 
+    def wait_until_held(self) -> None:
+        deadline = time.perf_counter() + 30
+        while not self.held:
+            assert time.perf_counter() < deadline
+            time.sleep(0.001)
+
     def shut(self) -> None:
         self._open.clear()
 
@@ -245,10 +251,11 @@ def test_nothing_is_cut_to_be_written_anew_while_it_is_read(directory: Path) -> 
     gate.shut()
     runner.streamer.schedule._drop()
     runner.streamer.schedule.fill()
+    gate.wait_until_held()
     cut = threading.Thread(target=runner.cache.truncate, args=(0, 520))
     cut.start()
     cut.join(10)
-    assert not cut.is_alive() and gate.held  # full blocks stay: nothing to wait for
+    assert not cut.is_alive()  # full blocks stay: nothing to wait for
     cut = threading.Thread(target=runner.cache.truncate, args=(0, 300))
     cut.start()
     cut.join(0.3)
