@@ -54,6 +54,12 @@ def format_bytes_up(size_bytes: int) -> str:
     return format_bytes(-(-size_bytes // step) * step)
 
 
+def size_option_down(size_bytes: int) -> str:
+    """Bytes as an option's value, `12.3GB`, and never more than what it stands for: the user types it as a limit."""
+    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
+    return format_bytes(size_bytes // step * step).replace(" ", "")
+
+
 def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds: str) -> Path:
     """The user's own directory for one kind of files.
 

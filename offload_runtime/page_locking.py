@@ -1,8 +1,13 @@
-"""Page-locking of host memory, block by block: it can stop where the system refuses, and what was locked stays so."""
+"""Page-locking of host memory, block by block: it can stop where the system refuses, and what was locked stays so.
+
+What could not be locked is pageable: who copies it, and who writes to it, find out here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from bisect import bisect_right
 from typing import Protocol
 
 import torch
@@ -35,6 +40,33 @@ class CudaRegistrar:
 
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class CountedRegistrar:
+    """Counts what is locked at the moment.
+
+    Args:
+        below: Who locks.
+    """
+
+    def __init__(self, below: Registrar) -> None:
+        self._below = below
+        self._blocks: dict[int, int] = {}
+
+    @property
+    def locked_bytes(self) -> int:
+        """Locked now."""
+        return sum(self._blocks.values())
+
+    def register(self, address: int, nbytes: int) -> int:
+        code = self._below.register(address, nbytes)
+        if code == 0:
+            self._blocks[address] = nbytes
+        return code
+
+    def unregister(self, address: int) -> None:
+        del self._blocks[address]
+        self._below.unregister(address)
 
 
 def make_registrar(device: torch.device) -> Registrar | None:
@@ -75,3 +107,73 @@ class LockedPages:
         while self._blocks:
             self._registrar.unregister(self._blocks.pop())
         self.locked_bytes = 0
+
+
+class PageableMemory:
+    """Which memory is not page-locked, and whether some of it is still to be read. For any thread.
+
+    Whoever owns memory enters it before it is copied and forgets it before it is given back; before it writes where a
+    copy may have been asked for, it waits until everything has been read.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may end the reader in any thread, at any moment.
+        self._changed = threading.Condition(threading.RLock())
+        self._starts: list[int] = []  # ascending
+        self._ends: list[int] = []
+        self._reads = 0
+        self._is_over = False
+
+    @property
+    def nbytes(self) -> int:
+        """What is entered now."""
+        with self._changed:
+            return sum(self._ends) - sum(self._starts)
+
+    def enter(self, memory: torch.Tensor) -> None:
+        """Take up memory, no part of which is known yet: uint8 [n], host."""
+        if memory.nbytes:
+            start = memory.data_ptr()
+            with self._changed:
+                place = bisect_right(self._starts, start)
+                self._starts.insert(place, start)
+                self._ends.insert(place, start + memory.nbytes)
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Drop what was entered as `memory`."""
+        if memory.nbytes:
+            with self._changed:
+                place = self._starts.index(memory.data_ptr())
+                del self._starts[place], self._ends[place]
+
+    def locked_bytes(self, memory: torch.Tensor) -> int:
+        """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
+        start = memory.data_ptr()
+        with self._changed:
+            place = bisect_right(self._starts, start)
+            if place and self._ends[place - 1] > start:
+                return 0
+            following = self._starts[place] if place < len(self._starts) else start + memory.nbytes
+        return min(following - start, memory.nbytes)
+
+    def begin_reads(self, count: int) -> None:
+        """So many reads have been asked for."""
+        with self._changed:
+            self._reads += count
+
+    def end_read(self) -> None:
+        """One of them has been made."""
+        with self._changed:
+            self._reads -= 1
+            self._changed.notify_all()
+
+    def end_reading(self) -> None:
+        """Nothing will be read any more, whatever was asked for."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Wait until everything has been read that was asked for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reads == 0 or self._is_over)

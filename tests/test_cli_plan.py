@@ -126,6 +126,38 @@ def test_staging_and_what_it_costs_are_said() -> None:
     assert predicted["bound_by"] == "staging" and predicted["seconds"] == predicted["staging_s"] > predicted["link_s"]
 
 
+def test_staged_keys_and_values_and_what_they_cost_are_said() -> None:
+    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--pinned", "8GB")
+    result = plan(*arguments)
+    assert result.exit_code == 0, result.stderr
+    said = re.search(r"the KV cache of (\d+) layers is staged from pageable memory", result.stdout)
+    assert said is not None and 0 < int(said[1]) < 32
+    for text in ("if all could be page-locked", "staging ring", "staged KV cache", "pieces to write KV through"):
+        assert text in result.stdout
+    record = json.loads(plan(*arguments, "--json").stdout)
+    assert len(record["layers"]["kv_staged"]) == int(said[1]) and not record["layers"]["weights_staged"]
+    assert record["host_memory"]["pinned_bytes"] <= 8 * 10**9
+    predicted, whole = record["pass"]["plain"], planned("llama-3.1-8b", *arguments[3:7])["pass"]["plain"]
+    assert predicted["bytes_streamed"] == whole["bytes_streamed"] and whole["staging_s"] == 0
+    streamed_layers = len(record["layers"]["kv_streamed"])
+    share = int(said[1]) / streamed_layers
+    assert predicted["staging_s"] == pytest.approx(share * predicted["bytes_streamed"] / 10e9)
+    assert record["prefill"]["staging_s"] == pytest.approx(predicted["staging_s"], rel=0.01)
+
+
+def test_triforce_without_enough_page_locked_memory() -> None:
+    draft = str(CONFIGS / "llama-3.2-1b")
+    arguments = ("--draft", draft, "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--pinned", "8GB")
+    asked = plan("llama-3.1-8b", *arguments, "--speculation", "triforce")
+    assert asked.exit_code == 2
+    assert "no TriForce here: it reads keys and values where they lie in host memory" in asked.stderr
+    assert re.search(r"--pinned page-locks 8\.0 GB of the 16\.\d GB of the KV cache, too little by 8", asked.stderr)
+    assert "--speculation chain" in asked.stdout and "short of page-locked memory" in asked.stdout
+    left = json.loads(plan("llama-3.1-8b", *arguments, "--json").stdout)
+    assert left["fits"] and not left["middle_level"]
+    assert left["why_no_middle_level"].startswith("it reads keys and values where they lie")
+
+
 def test_without_a_profile_the_users_own_or_a_common_card() -> None:
     common = plan("llama-3.1-8b", "--context", "4096")
     assert "planning for rtx4090" in common.stderr and "machine: rtx4090 " in common.stdout

@@ -15,6 +15,7 @@ from offload_runtime.config import (
     SpeculationOptions,
     format_bytes,
     parse_bytes,
+    size_option_down,
 )
 from offload_runtime.errors import OffloadError, OptionError
 
@@ -109,3 +110,10 @@ def test_option_errors_are_both_ours_and_value_errors() -> None:
 def test_speculation_that_makes_no_sense(values: dict[str, Any], word: str) -> None:
     with pytest.raises(OptionError, match=word):
         SpeculationOptions(**values)
+
+
+@given(st.integers(1, 10**13))
+def test_a_size_to_type_back_is_never_more_than_what_it_stands_for(size_bytes: int) -> None:
+    option = size_option_down(size_bytes)
+    assert " " not in option
+    assert 0.9 * size_bytes <= parse_bytes(option) <= size_bytes

@@ -191,7 +191,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert list(stats.to_dict()) == [
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
-        "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated",
+        "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
     ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)

@@ -74,6 +74,21 @@ machines = st.builds(
 )  # fmt: skip
 
 
+@st.composite
+def little_locked(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
+    """More to stream than can be page-locked, by a little or by nearly all of it."""
+    request = PlanRequest(
+        describe_model(CONFIGS / draw(st.sampled_from(["llama-3.1-8b", "llama-2-7b-128k", "llama-2-13b-128k"]))),
+        context=draw(st.integers(30_000, 131_072)), kv=draw(st.sampled_from(["host", "host", "auto"])),
+        batch=draw(st.sampled_from([1, 2])), resident_layers=draw(st.sampled_from([None, None, 0, 3, 32])),
+    )  # fmt: skip
+    machine = MachineFigures(
+        "some", draw(st.integers(9 * GB, 30 * GB)), GB, 25.0, 1000.0, 500 * GB, {"bf16": 165.0},
+        draw(st.integers(GB // 10, 20 * GB) | st.integers(20 * GB, 150 * GB)),
+    )  # fmt: skip
+    return request, machine
+
+
 def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | None:
     try:
         return plan_run(request, machine)
@@ -90,8 +105,9 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
 
 
 @PROPERTY
-@given(requests(), machines)
-def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, machine: MachineFigures) -> None:
+@given(st.tuples(requests(), machines) | little_locked())
+def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, MachineFigures]) -> None:
+    request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
         return
@@ -107,31 +123,51 @@ def test_never_over_budget_and_every_byte_counts_once(request: PlanRequest, mach
     on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
     assert streamed <= on_host <= streamed + 4096 * placement.num_streamed
     # Layers are staged only for want of page-locked memory, and then for not much less than there is.
-    assert bool(placement.staged_layers) == ("staged layers" in host) == ("staging ring" in host)
+    assert bool(placement.staged_layers) == ("staged layers" in host)
+    assert bool(placement.staged_kv_layers) == ("staged KV cache" in host)
+    assert plan.is_staged == ("staging ring" in host)
+    kv_is_streamed = len(plan.resident_kv_layers) < target.config.num_layers
+    assert ("pieces to write KV through" in host) == (plan.is_staged and kv_is_streamed)
+    if plan.is_staged:
+        assert machine.pinnable_bytes is not None
+        kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
+        assert on_host + kv_on_host > machine.pinnable_bytes
     if placement.staged_layers:
         assert machine.pinnable_bytes is not None
         assert plan.pinned_bytes + arena_bytes(target) > machine.pinnable_bytes
         assert set(placement.staged_layers) <= set(placement.streamed_layers)
+    if placement.staged_kv_layers:
+        assert machine.pinnable_bytes is not None
+        kv_layer_bytes = target.host_kv_needs.layer_bytes
+        assert plan.pinned_bytes + kv_layer_bytes > machine.pinnable_bytes
+        assert host["staged KV cache"] == len(placement.staged_kv_layers) * kv_layer_bytes
+        assert not set(placement.staged_kv_layers) & set(plan.resident_kv_layers)
+        # Keys and values are staged last: they and the least that staging takes do not fit.
+        assert len(placement.staged_layers) * arena_bytes(target) >= streamed - kv_layer_bytes
+        assert plan.placed.middle is None  # which reads them where they lie
     if plans.draft is not None:
         assert parts["draft weights"] == packed_bytes(plans.draft.config, plans.draft.dtype)
     # Keys and values of the whole context as well.
     kept = parts.get("KV cache", parts.get("KV of resident layers", 0))
-    assert kept + host.get("KV cache", 0) == target.whole_kv_bytes
+    assert kept + host.get("KV cache", 0) + host.get("staged KV cache", 0) == target.whole_kv_bytes
     assert set(plan.resident_kv_layers) <= set(range(target.config.num_layers))
 
 
 @PROPERTY
-@given(requests(), machines)
-def test_a_forecast_streams_what_is_streamed(request: PlanRequest, machine: MachineFigures) -> None:
+@given(st.tuples(requests(), machines) | little_locked())
+def test_a_forecast_streams_what_is_streamed(case: tuple[PlanRequest, MachineFigures]) -> None:
+    request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
         return
     predicted = forecast(plan, request, machine)
     target = plan.placed.plans.target
-    host_kv = sum(part.nbytes for part in plan.host if part.name == "KV cache")
+    host_kv = sum(part.nbytes for part in plan.host if part.name in ("KV cache", "staged KV cache"))
     streamed = plan.placed.placement.num_streamed * target.layer_bytes
     assert streamed <= predicted.plain.bytes_streamed <= streamed + host_kv
     assert predicted.prefill.link_bytes >= target.batch * streamed
+    assert plan.is_staged == (predicted.plain.staging_s > 0) or predicted.context_tokens <= 256
+    assert predicted.plain.staging_s <= predicted.plain.bytes_streamed / (machine.staging_gbps * GB) * (1 + 1e-9)
     assert predicted.plain.seconds > 0 and predicted.prefill.seconds > 0
     speeds = [row.tok_per_s for row in predicted.rounds]
     assert speeds == sorted(speeds)
@@ -252,8 +288,10 @@ def test_several_changes_together_when_no_single_one_fits() -> None:
 def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": 165.0}, 20 * GB)
     request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=2, kv="host")
-    with pytest.raises(BudgetError, match=r"page-locks 20\.0 GB at most, too little by .* \(.*KV cache"):
-        plan_run(request, machine)
+    kv_staged = plan_run(request, machine)
+    assert 0 < len(kv_staged.staged_kv_layers) < 32 and 20 * GB - kv_staged.pinned_bytes < 2 * GB
+    with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, .*pieces to write the KV"):
+        plan_run(replace(request, pinned_bytes=10_000_000), machine)
     staged = plan_run(replace(staged_request(request), pinned_bytes=5 * GB), machine)
     assert staged.pinned_bytes <= 5 * GB and len(staged.staged_weight_layers) > 0
     assert len(plan_run(staged_request(request), machine).staged_weight_layers) == 0
@@ -263,6 +301,17 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
         plan_run(replace(request, ram_bytes=15 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
         plan_run(replace(request, vram_bytes=30 * GB), machine)
+
+
+@pytest.mark.parametrize("pinned", [None, 4 * GB, 10 * GB, 20 * GB])
+def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
+    """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
+    machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
+    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", batch=2, kv="host")
+    plan = plan_run(request, machine)
+    check_limits(plan, machine)
+    assert 100_000 < plan.placed.plans.target.context_tokens < 131_072
+    assert bool(plan.staged_kv_layers) == (pinned is not None)
 
 
 def staged_request(request: PlanRequest) -> PlanRequest:

@@ -24,7 +24,7 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile.host_info import HostInfo, usable_cores
 from offload_runtime.machine_profile.schema import CpuFigures
 from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import CudaRegistrar
+from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.planner import Placement
 from offload_runtime.staging import StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.streaming import LayerStreamer
@@ -149,7 +149,7 @@ def test_a_system_that_locks_nothing_is_told_so(target: Path, monkeypatch: pytes
     lock_with(monkeypatch, registrar)
     with pytest.raises(BudgetError, match=r"refuses to page-lock even .* for the ring to stage layers through"):
         Runtime.load(target, device="cpu", resident_layers=0, draft="none")
-    with pytest.raises(BudgetError, match=r"the system page-locks .* at most, too little by .*KV cache.*--kv gpu"):
+    with pytest.raises(BudgetError, match=r"refuses to page-lock even .* and take --kv gpu"):
         Runtime.load(target, device="cpu", resident_layers=0, draft="none", kv="host")
     assert not registrar.locked
 
@@ -296,7 +296,7 @@ def test_too_little_page_locked_memory_is_refused_before_anything_is_read(
     message = refused(target, resident_layers=0, pinned=least - 1)
     assert "--pinned page-locks" in message and "too little by 1 B" in message and "raise --vram" in message
     message = refused(target, kv="host", context=400, pinned=1000)
-    assert "KV cache" in message and "lower --context (now 400), take --kv gpu" in message
+    assert "pieces to write the KV cache through" in message and "take --kv gpu" in message
 
 
 @pytest.mark.usefixtures("nothing_read")
@@ -345,10 +345,12 @@ def test_staged_streaming_reaches_8_gbps() -> None:
     shape = ring_shape(nbytes)
     ring = HostArena(shape.nbytes, name="ring")
     ring.pin(CudaRegistrar())
+    pageable = PageableMemory()
+    for arena in arenas:
+        pageable.enter(arena.buffer)
     engine = StagingCopyEngine(
-        CudaCopyEngine(device), list(ring.buffer.view(shape.num_pieces, -1)),
-        {arena.buffer.data_ptr(): 0 for arena in arenas}, num_threads=num_threads,
-    )  # fmt: skip
+        CudaCopyEngine(device), list(ring.buffer.view(shape.num_pieces, -1)), pageable, num_threads=num_threads
+    )
     try:
         slots = list(torch.empty(3 * nbytes, dtype=torch.uint8, device=device).view(3, -1))
         torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.copy_engine import CopyEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
+from offload_runtime.page_locking import PageableMemory
 from offload_runtime.staging import MOST_THREADS, StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.streaming import LayerStreamer, LayerViews
 
@@ -44,7 +45,9 @@ def staged(
     """A streamer over all layers; `pinned_bytes` has for each staged layer what of its beginning is page-locked."""
     sources = [layer.clone() for layer in LAYERS]
     ring = torch.zeros(pieces, PIECE_BYTES, dtype=torch.uint8)
-    pageable = {sources[index].data_ptr(): nbytes for index, nbytes in pinned_bytes.items()}
+    pageable = PageableMemory()
+    for index, nbytes in pinned_bytes.items():
+        pageable.enter(sources[index][nbytes:])
     below = _LockedSourcesOnly(before_copy=before_copy)
     below.allow(ring)
     for index, source in enumerate(sources):
@@ -180,7 +183,9 @@ def test_the_intactness_check_catches_a_piece_that_is_filled_too_early() -> None
     sources = [layer.clone() for layer in LAYERS]
     ring = torch.zeros(2, PIECE_BYTES, dtype=torch.uint8)
     below = _EarlyReuse(before_copy=lambda: time.sleep(0.002))
-    pageable = {source.data_ptr(): 0 for source in sources}
+    pageable = PageableMemory()
+    for source in sources:
+        pageable.enter(source)
     engine = StagingCopyEngine(below, list(ring), pageable, num_threads=2)
     slots = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(2)]
     streamer = LayerStreamer(sources, {}, slots, make_views=_views, engine=engine)

@@ -124,7 +124,10 @@ def _stats(session: ChatSession, argument: str) -> None:
 
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
-    more = [("time of a pass", prediction_figure(stats)), ("emulated machine", stats.emulated or "")]
+    more = [
+        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
+        ("time of a pass", prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
+    ]  # fmt: skip
     return [
         ("prompt", f"{stats.prompt_tokens} tokens"),
         ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),

@@ -53,7 +53,7 @@ class KVPlace(str, Enum):
 KVOption = Annotated[
     KVPlace,
     typer.Option(
-        "--kv", rich_help_panel=_MODEL, help="Where the KV cache lives: on the GPU, or paged from pinned host memory."
+        "--kv", rich_help_panel=_MODEL, help="Where the KV cache lives: on the GPU, or paged from host memory."
     ),
 ]
 
@@ -198,7 +198,7 @@ PinnedOption = Annotated[
         "--pinned",
         metavar="SIZE",
         rich_help_panel=_MACHINE,
-        help="Most of it to page-lock; layers beyond it are staged, which is slower. By itself, what the system gives.",
+        help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
     ),
 ]
 ProfileOption = Annotated[

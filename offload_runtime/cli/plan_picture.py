@@ -77,14 +77,17 @@ def _stack(axes: Any, place: int, parts: Sequence[MemoryPart]) -> None:
 def _draw_time(axes: Any, predicted: RunForecast) -> None:
     """Copies beside compute: the higher of the two bars is the pass, drafting that nothing hides comes on top."""
     shown = predicted.verify if predicted.gamma else predicted.plain
-    axes.bar(0, shown.link_s, width=0.8, label="link")
-    axes.bar(1, shown.compute_s, width=0.8, label="HBM and arithmetic")
-    axes.bar(2, shown.launch_s, width=0.8, label="launches")
-    ticks = ["link", "compute", "launches"]
+    bars = [("link", "link", shown.link_s), ("compute", "HBM and arithmetic", shown.compute_s)]
+    bars.append(("launches", "launches", shown.launch_s))
+    if shown.staging_s:
+        bars.append(("staging", "staging from pageable memory", shown.staging_s))
+    for place, (_, label, seconds) in enumerate(bars):
+        axes.bar(place, seconds, width=0.8, label=label)
+    ticks = [tick for tick, _, _ in bars]
     if predicted.rounds:
-        row = predicted.rounds[-1]
-        axes.bar(3, row.hidden_s, width=0.8, label="drafting, hidden")
-        axes.bar(3, row.drafting_s - row.hidden_s, bottom=row.hidden_s, width=0.8, label="drafting, exposed")
+        row, place = predicted.rounds[-1], len(ticks)
+        axes.bar(place, row.hidden_s, width=0.8, label="drafting, hidden")
+        axes.bar(place, row.drafting_s - row.hidden_s, bottom=row.hidden_s, width=0.8, label="drafting, exposed")
         ticks.append("drafting")
     axes.set_xticks(range(len(ticks)), ticks)
     axes.set_ylabel(f"seconds of a round, bound by {shown.bound_by}")

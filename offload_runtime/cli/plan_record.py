@@ -52,6 +52,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "weights_staged": list(plan.staged_weight_layers),
             "weights_streamed": [layer for layer in layers if layer not in plan.resident_weight_layers],
             "kv_resident": list(plan.resident_kv_layers),
+            "kv_staged": list(plan.staged_kv_layers),
             "kv_streamed": [layer for layer in layers if layer not in plan.resident_kv_layers],
             "ring_slots": placed.placement.num_slots,
         },

@@ -38,7 +38,7 @@ def plan_tables(
     tables += [*memory_tables(plan, ram_limit_bytes=ram_limit_bytes), _time_table(plan, predicted)]
     if predicted.rounds:
         tables.append(_rounds_table(plan, predicted))
-    if plan.staged_weight_layers:
+    if plan.is_staged:
         tables.append(_staging_line(predicted.plain))
     tables += [_gain_line(gain) for gain in gains]
     return tables
@@ -66,7 +66,7 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     length_tokens = target.context_tokens - 1
     streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
     place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
-    staging = [describe_staging(plan.placed.placement)] if plan.staged_weight_layers else []
+    staging = [describe_staging(plan.placed.placement)] if plan.is_staged else []
     return [
         f"weights: {_layers(plan.resident_weight_layers, layers)}",
         *staging,

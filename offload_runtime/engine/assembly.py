@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ import torch
 from offload_runtime_kernels._jit import triton_available
 
 from offload_runtime.config import ModelConfig, SamplingParams
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
+from offload_runtime.engine.caches import make_cache
 from offload_runtime.engine.plans import ModelPlan, Plans
-from offload_runtime.engine.staged_layers import StagedLayers, lock_layers, staged_engine
+from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, staged_engine
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
-from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
-from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache
+from offload_runtime.kv_cache import HostKVCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
-from offload_runtime.page_locking import make_registrar
+from offload_runtime.page_locking import CountedRegistrar, make_registrar
 from offload_runtime.planner import Placement, all_resident
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
@@ -41,7 +42,7 @@ class LoadedModel:
 
     `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `rope` is
     the table that rotates its queries and keys. `engine` is the queue of its copies, which ends with `engine.close`;
-    `staged` holds the ring that some of its layers are staged through.
+    `staged` holds the rings that some of its layers, or of their keys and values, are staged through.
     """
 
     runner: ModelRunner
@@ -50,20 +51,20 @@ class LoadedModel:
     link_peak_gbps: float | None
     rope: RopeTable
     engine: CopyEngine
-    staged: StagedLayers | None = None
+    staged: StagedMemory | None = None
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked host memory of the weights and their staging ring."""
-        ring_bytes = 0 if self.staged is None else self.staged.ring.pinned_bytes
-        return ring_bytes + sum(arena.pinned_bytes for arena in self.weights.layers)
+        """Page-locked host memory of the weights and the staging rings."""
+        rings_bytes = 0 if self.staged is None else self.staged.pinned_bytes
+        return rings_bytes + sum(arena.pinned_bytes for arena in self.weights.layers)
 
     def close(self) -> None:
         """Give all memory back. Nothing may be copying any more."""
         self.runner.cache.close()
         self.weights.close()
         if self.staged is not None:
-            self.staged.ring.close()
+            self.staged.close()
 
 
 def require_kernels(device: torch.device) -> None:
@@ -140,6 +141,7 @@ def load_models(
                     warm_up(model)
         except BaseException:
             target.engine.close()
+            target.runner.cache.close()  # its queue goes before the memory that it copies
             raise
     return LoadedModels(target, draft)
 
@@ -151,7 +153,8 @@ def load_model(
     """Read the weights and connect the parts of one model."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
-    registrar = make_registrar(budget.device)
+    below = make_registrar(budget.device)
+    registrar = None if below is None else CountedRegistrar(below)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(placement.streamed_layers) - set(placement.staged_layers)
     weights = load_weights(source, plan.dtype, pin=pin, blockwise=registrar, on_progress=report)
@@ -159,21 +162,22 @@ def load_model(
     try:
         if registrar is not None:
             staged = lock_layers(weights, plan, placement, registrar)
-        return connect_model(weights, plan, placement, budget, engine, name=name, staged=staged)
+        return connect_model(weights, plan, placement, budget, engine, name=name, registrar=registrar, staged=staged)
     except BaseException:
         weights.close()
         if staged is not None:
-            staged.ring.close()
+            staged.close()
         raise
 
 
 def connect_model(
     weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *, name: str,
-    staged: StagedLayers | None = None,
+    registrar: CountedRegistrar | None = None, staged: StagedMemory | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
 
-    `staged` says which layers are not page-locked; without it all that are streamed must be.
+    `registrar` page-locks what a KV cache on the host takes as it grows. `staged` says what is not page-locked; without
+    it all that is streamed must be.
     """
     placement = placement if staged is None else staged.placement
     device, layout = budget.device, weights.layer_layout
@@ -191,65 +195,40 @@ def connect_model(
         for index in placement.resident_layers:
             weights.layers[index].close()
             layers_host[index] = layers_host[index][:0]
-    cache, kv_slots = _make_cache(plan, budget, name)
-    link_peak_gbps = None
-    if slots:
-        pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
-        source = pinned[0] if pinned or staged is None else staged.pieces[0]
-        link_peak_gbps = measure_link_gbps(engine, slots[0][: source.nbytes], source)
-    elif kv_slots:
-        link_peak_gbps = _measure_kv_link(kv_slots[0], engine)
-    decoder = Decoder(plan.config, weights.shared_layout.views(shared))
-    # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
-    fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
-    rope = RopeTable(plan.config, device, fixed_length=fixed_length)
-    rows = RowBuilder(rope, device)
-    if staged is not None:  # the last that can fail but for the streamer: it has threads
-        engine = staged_engine(engine, weights, staged)
-    try:
+    cache, kv_slots = make_cache(plan, budget, name, registrar=registrar, staged=staged)
+    with ExitStack() as undo:  # what has threads, the copies before the memory that they copy
+        undo.callback(cache.close)
+        link_peak_gbps = _measure_link(layers_host, placement, slots, kv_slots, engine, staged)
+        decoder = Decoder(plan.config, weights.shared_layout.views(shared))
+        # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
+        fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
+        rope = RopeTable(plan.config, device, fixed_length=fixed_length)
+        rows = RowBuilder(rope, device)
+        if staged is not None:
+            engine = staged_engine(engine, staged)
+        undo.callback(engine.close)
         streamer = LayerStreamer(
             layers_host, resident, slots, make_views=layout.views, engine=engine,
             kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
         )  # fmt: skip
-    except BaseException:
-        engine.close()
-        raise
+        undo.pop_all()
     runner = ModelRunner(decoder, streamer, cache, rows, plan.shape)
     return LoadedModel(runner, weights, placement, link_peak_gbps, rope, engine, staged)
 
 
-def _make_cache(
-    plan: ModelPlan, budget: DeviceBudget, name: str
-) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache, list[torch.Tensor]]:
-    """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed)."""
-    if plan.streaming is not None:
-        return StreamingDraftCache(
-            plan.config, plan.dtype, sink_tokens=plan.streaming.sink_tokens,
-            recent_tokens=plan.streaming.recent_tokens, window_tokens=plan.streaming.window_tokens, batch=plan.batch,
-            budget=budget, name=f"{name}: KV cache",
-        ), []  # fmt: skip
-    if plan.retrieval is not None:
-        return RetrievedDraftCache(
-            plan.config, plan.dtype, capacity_tokens=plan.context_tokens,
-            budget_tokens=plan.retrieval.budget_tokens, chunk_size=plan.retrieval.chunk_size, batch=plan.batch,
-            budget=budget, name=f"{name}: KV cache",
-        ), []  # fmt: skip
-    if not plan.kv.on_host:
-        cache = DeviceKVCache(
-            plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
-            name=f"{name}: KV cache",
-        )  # fmt: skip
-        return cache, []
-    slots: list[torch.Tensor] = []
-    if len(plan.kv.resident_layers) < plan.config.num_layers:
-        block = budget.allocate(f"{name}: KV ring", plan.kv.num_slots * plan.kv.piece_bytes)
-        slots = _split(block, plan.kv.num_slots)
-    return HostKVCache(
-        plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
-        window_tokens=plan.window_tokens, piece_bytes=plan.kv.piece_bytes, budget=budget,
-        writeback=make_copy_engine(budget.device), workspace_bytes=plan.prefill_workspace_bytes,
-        resident_layers=plan.kv.resident_layers, name=f"{name}: KV cache",
-    ), slots  # fmt: skip
+def _measure_link(
+    layers_host: Sequence[torch.Tensor], placement: Placement, slots: Sequence[torch.Tensor],
+    kv_slots: Sequence[torch.Tensor], engine: CopyEngine, staged: StagedMemory | None,
+) -> float | None:  # fmt: skip
+    """Peak of the link into a slot, from page-locked memory that is there; None when nothing is streamed."""
+    if not slots and not kv_slots:
+        return None
+    slot = (*slots, *kv_slots)[0]
+    pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
+    if pinned or staged is not None:
+        source = pinned[0] if pinned or staged is None else staged.forth.pieces[0][: slot.nbytes]
+        return measure_link_gbps(engine, slot[: source.nbytes], source)
+    return _measure_kv_link(slot, engine)
 
 
 def _measure_kv_link(slot: torch.Tensor, engine: CopyEngine) -> float:

@@ -40,6 +40,7 @@ def pass_costs(placed: PlacedLevels, *, length_tokens: int, rows: int) -> PassCo
     layers = []
     for layer in range(config.num_layers):
         blocks = _streamed_blocks(target, layer, length_tokens)
+        streamed_kv_bytes = target.batch * blocks * block_bytes(config, target.dtype)
         keys = _keys_seen(target, layer, length_tokens + rows)
         pieces = -(-blocks * BLOCK_TOKENS * _kv_token_bytes(target) // target.kv.piece_bytes) if blocks else 0
         layers.append(
@@ -52,9 +53,10 @@ def pass_costs(placed: PlacedLevels, *, length_tokens: int, rows: int) -> PassCo
                     head_dim=config.head_dim,
                 ),
                 streamed_weight_bytes=layout.total_bytes if layer in streamed_weights else 0,
-                streamed_kv_bytes=target.batch * blocks * block_bytes(config, target.dtype),
+                streamed_kv_bytes=streamed_kv_bytes,
                 launches=_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * target.batch * pieces,
                 staged_weight_bytes=layout.total_bytes if layer in placed.placement.staged_layers else 0,
+                staged_kv_bytes=streamed_kv_bytes if layer in placed.placement.staged_kv_layers else 0,
             )
         )  # fmt: skip
     return PassCosts(dtype_name(target), tuple(layers), _head_costs(target, height))
@@ -139,16 +141,18 @@ def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
         attention += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
     host_layers = config.num_layers - len(target.kv.resident_layers) if target.kv.on_host else 0
-    written = target.batch * host_layers * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    layer_written = target.batch * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    staged_kv_bytes = len(placed.placement.staged_kv_layers) * layer_written
     return PrefillCosts(
         dtype_name(target),
         streamed_weight_bytes=target.batch * placed.placement.num_streamed * target.layer_bytes,
-        written_kv_bytes=written,
+        written_kv_bytes=host_layers * layer_written,
         hbm_bytes=target.batch * tiles * config.num_layers * target.layer_bytes,
         matrix_operations=2 * target.batch * elements * prompt_tokens,
         attention_operations=target.batch * attention,
-        growth_bytes=written,
+        growth_bytes=host_layers * layer_written - staged_kv_bytes,
         staged_weight_bytes=target.batch * len(placed.placement.staged_layers) * target.layer_bytes,
+        staged_kv_bytes=staged_kv_bytes,
     )
 
 

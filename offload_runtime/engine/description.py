@@ -16,8 +16,8 @@ def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
-        if placement.staged_layers:
-            where += f"; {describe_staging(placement)}"
+    if placement.staged_layers or placement.staged_kv_layers:
+        where += f"; {describe_staging(placement)}"
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
     return (
         f"{where}; {_describe_kv(plans.target)}; "

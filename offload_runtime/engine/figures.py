@@ -79,4 +79,5 @@ def generation_stats(
         measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
         predicted_s_per_pass=predicted_s_per_pass,
         emulated=expected.emulated,
+        pageable_bytes=0 if parts.pageable is None else parts.pageable.nbytes,
     )

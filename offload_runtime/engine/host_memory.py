@@ -1,19 +1,18 @@
-"""Host memory: what a run may take of it, and which layers are staged because not everything can be page-locked."""
+"""Host memory: what a run may take of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
-from offload_runtime.engine.hierarchy import PlacedLevels
 from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan
-from offload_runtime.engine.staging_plan import host_kv_bytes, place_staged
+from offload_runtime.engine.staged_levels import LockLimit
+from offload_runtime.engine.staging_plan import host_kv_bytes, staging_rings
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile.host_info import HostInfo
-from offload_runtime.staging import ring_shape
 
 # Stays with the system and with other programs when nobody says how much may be taken.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
@@ -32,12 +31,10 @@ class HostLimits:
     pinned_name: str
     page_locks: bool
 
-    def stage(self, placed: PlacedLevels) -> PlacedLevels:
-        """The same, with layers staged that cannot be page-locked. Raises `BudgetError` as `place_staged` does."""
-        if not self.page_locks:
-            return placed
-        placement = place_staged(placed.plans.target, placed.placement, self.pinned_bytes, self.pinned_name)
-        return replace(placed, placement=placement)
+    @property
+    def locking(self) -> LockLimit:
+        """The limit of page-locked memory."""
+        return LockLimit(self.pinned_bytes if self.page_locks else None, self.pinned_name)
 
 
 def host_limits(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> HostLimits:
@@ -98,8 +95,11 @@ def planned_within(limit_bytes: int, context: int | str, planned: Callable[[int 
         planned: Plans a context; raises what planning raises.
     """
     plan = planned(context)
-    shorter = _shorter_context(plan, limit_bytes) if context == "auto" else None
-    return plan if shorter is None else planned(shorter)
+    # More than once: with another context other layers may find room on the device, and their keys and values leave
+    # less of a token to host memory.
+    while context == "auto" and (shorter := _shorter_context(plan, limit_bytes)) is not None:
+        plan = planned(shorter)
+    return plan
 
 
 def _shorter_context(plan: RunPlan, limit_bytes: int) -> int | None:
@@ -118,10 +118,12 @@ def _shorter_context(plan: RunPlan, limit_bytes: int) -> int | None:
 
 
 def least_pinned_bytes(plan: RunPlan) -> int:
-    """Page-locked memory without which a plan cannot be: with less than all of it layers are staged."""
-    target = plan.placed.plans.target
-    ring_bytes = ring_shape(target.layer_bytes).nbytes if plan.placed.placement.num_streamed else 0
-    return min(plan.pinned_bytes, host_kv_bytes(target) + ring_bytes)
+    """Page-locked memory without which a plan cannot be: with less than all of it layers are staged, but not those that
+    a middle level, asked for, reads where they lie."""
+    target, middle = plan.placed.plans.target, plan.placed.middle
+    if middle is not None and middle.options.mode == "triforce" and target.kv.on_host:
+        return host_kv_bytes(target)
+    return min(plan.pinned_bytes, staging_rings(target, plan.placed.placement).nbytes)
 
 
 def listed(parts: Sequence[MemoryPart]) -> str:

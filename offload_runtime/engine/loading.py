@@ -14,11 +14,12 @@ from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
-from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer, place_batch
+from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
 from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
+from offload_runtime.engine.staged_levels import place_and_stage
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.link_pace import paced_link
 from offload_runtime.machine_profile.host_info import read_host_info
@@ -97,7 +98,9 @@ def load_runtime(
                 options=options, batch=batch,
             )  # fmt: skip
             require_dtype(plans.target.dtype, chosen)
-            placed = host.stage(place_batch(plans, budget, resident_layers, kv, options))
+            placed = place_and_stage(
+                plans, budget, host.locking, resident_layers=resident_layers, kv=kv, options=options
+            )
             return describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
 
         plan = planned_within(host.ram_bytes, context, planned)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.text import Tokenizer
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.page_locking import PageableMemory
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import Proposer
 
@@ -23,3 +24,4 @@ class StreamParts:
     budget: DeviceBudget
     link_peak_gbps: float | None
     pinned_bytes: int  # of weights
+    pageable: PageableMemory | None = None  # what is staged; None where nothing can be

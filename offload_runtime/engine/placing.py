@@ -88,11 +88,11 @@ def _with_kv_layers(plans: Plans, budget: Limits, placement: Placement) -> Plans
         held = placement.num_layers - placement.num_streamed + placement.num_slots
         spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
     count = len(place_kv_layers(target.host_kv_needs, spare_bytes))
-    layers = _layers_to_keep(count, _kv_blocks(target))
+    layers = layers_to_keep(count, streamed_blocks(target))
     return replace(plans, target=replace(target, kv=replace(target.kv, resident_layers=layers)))
 
 
-def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
+def layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
     """`count` layers, those first that stream the most `blocks`, evenly spread among equals."""
     kept: list[int] = []
     for most in sorted(set(blocks), reverse=True):
@@ -101,7 +101,7 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(kept))
 
 
-def _kv_blocks(target: ModelPlan) -> list[int]:
+def streamed_blocks(target: ModelPlan) -> list[int]:
     """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
     return [target.streamed_kv_blocks(layer, target.context_tokens - 1) for layer in range(target.config.num_layers)]
 
@@ -111,7 +111,7 @@ def _link_bytes(plans: Plans, placement: Placement) -> int:
     target, weight_bytes = plans.target, placement.num_streamed * plans.target.layer_bytes
     if not target.kv.on_host:
         return weight_bytes
-    blocks = _kv_blocks(target)
+    blocks = streamed_blocks(target)
     streamed = sum(blocks) - sum(blocks[layer] for layer in target.kv.resident_layers)
     return weight_bytes + target.batch * streamed * block_bytes(target.config, target.dtype)
 

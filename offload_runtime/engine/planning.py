@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_positive
-from offload_runtime.engine.hierarchy import place_batch
 from offload_runtime.engine.host_memory import check_ram, planned_within
 from offload_runtime.engine.loading import check_proposals
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
-from offload_runtime.engine.staging_plan import place_staged
+from offload_runtime.engine.staged_levels import LockLimit, place_and_stage
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
@@ -125,9 +124,11 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
             window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
             batch=request.batch,
         )  # fmt: skip
-        placed = place_batch(plans, limits, request.resident_layers, request.kv, request.speculation)
-        staged = place_staged(placed.plans.target, placed.placement, pinnable_bytes, name)
-        return describe_run(replace(placed, placement=staged), limits, device.type)
+        placed = place_and_stage(
+            plans, limits, LockLimit(pinnable_bytes, name), resident_layers=request.resident_layers, kv=request.kv,
+            options=request.speculation,
+        )  # fmt: skip
+        return describe_run(placed, limits, device.type)
 
     ram_bytes = ram_limit_bytes(request, machine)
     plan = planned_within(ram_bytes, request.context, planned)

@@ -12,7 +12,10 @@ from offload_runtime.planner import Placement
 
 # Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
 PROCESS_BYTES = 3_000_000_000
-_LAYER_PARTS = ("streamed layers", "staged layers", "staging ring")
+# In the order in which they are listed; they depend on what is staged.
+_STREAMED_PARTS = (
+    "streamed layers", "staged layers", "staging ring", "KV cache", "staged KV cache", "pieces to write KV through"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class RunPlan:
         return self.placed.placement.staged_layers
 
     @property
+    def staged_kv_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values are streamed from pageable memory."""
+        return self.placed.placement.staged_kv_layers
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether anything is streamed from pageable memory."""
+        return bool(self.staged_weight_layers or self.staged_kv_layers)
+
+    @property
     def resident_kv_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values stay on the device."""
         target = self.placed.plans.target
@@ -95,9 +108,8 @@ def with_placement(plan: RunPlan, placement: Placement) -> RunPlan:
     if placement == plan.placed.placement:
         return plan
     placed = replace(plan.placed, placement=placement)
-    kept = [part for part in plan.host if part.name not in _LAYER_PARTS]
-    layers = [part for part in _host_parts(placed, pinned=True) if part.name in _LAYER_PARTS]
-    return replace(plan, placed=placed, host=(*layers, *kept))
+    kept = [part for part in plan.host if part.name not in _STREAMED_PARTS]
+    return replace(plan, placed=placed, host=(*_streamed_parts(placed, pinned=True), *kept))
 
 
 def _device_parts(placed: PlacedLevels, limits: Limits) -> tuple[MemoryPart, ...]:
@@ -135,13 +147,19 @@ def _kv_parts(target: ModelPlan) -> list[MemoryPart]:
 
 
 def _host_parts(placed: PlacedLevels, *, pinned: bool) -> tuple[MemoryPart, ...]:
+    return (*_streamed_parts(placed, pinned=pinned), MemoryPart("Python and libraries", PROCESS_BYTES))
+
+
+def _streamed_parts(placed: PlacedLevels, *, pinned: bool) -> tuple[MemoryPart, ...]:
+    """Host memory that is streamed, and what of it is staged."""
     target, placement, layer_bytes = placed.plans.target, placed.placement, arena_bytes(placed.plans.target)
-    staged = len(placement.staged_layers)
-    parts = [
-        MemoryPart(_LAYER_PARTS[0], (placement.num_streamed - staged) * layer_bytes, pinned),
-        MemoryPart(_LAYER_PARTS[1], staged * layer_bytes),
-        MemoryPart(_LAYER_PARTS[2], placement.staging_bytes, pinned),
-        MemoryPart("KV cache", host_kv_bytes(target), pinned),
-        MemoryPart("Python and libraries", PROCESS_BYTES),
-    ]
+    staged_bytes = len(placement.staged_layers) * layer_bytes
+    staged_kv_bytes = len(placement.staged_kv_layers) * target.host_kv_needs.layer_bytes
+    sizes = (
+        (placement.num_streamed * layer_bytes - staged_bytes, pinned), (staged_bytes, False),
+        (placement.staging_bytes, pinned),
+        (host_kv_bytes(target) - staged_kv_bytes, pinned), (staged_kv_bytes, False),
+        (placement.writeback_bytes, pinned),
+    )  # fmt: skip
+    parts = [MemoryPart(name, *size) for name, size in zip(_STREAMED_PARTS, sizes, strict=True)]
     return tuple(part for part in parts if part.nbytes)

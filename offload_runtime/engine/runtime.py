@@ -77,6 +77,7 @@ class Runtime:
             budget=loaded.budget,
             link_peak_gbps=target.link_peak_gbps,
             pinned_bytes=target.pinned_bytes,
+            pageable=None if target.staged is None else target.staged.pageable,
         )
         self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
 
@@ -102,11 +103,11 @@ class Runtime:
             ram: Hard limit of host memory, Python and libraries included (3 GB are taken for them); None allows what is
                 available but for a reserve.
             pinned: Hard limit of page-locked host memory; None allows what the system does. Layers that it does not
-                suffice for are staged from pageable memory, which is slower.
+                suffice for, and then keys and values, are staged from pageable memory, which is slower.
             resident_layers: Layers kept on the device, or `auto` for as many as fit.
             context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
                 `host`.
-            kv: Where the KV cache lives: `gpu`, `host` (paged from pinned memory, growing with the text), or `auto`,
+            kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
                 which takes whatever brings fewer bytes over the link.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.

@@ -1,69 +1,105 @@
-"""Layers that could not be page-locked: spread among those that could, and staged through a page-locked ring."""
+"""What could not be page-locked: layers spread among those that could, keys and values, and the rings they cross."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.plans import ModelPlan
-from offload_runtime.engine.staging_plan import place_staged
+from offload_runtime.engine.staging_plan import place_staged, staging_rings
 from offload_runtime.errors import BudgetError
 from offload_runtime.machine_profile.host_info import usable_cores
 from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import Registrar
+from offload_runtime.page_locking import PageableMemory, Registrar
 from offload_runtime.planner import Placement
-from offload_runtime.staging import FEWEST_PIECES, StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.staging import FEWEST_PIECES, StagingCopyEngine, StagingWriteEngine, staging_threads
 from offload_runtime.weights import HostWeights
 
 
 @dataclass(frozen=True)
-class StagedLayers:
-    """Where layers are as it turned out, and the ring that the staged ones of `placement` pass through."""
+class Ring:
+    """Memory of one way, page-locked as far as the system allows: at least two pieces of `piece_bytes`."""
 
-    placement: Placement
-    ring: HostArena
+    arena: HostArena
     piece_bytes: int
 
     @property
     def pieces(self) -> list[torch.Tensor]:
-        """The ring's buffers: uint8 [piece_bytes] each, host, page-locked."""
-        count = self.placement.staging_bytes // self.piece_bytes
-        return list(self.ring.buffer[: count * self.piece_bytes].view(count, -1))
+        """Its buffers: uint8 [piece_bytes] each, host, page-locked."""
+        count = self.arena.pinned_bytes // self.piece_bytes
+        return list(self.arena.buffer[: count * self.piece_bytes].view(count, -1))
+
+
+@dataclass(frozen=True)
+class StagedMemory:
+    """Where everything is as it turned out, and the rings that what is staged crosses.
+
+    `forth` leads to the device, `back` from there (None: nothing is written). Both ways go by `pageable`.
+    """
+
+    placement: Placement
+    forth: Ring
+    back: Ring | None
+    pageable: PageableMemory = field(default_factory=PageableMemory)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked memory of the rings."""
+        return self.forth.arena.pinned_bytes + (0 if self.back is None else self.back.arena.pinned_bytes)
+
+    def close(self) -> None:
+        """Give the rings' memory back. Nothing may be copying any more."""
+        self.forth.arena.close()
+        if self.back is not None:
+            self.back.arena.close()
 
 
 def lock_layers(
     weights: HostWeights, plan: ModelPlan, placement: Placement, registrar: Registrar
-) -> StagedLayers | None:
+) -> StagedMemory | None:
     """Settle which of the loaded layers are page-locked; None when all are that should be and nothing is staged.
 
     Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
     again, and locks are moved so that locked and staged layers alternate.
 
     Raises:
-        BudgetError: The system does not lock enough for a KV cache on the host, or not even for a ring.
+        BudgetError: The system does not even lock enough for the rings.
     """
     refused = _refused(weights, placement)
-    if not refused and not placement.staged_layers:
+    if not refused and not placement.staged_layers and not placement.staged_kv_layers:
         return None
     if refused:
         locked_bytes = sum(arena.pinned_bytes for arena in weights.layers)
         # Where not even a layer was locked a ring may be: it is smaller.
-        limit_bytes = max(locked_bytes, ring_shape(plan.layer_bytes, 0).nbytes)
+        limit_bytes = max(locked_bytes, staging_rings(plan, placement, 0).nbytes)
         placement = place_staged(plan, placement, limit_bytes, "the system")
-    piece_bytes = ring_shape(plan.layer_bytes).piece_bytes
-    ring = HostArena(placement.staging_bytes, name="the ring to stage layers through")
+    shapes = staging_rings(plan, placement)
+    forth = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.forth.piece_bytes)
+    rings, back = [forth], None
+    if shapes.back is not None:
+        arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
+        back = Ring(arena, shapes.back.piece_bytes)
+        rings.append(back)
     try:
-        _move_locks(weights, placement, ring, piece_bytes, registrar)
+        _move_locks(weights, placement, rings, registrar)
     except BaseException:
-        ring.close()
+        for ring in rings:
+            ring.arena.close()
         raise
     # A lock that was given up and is refused now leaves a layer staged.
     staged = sorted({*placement.staged_layers, *_refused(weights, placement)})
-    placement = replace(placement, staged_layers=tuple(staged), staging_bytes=ring.pinned_bytes)
-    return StagedLayers(placement, ring, piece_bytes)
+    placement = replace(
+        placement, staged_layers=tuple(staged), staging_bytes=forth.arena.pinned_bytes,
+        writeback_bytes=0 if back is None else back.arena.pinned_bytes,
+    )  # fmt: skip
+    memory = StagedMemory(placement, forth, back)
+    for index in staged:
+        arena = weights.layers[index]
+        memory.pageable.enter(arena.buffer[arena.pinned_bytes :])
+    return memory
 
 
 def _refused(weights: HostWeights, placement: Placement) -> list[int]:
@@ -72,27 +108,35 @@ def _refused(weights: HostWeights, placement: Placement) -> list[int]:
     return [index for index in sorted(wanted) if not weights.layers[index].pinned]
 
 
-def _move_locks(
-    weights: HostWeights, placement: Placement, ring: HostArena, piece_bytes: int, registrar: Registrar
-) -> None:
-    """Lock what is to be locked and nothing else; without a ring nothing can be staged, so it comes first."""
+def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], registrar: Registrar) -> None:
+    """Lock what is to be locked and nothing else; without rings nothing can be staged, so they come first."""
     for index in placement.staged_layers:
         weights.layers[index].unpin()
     kept = [index for index in placement.streamed_layers if weights.layers[index].pinned]
-    while not ring.pin_blocks(registrar, piece_bytes) and ring.pinned_bytes < FEWEST_PIECES * piece_bytes:
-        if not kept:
-            raise BudgetError(
-                f"the system refuses to page-lock even {format_bytes(FEWEST_PIECES * piece_bytes)} for {ring.name}: "
-                "raise the locked-memory limit (ulimit -l), or keep all layers resident with more --vram"
-            )
-        weights.layers[kept.pop()].unpin()
+    ways = "keep all layers resident with more --vram" + (" and take --kv gpu" if len(rings) > 1 else "")
+    for ring in rings:
+        arena, least_bytes = ring.arena, FEWEST_PIECES * ring.piece_bytes
+        while not arena.pin_blocks(registrar, ring.piece_bytes) and arena.pinned_bytes < least_bytes:
+            if not kept:
+                raise BudgetError(
+                    f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}: "
+                    f"raise the locked-memory limit (ulimit -l), or {ways}"
+                )
+            weights.layers[kept.pop()].unpin()
     for index in set(placement.streamed_layers) - set(placement.staged_layers):
         if not weights.layers[index].pin_blocks(registrar):
             break
 
 
-def staged_engine(engine: CopyEngine, weights: HostWeights, staged: StagedLayers) -> CopyEngine:
+def staged_engine(engine: CopyEngine, staged: StagedMemory) -> CopyEngine:
     """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
-    layers = (weights.layers[index] for index in staged.placement.staged_layers)
-    pageable = {arena.buffer.data_ptr(): arena.pinned_bytes for arena in layers}
-    return StagingCopyEngine(engine, staged.pieces, pageable, num_threads=staging_threads(usable_cores()))
+    threads = staging_threads(usable_cores())
+    return StagingCopyEngine(engine, staged.forth.pieces, staged.pageable, num_threads=threads)
+
+
+def staged_writeback(engine: CopyEngine, staged: StagedMemory | None) -> CopyEngine:
+    """The queue over `engine` for keys and values on their way to the host; closing it closes `engine`."""
+    if staged is None or staged.back is None:
+        return engine
+    threads = staging_threads(usable_cores())
+    return StagingWriteEngine(engine, staged.back.pieces, staged.pageable, num_threads=threads)

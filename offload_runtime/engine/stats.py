@@ -30,6 +30,7 @@ class GenerationStats:
         measured_s_per_pass: From pass to pass, proposing and sampling included; None without passes after prefill.
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`); None without them.
         emulated: Name of the machine that was emulated.
+        pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
     """
 
     prompt_tokens: int
@@ -48,6 +49,7 @@ class GenerationStats:
     measured_s_per_pass: float | None = None
     predicted_s_per_pass: float | None = None
     emulated: str | None = None
+    pageable_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""

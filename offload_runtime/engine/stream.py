@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -14,7 +14,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.errors import BudgetError, DeviceError, OptionError
+from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, NoProposer, Proposer, SpeculativeDecoder, Tally
 
@@ -137,7 +137,8 @@ class TokenStream:
         if self.is_current:
             # A round may have committed tokens behind an end in the middle of its window.
             cache = self._parts.target.cache
-            cache.truncate(0, min(cache.length(0), len(self.sequence_tokens) - 1))
+            with suppress(CopyError):  # whatever is asked for next raises it again
+                cache.truncate(0, min(cache.length(0), len(self.sequence_tokens) - 1))
         self._result = GenerationResult(
             tokens=list(self._answer.tokens),
             text=self._answer.text,

@@ -2,11 +2,12 @@
 
 from offload_runtime.kv_cache.device import DeviceKVCache, block_bytes, kv_cache_bytes, num_blocks
 from offload_runtime.kv_cache.host import HostKVCache, ring_blocks
-from offload_runtime.kv_cache.host_blocks import HostBlocks
+from offload_runtime.kv_cache.host_blocks import BlockLocking, HostBlocks
 from offload_runtime.kv_cache.host_prefill import prefill_workspace_bytes
 from offload_runtime.kv_cache.protocol import KVCache, LayerCache
 
 __all__ = [
+    "BlockLocking",
     "DeviceKVCache",
     "HostBlocks",
     "HostKVCache",

@@ -20,7 +20,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.kv_cache.device import block_bytes, block_shape, check_capacity, kept_from, num_blocks
-from offload_runtime.kv_cache.host_blocks import HostBlocks
+from offload_runtime.kv_cache.host_blocks import BlockLocking, HostBlocks
 from offload_runtime.kv_cache.host_pieces import PieceFeed, Snapshot, StreamedPieces
 from offload_runtime.kv_cache.host_prefill import HostPrefill, WorkspaceLender, find_workspace
 from offload_runtime.kv_cache.host_tables import HostBlockTables
@@ -44,13 +44,14 @@ class HostKVCache:
         workspace_bytes: To reserve there for prefills; 0 when `lender` will have enough.
         writeback: Copy queue of its own, for blocks on their way to the host.
         resident_layers: Layers that keep all their blocks on the device.
+        locking: How its host memory is page-locked.
         name: What to call it in the ledger.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
-        resident_layers: Sequence[int] = (), name: str = "KV cache",
+        locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
         self._config = config
@@ -65,7 +66,7 @@ class HostKVCache:
         self._place = {layer: index for index, layer in enumerate(streamed)}  # of a streamed layer in ring and host
         self.blocks = HostBlocks(
             len(streamed), self._block_bytes, batch=batch, most_blocks=num_blocks(capacity_tokens),
-            pin=self._device.type == "cuda",
+            locking=locking, staged=[self._place[layer] for layer in locking.staged_layers],
         )  # fmt: skip
         shape, self._ring_blocks = block_shape(config), ring_blocks(window_tokens)
         self._ring = self._allocate(budget, f"{name}: open blocks", (len(streamed), batch, self._ring_blocks, *shape))
@@ -186,9 +187,11 @@ class HostKVCache:
         """Undo a prefill that was left in the middle: layers that were done have put its blocks into the ring."""
         prefill = self._prefill
         self._leave_prefill()
-        if prefill is None or not prefill.start:
+        if prefill is None:
             return
-        self._writes.drain()
+        self._writes.drain()  # what comes to lie there next must not be overtaken
+        if not prefill.start:
+            return
         first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
         # A block that the prefill filled is on the host, what was there before included; its open block is here.
         blocks = range(first, min(num_blocks(prefill.start), full))
@@ -199,7 +202,7 @@ class HostKVCache:
 
     @property
     def pinned_bytes(self) -> int:
-        return self.blocks.nbytes if self._device.type == "cuda" else 0
+        return self.blocks.pinned_bytes
 
     def length(self, sequence: int) -> int:
         return self._lengths[sequence]
@@ -232,6 +235,7 @@ class HostKVCache:
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie, for kernels that read them from there."""
+        assert not self.blocks.is_staged, "kernels reach page-locked memory only"
         if self._tables is None:
             self._tables = HostBlockTables(
                 self._config, self._dtype, blocks=self.blocks, place=self._place, resident=self._resident,
@@ -272,7 +276,8 @@ class HostKVCache:
         return self._ring[place, sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
 
     def _bring_back(self, sequence: int, blocks: range, places: Iterable[int]) -> None:
-        """Copy blocks of some layers from the host into the ring."""
+        """Copy blocks of some layers from the host into the ring. The driver takes what is pageable before it returns:
+        slow, but these are a few blocks."""
         for place in places:
             for block in blocks:
                 host = self.blocks.block(place, sequence, block)
@@ -290,6 +295,8 @@ class HostKVCache:
         self._abandon_prefill()
         block = length // BLOCK_TOKENS
         self._writes.settle(sequence, block)
+        if self._writes.arrived[sequence] > block:  # they will be written anew
+            self.blocks.settle_reads()
         lowest = kept_from(length)
         missing = range(lowest, min(self._ring_from[sequence], num_blocks(length)))
         self._bring_back(sequence, missing, self._place.values())

@@ -1,18 +1,37 @@
 """Blocks of keys and values in host memory, growing with their sequences.
 
-One extent holds consecutive blocks of one layer of one sequence, contiguous, so that a run of blocks is one copy.
+One extent holds consecutive blocks of one layer of one sequence, contiguous, so that a run of blocks is one copy. It is
+page-locked as a whole or, where it is staged, not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from offload_runtime.config import format_bytes
+from offload_runtime.config import format_bytes, size_option_down
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import HostArena, check_host_memory
+from offload_runtime.page_locking import CountedRegistrar, PageableMemory
+
+
+@dataclass(frozen=True)
+class BlockLocking:
+    """How host memory is page-locked for full-speed copies.
+
+    `registrar` locks; None where the device's copies need no locked memory. Memory of `staged_layers`, and what the
+    system refuses to lock, is entered in `pageable`, which the queues of both directions go by; None where nothing can
+    be staged.
+    """
+
+    registrar: CountedRegistrar | None = None
+    pageable: PageableMemory | None = None
+    staged_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.pageable is not None or not self.staged_layers
 
 
 @dataclass(frozen=True)
@@ -39,24 +58,41 @@ class HostBlocks:
         block_bytes: Of one layer's block.
         batch: Sequences.
         most_blocks: That a sequence will ever have.
-        pin: Page-lock it, for full-speed copies on CUDA.
+        locking: How it is page-locked.
+        staged: Indices of the layers whose memory is not to be.
         step_blocks: Grow by at least so many blocks of a sequence.
     """
 
     def __init__(
-        self, num_layers: int, block_bytes: int, *, batch: int, most_blocks: int, pin: bool, step_blocks: int = 4
-    ) -> None:
+        self, num_layers: int, block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking,
+        staged: Collection[int] = (), step_blocks: int = 4,
+    ) -> None:  # fmt: skip
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
         self._num_layers = num_layers
-        self._pin = pin
+        self._locking = locking
+        self._staged = frozenset(staged)
         self._step_blocks = step_blocks
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
+        self._entered: set[int] = set()  # addresses of arenas that are staged
 
     @property
     def nbytes(self) -> int:
         """Host memory that is held."""
-        return sum(arena.nbytes for extents in self._extents for extent in extents for arena in extent.arenas)
+        return sum(arena.nbytes for arena in self._arenas())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of these, page-locked."""
+        return sum(arena.pinned_bytes for arena in self._arenas())
+
+    def _arenas(self) -> Iterator[HostArena]:
+        return (arena for extents in self._extents for extent in extents for arena in extent.arenas)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether some of the memory is, or may come to be, out of reach for kernels that read it where it lies."""
+        return self._locking.pageable is not None
 
     def num_blocks(self, sequence: int) -> int:
         """Blocks that a sequence has room for."""
@@ -80,16 +116,43 @@ class HostBlocks:
             check_host_memory(nbytes * self._num_layers, what="the KV cache")
             for layer in range(self._num_layers):
                 arenas.append(HostArena(nbytes, name=f"the KV cache of layer {layer}"))
-                if self._pin:
-                    arenas[-1].pin()
+                self._lock_or_enter(layer, arenas[-1])
         except BudgetError as error:
-            for arena in arenas:
-                arena.close()
+            self._give_back(arenas)
             raise BudgetError(
                 f"the KV cache in host memory holds {format_bytes(self.nbytes)} and could not grow by "
                 f"{format_bytes(nbytes * self._num_layers)} ({error}): shorten the prompt or close other programs"
             ) from error
         self._extents[sequence].append(_Extent(have, missing, tuple(arenas)))
+
+    def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
+        """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
+        registrar, pageable = self._locking.registrar, self._locking.pageable
+        if layer not in self._staged and (registrar is None or arena.pin_blocks(registrar, arena.nbytes)):
+            return
+        if pageable is None:
+            assert registrar is not None
+            raise BudgetError(
+                f"the system has page-locked {format_bytes(registrar.locked_bytes)} and refuses "
+                f"{format_bytes(arena.nbytes)} more for {arena.name}: load again with "
+                f"--pinned {size_option_down(registrar.locked_bytes)}, which stages the rest from pageable memory"
+            )
+        pageable.enter(arena.buffer)
+        self._entered.add(arena.buffer.data_ptr())
+
+    def _give_back(self, arenas: Sequence[HostArena]) -> None:
+        for arena in arenas:
+            if arena.buffer.data_ptr() in self._entered:
+                self._entered.remove(arena.buffer.data_ptr())
+                assert self._locking.pageable is not None
+                self._locking.pageable.forget(arena.buffer)
+            arena.close()
+
+    def settle_reads(self) -> None:
+        """Wait until nothing is read that may be written anew: a staged copy that is not needed any more is made all
+        the same."""
+        if self._locking.pageable is not None:
+            self._locking.pageable.settle()
 
     def block(self, layer: int, sequence: int, block: int, count: int = 1) -> torch.Tensor:
         """`count` blocks from `block` on, which must lie in one extent: uint8 [count * block_bytes], host."""
@@ -110,8 +173,6 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._give_back(list(self._arenas()))
         for extents in self._extents:
-            for extent in extents:
-                for arena in extent.arenas:
-                    arena.close()
             extents.clear()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.errors import CopyError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class HostWrites:
         self.arrived = [0] * batch  # leading blocks of a sequence that are on the host, their writes finished
         self._engine = engine
         self._writes: deque[_Write] = deque()
+        self._failure: CopyError | None = None
 
     def send(self, sequence: int, block: int, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queue the writes of a block, behind what computes it.
@@ -44,8 +46,12 @@ class HostWrites:
         """
         read, written = self._engine.new_event(), self._engine.new_event()
         self._engine.compute_record(read)
-        for target, source in copies:
-            self._engine.enqueue(target, source, free=read, ready=written)
+        try:
+            for target, source in copies:
+                self._engine.enqueue(target, source, free=read, ready=written)
+        except CopyError as error:
+            self._failure = error  # nobody waits for this block, so nobody else would be told
+            raise
         self.expect(sequence, block + 1, written)
 
     def expect(self, sequence: int, end: int, ready: Any) -> None:
@@ -53,7 +59,9 @@ class HostWrites:
         self._writes.append(_Write(sequence, end, ready))
 
     def collect(self) -> None:
-        """Count what has arrived on the host; never waits."""
+        """Count what has arrived on the host; never waits. Raises `CopyError` when a write has failed."""
+        if self._failure is not None:
+            raise CopyError(str(self._failure)) from self._failure
         while self._writes and self._engine.is_done(self._writes[0].ready):
             write = self._writes.popleft()
             self.arrived[write.sequence] = max(self.arrived[write.sequence], write.end)

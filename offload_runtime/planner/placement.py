@@ -49,7 +49,8 @@ class Placement:
     """Which layers stay on the device and how many slots the others pass through.
 
     `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
-    of page-locked memory on their way.
+    of page-locked memory on their way. `staged_kv_layers` are the same of a KV cache on the host, which crosses
+    `writeback_bytes` on its way there.
     """
 
     resident_layers: tuple[int, ...]
@@ -57,6 +58,8 @@ class Placement:
     num_layers: int
     staged_layers: tuple[int, ...] = ()
     staging_bytes: int = 0
+    staged_kv_layers: tuple[int, ...] = ()
+    writeback_bytes: int = 0
 
     @property
     def num_streamed(self) -> int:

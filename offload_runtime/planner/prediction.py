@@ -75,9 +75,8 @@ class MachineFigures:
 class LayerCosts:
     """What one layer of a pass asks for.
 
-    `streamed_*_bytes` cross the link, `staged_weight_bytes` of them out of pageable memory. `weight_bytes` and
-    `kv_bytes` are read from HBM: weights once for each tile of rows. `attention_operations` are those of whole tiles of
-    queries.
+    `streamed_*_bytes` cross the link, `staged_*_bytes` of them out of pageable memory. `weight_bytes` and `kv_bytes`
+    are read from HBM: weights once for each tile of rows. `attention_operations` are those of whole tiles of queries.
     """
 
     weight_bytes: int
@@ -88,11 +87,17 @@ class LayerCosts:
     streamed_kv_bytes: int = 0
     launches: int = 0
     staged_weight_bytes: int = 0
+    staged_kv_bytes: int = 0
 
     @property
     def streamed_bytes(self) -> int:
         """Weights and keys and values over the link."""
         return self.streamed_weight_bytes + self.streamed_kv_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of these, bytes that come out of pageable memory."""
+        return self.staged_weight_bytes + self.staged_kv_bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class PassCosts:
     @property
     def staged_bytes(self) -> int:
         """Of these, bytes that come out of pageable memory."""
-        return sum(layer.staged_weight_bytes for layer in self.layers)
+        return sum(layer.staged_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,9 @@ def predict_step(costs: StepCosts, machine: MachineFigures) -> float:
 class PrefillCosts:
     """What a prompt asks for: each layer's weights once over the link, its keys and values once back.
 
-    `hbm_bytes` are the weights, read for every piece of the prompt. `growth_bytes` of host memory are new.
-    `staged_weight_bytes` of those over the link come out of pageable memory.
+    `hbm_bytes` are the weights, read for every piece of the prompt. `growth_bytes` of host memory are new and locked
+    before the first layer. `staged_weight_bytes` of those over the link come out of pageable memory, and
+    `staged_kv_bytes` go there, where new memory is touched by the threads that write.
     """
 
     dtype: str
@@ -199,6 +205,7 @@ class PrefillCosts:
     attention_operations: float
     growth_bytes: int = 0
     staged_weight_bytes: int = 0
+    staged_kv_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ def predict_prefill(costs: PrefillCosts, machine: MachineFigures) -> PrefillPred
     compute_s = max(hbm_s, arithmetic_s)
     link_bytes = costs.streamed_weight_bytes + costs.written_kv_bytes
     link_s, growth_s = link_bytes / (machine.link_gbps * GB), costs.growth_bytes / (_GROWTH_GBPS * GB)
-    staging_s = costs.staged_weight_bytes / (machine.staging_gbps * GB)
+    staging_s = (costs.staged_weight_bytes + costs.staged_kv_bytes) / (machine.staging_gbps * GB)
     work_s = max(link_s, staging_s, compute_s)
     bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)
     if staging_s > max(link_s, compute_s):

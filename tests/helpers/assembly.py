@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,33 @@ from typing import Any
 import torch
 
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
-from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.kv_cache import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.memory import DeviceBudget, HostArena
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
+from offload_runtime.page_locking import CountedRegistrar, PageableMemory, make_registrar
 from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights.checkpoint import open_checkpoint
 from offload_runtime.weights.loader import HostWeights, load_weights
 
 CPU = torch.device("cpu")
 SMALL_SHAPE = PassShape(window_rows=8, prefill_rows=16, prefill_chunk_tokens=32)
+
+
+@dataclass(frozen=True)
+class StagedKV:
+    """Layers whose host memory is pageable, and the page-locked pieces that they cross on both ways, 4 KiB each.
+
+    `before_fill` and `before_landing` are called in the threads of each way.
+    """
+
+    layers: tuple[int, ...]
+    pieces: int = 2
+    piece_bytes: int = 4096
+    threads: int = 2
+    before_fill: Callable[[], None] | None = None
+    before_landing: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class HostKV:
     piece_blocks: int = 1
     resident_layers: tuple[int, ...] = ()
     window_tokens: int = 40
+    staged: StagedKV | None = None
 
 
 @dataclass(frozen=True)
@@ -38,12 +57,15 @@ class Assembled:
     runner: ModelRunner
     engine: CopyEngine
     weights: HostWeights
+    rings: tuple[HostArena, ...] = ()
 
     def close(self) -> None:
         """End the copy engine and unlock the weights."""
         self.engine.close()
         self.runner.cache.close()
         self.weights.close()
+        for ring in self.rings:
+            ring.close()
 
 
 def make_runner(
@@ -88,15 +110,23 @@ def make_runner(
     assert slots or resident is None, "without a ring every layer is resident"
     staying = tuple(range(config.num_layers)) if not slots else resident or ()
     budget, kv_slots = DeviceBudget(device, None), []
+    rings: list[HostArena] = []
     cache: DeviceKVCache | HostKVCache
     if host_kv is None:
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
+        registrar = make_registrar(device)
+        counted = None if registrar is None else CountedRegistrar(registrar)
+        locking, writeback = BlockLocking(counted), make_copy_engine(device)
+        if host_kv.staged is not None:
+            locking = BlockLocking(counted, PageableMemory(), host_kv.staged.layers)
+            rings = _staging_rings(host_kv.staged, locking)
+            engine, writeback = _staged_queues(host_kv.staged, locking, rings, engine, writeback)
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
-            piece_bytes=piece_bytes, budget=budget, writeback=make_copy_engine(device),
-            workspace_bytes=0, resident_layers=host_kv.resident_layers,
+            piece_bytes=piece_bytes, budget=budget, writeback=writeback, workspace_bytes=0, locking=locking,
+            resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
     streamer = LayerStreamer(
@@ -110,4 +140,28 @@ def make_runner(
     )
     shared = weights.shared_layout.views(weights.shared.buffer.to(device))
     rows = RowBuilder(RopeTable(config, device), device)
-    return Assembled(ModelRunner(Decoder(config, shared), streamer, cache, rows, shape), engine, weights)
+    return Assembled(ModelRunner(Decoder(config, shared), streamer, cache, rows, shape), engine, weights, tuple(rings))
+
+
+def _staging_rings(staged: StagedKV, locking: BlockLocking) -> list[HostArena]:
+    """Memory of the pieces of both ways, page-locked where that is needed."""
+    rings = [HostArena(staged.pieces * staged.piece_bytes, name=f"a ring {way}") for way in ("forth", "back")]
+    for ring in rings:
+        if locking.registrar is not None:
+            ring.pin(locking.registrar)
+    return rings
+
+
+def _staged_queues(
+    staged: StagedKV, locking: BlockLocking, rings: list[HostArena], engine: CopyEngine, writeback: CopyEngine
+) -> tuple[CopyEngine, CopyEngine]:
+    """The queues of both ways over `engine` and `writeback`."""
+    assert locking.pageable is not None
+    forth, back = (list(ring.buffer.view(staged.pieces, -1)) for ring in rings)
+    threads = staged.threads
+    return (
+        StagingCopyEngine(engine, forth, locking.pageable, num_threads=threads, before_fill=staged.before_fill),
+        StagingWriteEngine(
+            writeback, back, locking.pageable, num_threads=threads, before_landing=staged.before_landing
+        ),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where RAM is enough and page-locking is not: pageable memory crosses the link through a small page-locked ring.
+"""The way to the device: pageable memory crosses the link through a small page-locked ring.
 
 Worker threads fill the ring's pieces ahead of the copies; one more thread hands what is filled to the copy queue, in
 the order in which it was asked for. Bytes cross the link once and are counted once, by the queue.
@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,43 +18,13 @@ from typing import Any
 import torch
 
 from offload_runtime.copy_engine import CopyEngine
-from offload_runtime.errors import CopyError
+from offload_runtime.page_locking import PageableMemory
+from offload_runtime.staging.ring import FEWEST_PIECES
+from offload_runtime.staging.workers import Workers
 
-# Each thread fills a piece of its own. Copies of 16 MiB and more have the link's peak; a thread takes 2 to 3 ms for 32.
-_PIECE_BYTES = 32 << 20
-_MOST_PIECES = 12
-# Of a small layer a piece is so much, that several threads work on it.
-_PIECES_OF_A_LAYER = 4
-# One piece is filled while the other is on the link.
-FEWEST_PIECES = 2
-MOST_THREADS = 8
-_PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class RingShape:
-    """Size of a staging ring: `num_pieces` of `piece_bytes` each."""
-
-    piece_bytes: int
-    num_pieces: int
-
-    @property
-    def nbytes(self) -> int:
-        """Page-locked memory of the ring."""
-        return self.piece_bytes * self.num_pieces
-
-
-def ring_shape(layer_bytes: int, available_bytes: int | None = None) -> RingShape:
-    """The ring for layers of `layer_bytes`, within `available_bytes` of page-locked memory or, at least, two pieces."""
-    share = -(-layer_bytes // _PIECES_OF_A_LAYER)
-    piece_bytes = min(_PIECE_BYTES, -(-share // _PAGE_BYTES) * _PAGE_BYTES)
-    fitting = _MOST_PIECES if available_bytes is None else available_bytes // piece_bytes
-    return RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_PIECES, fitting)))
-
-
-def staging_threads(usable_cores: int) -> int:
-    """Threads that fill the ring: half of the cores, the others launch, copy and wait."""
-    return max(1, min(MOST_THREADS, usable_cores // 2))
+_FAILED = (
+    "staging from pageable memory failed ({error}): what is streamed cannot be trusted any more; load the runtime again"
+)
 
 
 @dataclass
@@ -91,41 +61,34 @@ class StagingCopyEngine:
     Args:
         engine: The queue below, from now on this one's: it is closed with it.
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
-        pageable: Address of each source that is staged, to the bytes at its beginning that are page-locked.
+        pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
         before_fill: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
     def __init__(
-        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: Mapping[int, int], *, num_threads: int,
+        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
         before_fill: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         assert len(ring) >= FEWEST_PIECES and num_threads > 0
         self._engine = engine
-        self._pageable = dict(pageable)
+        self._pageable = pageable
         self._before_fill = before_fill
         self._piece_bytes = ring[0].nbytes
-        # Reentrant: the garbage collector may close a dropped runtime in any of these threads, at any moment.
-        self._lock = threading.RLock()
-        self._to_fill = threading.Condition(self._lock)
-        self._to_issue = threading.Condition(self._lock)
-        self._issued = threading.Condition(self._lock)
+        self._workers = Workers()
+        self._to_fill = self._workers.condition()
+        self._to_issue = self._workers.condition()
+        self._issued = self._workers.condition()
         self._link = threading.Lock()  # the queue below is asked by one thread at a time
         self._fills: deque[_Copy] = deque()  # that no thread has begun
         self._pending: deque[_Copy] = deque()  # not yet handed to the queue below, in order
         self._unissued: Counter[int] = Counter()  # by `ready` event
         self._unused = deque(_Piece(buffer, engine.new_event()) for buffer in ring)
         self._used: deque[_Piece] = deque()  # their copies are in the queue below, in order
-        self._failure: BaseException | None = None
-        self._closed = False
         self._waited_s = 0.0
-        names = [(self._fill, f"staging-{number}") for number in range(num_threads)]
-        self._threads = [
-            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-            for work, name in [*names, (self._issue, "staging-link")]
-        ]
-        for thread in self._threads:
-            thread.start()
+        for number in range(num_threads):
+            self._workers.start(self._fill, f"staging-{number}")
+        self._workers.start(self._issue, "staging-link")
 
     @property
     def bytes_copied(self) -> int:
@@ -138,23 +101,22 @@ class StagingCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None
     ) -> None:
         assert source_free is None, "whoever owns pageable memory does not write to it"
-        with self._lock:
-            self._raise_failure()
-            pinned_bytes = self._pageable.get(src.data_ptr(), src.nbytes)
+        with self._workers.lock:
+            self._workers.raise_failure(_FAILED)
+            locked_bytes = self._pageable.locked_bytes(src)
             # What is pending stays in the queue until it is handed on, so nothing can overtake it here.
-            straight = pinned_bytes >= src.nbytes and not self._pending
+            straight = locked_bytes >= src.nbytes and not self._pending
             if not straight:
-                self._append(self._parts(dst, src, pinned_bytes, free, ready))
+                self._append(self._parts(dst, src, locked_bytes, free, ready))
         if straight:
             with self._link:
                 self._engine.enqueue(dst, src, free=free, ready=ready)
 
-    def _parts(self, dst: torch.Tensor, src: torch.Tensor, pinned_bytes: int, free: Any, ready: Any) -> list[_Copy]:
-        pinned_bytes = min(pinned_bytes, src.nbytes)
-        cuts = [0] if pinned_bytes else []
-        cuts += [*range(pinned_bytes, src.nbytes, self._piece_bytes), src.nbytes]
+    def _parts(self, dst: torch.Tensor, src: torch.Tensor, locked_bytes: int, free: Any, ready: Any) -> list[_Copy]:
+        cuts = [0] if locked_bytes else []
+        cuts += [*range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
         return [
-            _Copy(dst[start:end], src[start:end], free, ready, staged=start >= pinned_bytes, last=end == src.nbytes)
+            _Copy(dst[start:end], src[start:end], free, ready, staged=start >= locked_bytes, last=end == src.nbytes)
             for start, end in pairwise(cuts)
         ]
 
@@ -163,6 +125,7 @@ class StagingCopyEngine:
         self._unissued[id(parts[0].ready)] += 1
         self._pending += parts
         self._fills += staged
+        self._pageable.begin_reads(len(staged))
         self._to_fill.notify(len(staged))
         self._to_issue.notify()
 
@@ -174,8 +137,8 @@ class StagingCopyEngine:
         self._engine.compute_record(free)
 
     def is_done(self, ready: Any) -> bool:
-        with self._lock:
-            self._raise_failure()
+        with self._workers.lock:
+            self._workers.raise_failure(_FAILED)
             return not self._unissued[id(ready)] and self._engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
@@ -191,61 +154,37 @@ class StagingCopyEngine:
         return self._waited_s + self._engine.stall_seconds()
 
     def drain(self) -> None:
-        with self._lock:
-            self._issued.wait_for(lambda: not self._pending or self._is_over)
-            self._raise_failure()
+        with self._workers.lock:
+            self._issued.wait_for(lambda: not self._pending or self._workers.is_over)
+            self._workers.raise_failure(_FAILED)
         self._engine.drain()
 
     def close(self) -> None:
         """Drop what has not reached the queue below, end the threads, and close that queue."""
-        with self._lock:
-            self._closed = True
-            for condition in (self._to_fill, self._to_issue, self._issued):
-                condition.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._engine.close()
-
-    @property
-    def _is_over(self) -> bool:
-        return self._closed or self._failure is not None
-
-    def _raise_failure(self) -> None:
-        if isinstance(self._failure, CopyError):
-            raise CopyError(str(self._failure)) from self._failure
-        if self._failure is not None:
-            raise CopyError(
-                f"staging from pageable memory failed ({self._failure}): the streamed weights cannot be trusted any "
-                "more; load the runtime again"
-            ) from self._failure
-        assert not self._closed, "the queue is closed"
+        self._workers.close(self._engine.close)
 
     def _wait_until_issued(self, ready: Any) -> None:
         """A copy that is not in the queue below has fired no event that could be waited for."""
         started = time.perf_counter()
-        with self._lock:
-            self._issued.wait_for(lambda: not self._unissued[id(ready)] or self._is_over)
-            self._raise_failure()
+        with self._workers.lock:
+            self._issued.wait_for(lambda: not self._unissued[id(ready)] or self._workers.is_over)
+            self._workers.raise_failure(_FAILED)
         self._waited_s += time.perf_counter() - started
 
     # --- the threads
 
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            with self._lock:
-                self._failure = self._failure or error
-                for condition in (self._to_fill, self._to_issue, self._issued):
-                    condition.notify_all()
-
     def _fill(self) -> None:
+        try:
+            self._fill_pieces()
+        finally:  # an owner that waits for reads that nobody will make would wait for ever
+            self._pageable.end_reading()
+
+    def _fill_pieces(self) -> None:
         """Fill pieces, each with the oldest part that no other thread has begun."""
         while True:
-            with self._lock:
-                self._to_fill.wait_for(lambda: (self._fills and (self._unused or self._used)) or self._is_over)
-                if self._is_over:
+            with self._workers.lock:
+                self._to_fill.wait_for(lambda: (self._fills and (self._unused or self._used)) or self._workers.is_over)
+                if self._workers.is_over:
                     return
                 copy = self._fills.popleft()
                 in_flight = not self._unused
@@ -256,16 +195,17 @@ class StagingCopyEngine:
                 self._before_fill()
             # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
             ctypes.memmove(piece.buffer.data_ptr(), copy.src.data_ptr(), copy.src.nbytes)
-            with self._lock:
+            self._pageable.end_read()
+            with self._workers.lock:
                 copy.piece = piece
                 self._to_issue.notify()
 
     def _issue(self) -> None:
         """Hand parts to the queue below in their order, each as soon as it is filled."""
         while True:
-            with self._lock:
-                self._to_issue.wait_for(lambda: (self._pending and self._pending[0].is_filled) or self._is_over)
-                if self._is_over:
+            with self._workers.lock:
+                self._to_issue.wait_for(lambda: (self._pending and self._pending[0].is_filled) or self._workers.is_over)
+                if self._workers.is_over:
                     return
                 copy = self._pending[0]
             piece = copy.piece
@@ -275,7 +215,7 @@ class StagingCopyEngine:
                 else:
                     source = piece.buffer[: copy.src.nbytes]
                     self._engine.enqueue(copy.dst, source, free=copy.free, ready=copy.ready, source_free=piece.free)
-            with self._lock:
+            with self._workers.lock:
                 self._pending.popleft()
                 if piece is not None:
                     self._used.append(piece)

@@ -1,0 +1,323 @@
+"""Runs whose KV cache cannot be page-locked in full: the same tokens, within every limit, the loss said beforehand."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.engine import Runtime, assembly, placing, staged_layers
+from offload_runtime.engine.costs import pass_costs, prefill_costs
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes, staging_rings
+from offload_runtime.errors import BudgetError, CopyError
+from offload_runtime.page_locking import CudaRegistrar
+from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.page_locking import LimitedRegistrar
+
+NUM_LAYERS = 6
+CONTEXT = 4096
+NO_LIMIT = 1 << 60
+LONG_PROMPT = [(7 * index) % 250 + 4 for index in range(700)]
+NEW_TOKENS = 80  # behind 700 tokens a block becomes full
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=NUM_LAYERS, context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("draft"), num_layers=1, seed=1, context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def whole(target: Path) -> RunPlan:
+    """The plan with all that is streamed on the host: every layer, and the keys and values of every layer."""
+    with load(target, kv="host", resident_layers=0, draft="none", context=CONTEXT) as runtime:
+        return runtime.plan
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> tuple[int, ...]:
+    """Tokens without any streaming."""
+    with load(target, draft="none", context=CONTEXT) as runtime:
+        return tokens_of(runtime)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = copying_threads()
+    yield
+    assert copying_threads() == before
+
+
+def copying_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("staging", "copy-engine"))}
+
+
+def tokens_of(runtime: Runtime) -> tuple[int, ...]:
+    return tuple(
+        runtime.generate(LONG_PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
+    )
+
+
+def lock_with(patch: pytest.MonkeyPatch, registrar: LimitedRegistrar) -> LimitedRegistrar:
+    patch.setattr(assembly, "make_registrar", lambda device: registrar)
+    return registrar
+
+
+def on_host(target: Path, **options: Any) -> Runtime:
+    options = {"draft": "none", "kv": "host", "context": CONTEXT, **options}
+    return Runtime.load(target, device="cpu", **options)
+
+
+def least(plan: RunPlan) -> int:
+    return staging_rings(plan.placed.plans.target, plan.placed.placement, 0).nbytes
+
+
+@pytest.mark.parametrize("resident", [0, 3, NUM_LAYERS])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_a_limit_is_kept_and_the_tokens_are_the_same(
+    target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = whole.placed.plans.target
+    kv_bytes, layer_bytes = host_kv_bytes(model), arena_bytes(model)
+    limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
+    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
+    with on_host(target, pinned=limit, resident_layers=resident) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
+        plan = runtime.plan
+        staged = plan.staged_kv_layers
+        assert registrar.most_locked_bytes <= plan.pinned_bytes <= limit
+        assert (share == 1.0) == (not plan.is_staged)
+        if share == 0.0:
+            assert len(staged) == NUM_LAYERS
+        if share in (0.3, 0.6) and resident == NUM_LAYERS:
+            assert 0 < len(staged) < NUM_LAYERS
+        if staged:
+            assert f"the KV cache of {len(staged)} layers" in runtime.placement
+        stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
+        assert stats.pinned_bytes == registrar.locked_bytes <= plan.pinned_bytes
+        assert (stats.pageable_bytes > 0) == plan.is_staged
+        costs = pass_costs(plan.placed, length_tokens=700, rows=1)
+        staged_kv = sum(layer.streamed_kv_bytes for index, layer in enumerate(costs.layers) if index in staged)
+        assert sum(layer.staged_kv_bytes for layer in costs.layers) == staged_kv == len(staged) * 2 * 49152
+        prefill = prefill_costs(plan.placed, 700)
+        assert prefill.staged_kv_bytes == staged_kv
+        assert prefill.growth_bytes + prefill.staged_kv_bytes == prefill.written_kv_bytes
+    assert not registrar.locked
+
+
+def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [LONG_PROMPT, PROMPT, LONG_PROMPT[:300]]
+
+    def play(runtime: Runtime) -> list[object]:
+        chat, said, saved = runtime.conversation(), [], []
+        for text in (PROMPT * 8, "a slot and a link " * 12, "and on"):
+            saved.append(chat.to_json())
+            said.append("".join(chat.say(text, max_new_tokens=20, seed=1, temperature=0.7)))
+        chat.restore(saved[1])  # what is said next is written over full blocks
+        said.append("".join(chat.say("again " * 60, max_new_tokens=20)))
+        batch = runtime.generate_batch(prompts, max_new_tokens=40, ignore_eos=True, temperature=0.6)
+        return [*said, *(tuple(result.tokens) for result in batch)]
+
+    with load(target, kv="host", draft="ngram", context=CONTEXT, max_batch=3) as runtime:
+        expected = play(runtime)
+        limit = host_kv_bytes(runtime.plan.placed.plans.target) // 2
+    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
+    with on_host(target, draft="ngram", pinned=limit, max_batch=3) as runtime:
+        assert 0 < len(runtime.plan.staged_kv_layers) < NUM_LAYERS
+        assert play(runtime) == expected
+    assert not registrar.locked
+
+
+# --- what the system refuses
+
+
+def test_a_refusal_that_nobody_expected_says_what_to_ask_for(
+    target: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar = lock_with(monkeypatch, LimitedRegistrar(2_200_000))
+    with on_host(target, resident_layers=NUM_LAYERS) as runtime:
+        assert not runtime.plan.is_staged
+        first = runtime.generate(LONG_PROMPT[:300], max_new_tokens=4, ignore_eos=True)
+        with pytest.raises(BudgetError, match="could not grow") as caught:
+            runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
+        assert "shorten the prompt" in str(caught.value)
+        again = runtime.generate(LONG_PROMPT[:300], max_new_tokens=4, ignore_eos=True)
+        assert again.tokens == first.tokens
+    asked = re.search(r"load again with --pinned (\S+), which stages the rest", str(caught.value))
+    assert asked is not None
+    limit = parse_bytes(asked[1])
+    assert 2_000_000 < limit <= 2_200_000
+    with on_host(target, resident_layers=NUM_LAYERS, pinned=limit) as runtime:
+        assert runtime.plan.staged_kv_layers
+        assert tokens_of(runtime) == expected
+        runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
+    assert not registrar.locked
+
+
+def test_with_a_ring_what_is_refused_while_growing_is_staged(
+    target: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The system takes back some of what the plan had for keys and values."""
+    with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
+        model, whole = runtime.plan.placed.plans.target, runtime.plan
+    limit = host_kv_bytes(model) + least(whole) + 2 * arena_bytes(model)
+    registrar = LimitedRegistrar(limit - host_kv_bytes(model) + 400_000)
+    lock_with(monkeypatch, registrar)
+    with on_host(target, resident_layers=0, pinned=limit, context=1024) as runtime:
+        assert not runtime.plan.staged_kv_layers and runtime.plan.staged_weight_layers
+        assert tokens_of(runtime) == expected
+        blocks = runtime._models.target.runner.cache.blocks  # type: ignore[union-attr]
+        assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
+        stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
+        assert stats.pinned_bytes == registrar.locked_bytes
+        staged_weights = len(runtime.plan.staged_weight_layers) * arena_bytes(model)
+        assert stats.pageable_bytes == blocks.nbytes - blocks.pinned_bytes + staged_weights
+    assert not registrar.locked
+
+
+@pytest.mark.parametrize("count", range(NUM_LAYERS))
+def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
+    target: Path, whole: RunPlan, expected: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_bytes = arena_bytes(whole.placed.plans.target)
+    limit = max(count * layer_bytes, least(whole))
+    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
+    with on_host(target, resident_layers=0) as runtime:
+        assert len(runtime.plan.staged_kv_layers) > 0
+        assert tokens_of(runtime) == expected
+        assert registrar.most_locked_bytes <= limit
+    assert not registrar.locked
+
+
+# --- what is refused, and what gives way
+
+SMALL = {"budget_tokens": 256, "chunk_size": 8}
+
+
+def test_triforce_needs_its_keys_and_values_page_locked(
+    target: Path, draft: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_bytes = host_kv_bytes(whole.placed.plans.target)
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were read before the limit was looked at")
+
+    options = SpeculationOptions("triforce", **SMALL)
+    with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
+        assert runtime.plan.placed.middle is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "load_weights", never)
+        with pytest.raises(BudgetError) as caught:
+            on_host(target, draft=draft, speculation=options, pinned=kv_bytes - 100_000)
+    said = str(caught.value)
+    assert "no TriForce here" in said and "too little by 100.0 kB" in said and "--pinned page-locks" in said
+    assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said
+
+
+@pytest.mark.parametrize("cache", ["streaming", "retrieval"])
+def test_auto_does_without_triforce_and_says_why(
+    target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    limit = host_kv_bytes(whole.placed.plans.target) // 2
+    options = SpeculationOptions("auto", cache, **SMALL)
+    with on_host(target, draft=draft, speculation=options, pinned=limit) as runtime:
+        placed = runtime.plan.placed
+        assert placed.middle is None and placed.placement.staged_kv_layers
+        assert placed.plans.draft is not None
+        assert (placed.plans.draft.streaming is not None) == (cache == "streaming")
+        assert "not TriForce: it reads keys and values where they lie in host memory" in runtime.placement
+        assert "too little by" in runtime.placement
+        assert tokens_of(runtime) == expected
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_a_context_left_to_the_runtime_ends_in_a_plan(
+    tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_checkpoint(tmp_path, num_layers=2, context=8192)
+    with load(target, kv="host", draft="none") as runtime:
+        whole = runtime.plan
+    kv_bytes = host_kv_bytes(whole.placed.plans.target)
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    with on_host(target, context="auto", pinned=max(least(whole), int(share * kv_bytes))) as runtime:
+        assert runtime.plan.placed.plans.target.context_tokens == 8192 and runtime.plan.staged_kv_layers
+    with on_host(
+        target, context="auto", pinned=max(least(whole), int(share * kv_bytes)), ram=whole.host_bytes - kv_bytes // 3
+    ) as runtime:
+        assert 2048 <= runtime.plan.placed.plans.target.context_tokens < 8192
+        assert runtime.plan.host_bytes <= whole.host_bytes - kv_bytes // 3
+
+
+# --- what fails
+
+
+def _failing(after: int) -> Callable[[], None]:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise OSError("the memory is gone")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("way", "after"), [("forth", 0), ("forth", 20), ("forth", 150), ("back", 0), ("back", 8), ("back", 15)]
+)
+def test_a_failure_ends_the_answer_and_keeps_what_was_said(
+    target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Any = StagingCopyEngine if way == "forth" else StagingWriteEngine
+    hook = {"before_fill" if way == "forth" else "before_landing": _failing(after)}
+    monkeypatch.setattr(
+        staged_layers, made.__name__, lambda *arguments, **options: made(*arguments, **options, **hook)
+    )  # fmt: skip
+    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    with on_host(target, pinned=least(whole), resident_layers=NUM_LAYERS) as runtime:
+        stream = runtime.stream(LONG_PROMPT, max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True)
+        with pytest.raises(CopyError, match=r"the memory is gone.*load the runtime again"):
+            list(stream)
+        stream.close()
+        tokens = tuple(stream.result.tokens)
+        assert len(tokens) < 400 and tokens[:NEW_TOKENS] == expected[: len(tokens)]
+        with pytest.raises(CopyError, match="load the runtime again"):
+            runtime.generate(LONG_PROMPT, max_new_tokens=8)
+
+
+@pytest.mark.gpu
+def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All locked, half staged, all staged: bitwise the same on a GPU whose system locks no more."""
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "ngram", "kv": "host", "context": CONTEXT}
+    with Runtime.load(target, **options, resident_layers=0) as runtime:
+        plan = runtime.plan
+        seen = [tokens_of(runtime)]
+    kv_bytes = host_kv_bytes(plan.placed.plans.target)
+    assert kv_bytes > 0 and plan.pinned_bytes > kv_bytes
+    for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
+        weights_bytes = (NUM_LAYERS - resident) * arena_bytes(plan.placed.plans.target)
+        limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
+        registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=CudaRegistrar()))
+        with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:
+            staged = len(runtime.plan.staged_kv_layers)
+            assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)
+            seen += [tokens_of(runtime), tokens_of(runtime)]
+            assert registrar.most_locked_bytes <= limit
+        assert not registrar.locked
+    assert all(tokens == seen[0] for tokens in seen)
