@@ -14,7 +14,8 @@ caches, pieces and rings.
 
 Where no bits are promised, all keys of a query may also come from several caches in one call (`attend_sources`).
 
-Prefill runs the same loop without splits: as independent of how the prompt is cut into pieces.
+Prefill runs the same loop without splits: as independent of how the prompt is cut into pieces. That is why no other
+flash kernels take its place where they are installed: their sums depend on the cut, and tokens would with them.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,13 @@ __all__ = [
     "attention_triton",
     "finish_attention",
     "finish_attention_triton",
+    "prefill_attention_name",
 ]
+
+
+def prefill_attention_name(device_type: str) -> str:
+    """Which attention works on prompts on this kind of device, for people."""
+    return "built-in flash kernel (Triton)" if device_type == "cuda" else "built-in, in torch"
 
 
 def attention(

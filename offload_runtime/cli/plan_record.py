@@ -56,6 +56,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "kv_streamed": [layer for layer in layers if layer not in plan.resident_kv_layers],
             "ring_slots": placed.placement.num_slots,
         },
+        "prefill_attention": plan.prefill_attention,
         "middle_level": placed.middle is not None,
         "why_no_middle_level": placed.reason or None,
     }  # fmt: skip

@@ -72,6 +72,7 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
         *staging,
         f"{place}: {_layers(plan.resident_kv_layers, layers)}",
         f"a pass behind {length_tokens} tokens streams {format_bytes(streamed_bytes)}",
+        f"attention of prompts: {plan.prefill_attention}",
         device,
         host,
     ]

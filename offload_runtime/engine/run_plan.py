@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from offload_runtime_kernels.attention import prefill_attention_name
+
 from offload_runtime.engine.hierarchy import PlacedLevels
 from offload_runtime.engine.placing import Limits, memory_needs
 from offload_runtime.engine.plans import ModelPlan
@@ -33,6 +35,7 @@ class RunPlan:
 
     `device` are the parts of device memory, `host` those of host memory once the models are loaded, at the longest
     context. `loading_bytes` of host memory are held while weights are read, before resident ones are given back.
+    `device_type`: `cuda` or `cpu`.
     """
 
     placed: PlacedLevels
@@ -40,11 +43,17 @@ class RunPlan:
     device: tuple[MemoryPart, ...]
     host: tuple[MemoryPart, ...]
     loading_bytes: int
+    device_type: str
 
     @property
     def device_bytes(self) -> int:
         """Peak of the device's memory."""
         return sum(part.nbytes for part in self.device)
+
+    @property
+    def prefill_attention(self) -> str:
+        """Which attention works on prompts."""
+        return prefill_attention_name(self.device_type)
 
     @property
     def pinned_bytes(self) -> int:
@@ -100,7 +109,7 @@ def describe_run(placed: PlacedLevels, limits: Limits, device_type: str, *, page
     host = _host_parts(placed, pinned=device_type == "cuda" if page_locks is None else page_locks)
     if device_type == "cpu":
         host = (*host[:-1], MemoryPart("all that is on the device", sum(part.nbytes for part in device)), host[-1])
-    return RunPlan(placed, limits.limit_bytes, device, host, plans.host_bytes)
+    return RunPlan(placed, limits.limit_bytes, device, host, plans.host_bytes, device_type)
 
 
 def with_placement(plan: RunPlan, placement: Placement) -> RunPlan:
