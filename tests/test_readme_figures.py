@@ -1,0 +1,116 @@
+"""The README's figures are those of the result files that it names, as often as either changes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.machine_profile import load_profile
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tools" / "results"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def result(name: str) -> dict[str, Any]:
+    """A result file."""
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """As the README writes it, with a space."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def streaming() -> Iterator[str]:
+    found = result("streaming-h200")
+    systems = {
+        "ours": "offload_runtime", "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8, tuned",
+        "accelerate-pinned": "accelerate 1.15 `cpu_offload`, weights pinned by hand",
+        "accelerate": "accelerate 1.15 `cpu_offload` as it comes",
+    }  # fmt: skip
+    for key, name in systems.items():
+        row = found["results"][key]
+        times = "" if key == "ours" else f" {found['times_ours_over'][key]:.2f} x"
+        seconds, share = row["s_per_token"]["median"], percent(row["bound"]["share"])
+        yield f"| {name} | {seconds:.4f} | {row['link_gbps']:.1f} GB/s | {share} |{times} |"
+    for window in found["results"]["ours"]["windows"]:
+        if window["window_tokens"] in (1, 17, 128, 1024):
+            seconds, launch = window["pass_s"]["median"], percent(window["host_launch_share"])
+            yield f"| {window['window_tokens']} | {seconds:.4f} | {percent(window['link_share'])} | {launch} |"
+    yield f"({found['results']['ours']['bytes_per_token'] / 1e9:.2f} GB a pass)"
+
+
+def long_context() -> Iterator[str]:
+    found = result("long-context-host-h200")
+    window, decoding = found["windows"][0], found["decoding"][0]
+    yield f"prefill | {found['prefill']['s']:.0f} s, host memory growing included"
+    yield f"{found['prefill']['link_bytes'] / 1e9:.1f} GB over the link"
+    yield f"| {window['pass_s']['median']:.3f} s, {percent(window['link_share'])} of the link's peak |"
+    yield f"| plain decoding | {decoding['plain_s_per_token']:.3f} s / token |"
+    yield (
+        f"{decoding['s_per_token']:.3f} s / token: {decoding['tokens_per_pass']:.1f} tokens a pass, "
+        f"**{decoding['times_plain']:.1f} x**, identical tokens"
+    )
+    assert decoding["identical_to_plain"]
+    row = result("sweep-gamma-host-6-starts-h200")["rows"][0]
+    yield f"{row['tokens_per_pass']:.1f} tokens a pass, {row['s_per_token']:.3f} s / token, "
+    yield f"**{row['times_plain']:.1f} x plain decoding** with the same bytes resident"
+    yield f"{percent(row['share_of_bound'], 0)} of what pass time and acceptance allow"
+
+
+def on_chip() -> Iterator[str]:
+    rows = result("sweep-budget-8-starts-h200")["rows"]
+    for tokens, row in zip((4096, 6144, 8192), rows, strict=True):
+        assert row["value"] == f"{tokens // 1024}K" and row["identical_to_plain"]
+        times = f"{row['times_plain']:.2f} x"
+        times = f"**{times}**" if row is rows[-1] else times
+        share = percent(row["share_of_bound"], 0)
+        yield f"| {tokens} | {row['tokens_per_pass']:.1f} | {row['s_per_token']:.4f} | {times} | {share} |"
+    yield f"plain decoding takes {rows[0]['plain_s_per_token']:.4f} s / token"
+    for row in result("sweep-batch-h200")["rows"]:
+        assert row["identical_to_plain"]
+        what = row["value"].replace("x", " x ") + (" tokens" if row["value"] == "2x56K" else "")
+        yield f"{what} {row['times_plain']:.2f} x"
+
+
+def steps() -> Iterator[str]:
+    found = next(row for row in result("middle-step-h200")["middle_passes"] if row["tokens"] == 17)
+    copy_gbps = load_profile("h200").hbm_gbps
+    assert copy_gbps is not None
+    copy_ms = found["bytes"] / (copy_gbps * 1e6)
+    yield f"over 17 tokens takes {found['middle_step_ms']:.1f} ms"
+    times = found["middle_step_ms"] / copy_ms
+    yield f"{times:.2f} x what reading its weights and keys takes at the {copy_gbps / 1e3:.2f} TB/s"
+    yield f"{found['times_hbm']:.2f} x at the 4.8 of its data sheet"
+    yield f"A step of the draft takes {found['draft_step_ms']:.2f} ms"
+    case = next(case for case in result("draft-step-h200")["cases"] if case["shape"] == "llama-68m")
+    yield f"of a Llama of 68M {case['step_ms']['median']:.3f}"
+
+
+def plans() -> Iterator[str]:
+    rows, emulated = result("plan-h200")["rows"], result("emulation-h200")
+    assert not result("plan-h200")["failures"] and emulated["holds"]
+    used = [row["used_share"] for row in rows]
+    yield f"is off by at most {percent(max(abs(row['share_off']) for row in rows))}"
+    yield f"{100 * min(used):.0f} to {percent(max(used), 0)} of the memory allowed is used"
+    large = [abs(row["share_off"]) for row in emulated["rows"] if row["copy_mib"] >= 4]
+    yield f"is within {percent(max(large))} for copies of 4 MiB and more"
+
+
+@pytest.mark.parametrize("claims", [streaming, long_context, on_chip, steps, plans])
+def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
+    text = " ".join(README.split())
+    missing = [claim for claim in claims() if " ".join(claim.split()) not in text]
+    assert not missing
+
+
+def test_every_result_that_the_readme_names_is_there() -> None:
+    named = set(re.findall(r"tools/results/([\w.-]+\.json)", README))
+    assert len(named) > 10 and named <= {path.name for path in RESULTS.glob("*.json")}
