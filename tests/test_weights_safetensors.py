@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
+from tests.helpers.engine import write_checkpoint
 
 
 def save_tiny(directory: Path, *, shard: str = "5GB", **overrides) -> torch.nn.Module:
@@ -176,6 +177,15 @@ def test_generation_settings_win_over_the_model_config(single):
     assert open_checkpoint(single).generation_eos() == (5,)
     (single / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert open_checkpoint(single).generation_eos() == (7, 8)
+
+
+def test_text_is_not_cleaned_up_whatever_the_files_ask_for(tmp_path):
+    directory = write_checkpoint(tmp_path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
+    tokenizer = open_checkpoint(directory).tokenizer()
+    assert not tokenizer.clean_up_tokenization_spaces
+    assert tokenizer.decode(tokenizer.encode("the fox , the dog .")) == "the fox , the dog ."
 
 
 def test_missing_tokenizer_is_a_typed_error(single):

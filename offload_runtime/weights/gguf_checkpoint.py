@@ -170,7 +170,9 @@ class GgufCheckpoint:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
+            return AutoTokenizer.from_pretrained(
+                self._path.parent, gguf_file=self._path.name, clean_up_tokenization_spaces=False
+            )
         except Exception as error:  # unknown vocabularies raise errors of several kinds
             if (self._path.parent / "tokenizer.json").exists():
                 return load_tokenizer(self._path.parent)
