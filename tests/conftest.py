@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
