@@ -117,6 +117,7 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
+        "link_idle_share", "hidden_draft_share",
     ]  # fmt: skip
     assert plain["stats"]["acceptance"] == []
     (level,) = ngram["stats"]["acceptance"]
