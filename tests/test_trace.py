@@ -145,6 +145,11 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
         "weights": {"weights"}, "KV": {"kv"}, "both": {"weights", "kv"}, "neither": set(), "TriForce": {"kv"},
         "plain": {"weights", "kv"}, "batch": {"weights", "kv"},
     }[name]  # fmt: skip
+    for bar in run.rows["link back"]:  # blocks of the prompts that became full
+        assert (bar.args["kind"], bar.args["block"]) == ("kv", 0) and bar.args["sequence"] < len(run.results)
+    back = sorted((bar.args["sequence"], bar.args["layer"]) for bar in run.rows["link back"])
+    answers = range(len(run.results)) if "kv" in kinds else ()
+    assert back == [(sequence, layer) for sequence in answers for layer in range(NUM_LAYERS)]
     stats = run.results[0].stats
     assert (stats.link_idle_share is None) == (name == "neither")
     assert stats.hidden_draft_share == (None if name == "plain" else 0.0)
