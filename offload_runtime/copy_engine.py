@@ -21,6 +21,7 @@ import torch
 
 from offload_runtime.errors import CopyError
 from offload_runtime.link_pace import LinkPace, current_link_pace
+from offload_runtime.tracing import CopyLog, Label, OnDone, current_copy_log
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
@@ -38,12 +39,13 @@ class CopyEngine(Protocol):
         """An event that counts as fired until it is first used."""
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None
-    ) -> None:
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
         """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
 
         `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
-        owns `src`.
+        owns `src`. `label` says what it is, for a trace.
         """
 
     def compute_wait(self, ready: Any) -> None:
@@ -85,11 +87,16 @@ class ThreadCopyEngine:
     Args:
         before_copy: Called in the worker before each copy: tests inject delays and failures with it.
         pace: Of the link that the copies emulate; None: none.
+        log: Of a trace; None: none.
     """
 
-    def __init__(self, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None) -> None:
+    def __init__(
+        self, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
+        log: CopyLog | None = None,
+    ) -> None:  # fmt: skip
         self.bytes_copied = 0
         self._pace = pace
+        self._log = log
         self._before_copy = before_copy
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -105,7 +112,7 @@ class ThreadCopyEngine:
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent,
-        source_free: _HostEvent | None = None,
+        source_free: _HostEvent | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
         self._raise_failure()
         fired = (ready,) if source_free is None else (ready, source_free)
@@ -113,12 +120,15 @@ class ThreadCopyEngine:
             for event in fired:
                 event.armed += 1
             self._pending += 1
-            self._queue.put((dst, src, free, free.armed, fired))
+            self._queue.put((dst, src, free, free.armed, fired, label))
 
     def compute_wait(self, ready: _HostEvent) -> None:
         started = time.perf_counter()
         self.wait(ready)
-        self._stall_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self._stall_s += ended - started
+        if self._log is not None:
+            self._log.stalled(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
         with self._changed:
@@ -159,7 +169,7 @@ class ThreadCopyEngine:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            dst, src, free, free_target, fired = item
+            dst, src, free, free_target, fired, label = item
             try:
                 with self._changed:
                     self._changed.wait_for(lambda: free.fired >= free_target)  # noqa: B023 (used at once)
@@ -172,7 +182,10 @@ class ThreadCopyEngine:
                     dst.copy_(src)
                 if self._pace is not None:
                     self._pace.carried(src.nbytes)
-                self._copy_s += time.perf_counter() - started
+                ended = time.perf_counter()
+                self._copy_s += ended - started
+                if self._log is not None:
+                    self._log.copied(label, src.nbytes, started, ended)
             except BaseException as error:
                 with self._changed:
                     self._failure = error
@@ -191,20 +204,22 @@ class _IntervalTimer:
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, OnDone | None]] = deque()
         self._spare: list[torch.cuda.Event] = []
 
     def event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
 
-    def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._open.append((start, end))
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event, done: OnDone | None) -> None:
+        self._open.append((start, end, done))
 
     def harvest(self) -> float:
         """Add what has finished to the total and return it, in seconds."""
         while self._open and self._open[0][1].query():
-            start, end = self._open.popleft()
+            start, end, done = self._open.popleft()
             self.total_s += start.elapsed_time(end) / 1e3
+            if done is not None:
+                done(start, end)
             self._spare += (start, end)
         return self.total_s
 
@@ -216,29 +231,35 @@ class CudaCopyEngine:
         device: The GPU.
         before_copy: Called with the copy stream current before each copy: tests inject delays with it.
         pace: Of the link that the copies emulate; None: none.
+        log: Of a trace; None: none.
     """
 
     def __init__(
-        self, device: torch.device, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None
-    ) -> None:
+        self, device: torch.device, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
+        log: CopyLog | None = None,
+    ) -> None:  # fmt: skip
         self.bytes_copied = 0
         self._pace = pace
+        self._log = log
         self._device = device
         self._before_copy = before_copy
         # What keeps the pace is a kernel: it must not queue behind the compute's.
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
         self._copies = _IntervalTimer()
         self._stalls = _IntervalTimer()
+        if log is not None:
+            log.recorder.before_finish += [self.copy_seconds, self.stall_seconds]
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
-        source_free: torch.cuda.Event | None = None,
+        source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
         self._copies.harvest()
         start, end = self._copies.event(), self._copies.event()
+        done = None if self._log is None else self._log.on_copied(label, src.nbytes)
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
@@ -258,17 +279,18 @@ class CudaCopyEngine:
                     source_free.record(self._stream)
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-        self._copies.add(start, end)
+        self._copies.add(start, end, done)
         self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: torch.cuda.Event) -> None:
         self._stalls.harvest()
         stream = torch.cuda.current_stream(self._device)
         start, end = self._stalls.event(), self._stalls.event()
+        done = None if self._log is None else self._log.on_stalled()
         start.record(stream)
         stream.wait_event(ready)
         end.record(stream)
-        self._stalls.add(start, end)
+        self._stalls.add(start, end, done)
 
     def compute_record(self, free: torch.cuda.Event) -> None:
         free.record(torch.cuda.current_stream(self._device))
@@ -296,11 +318,12 @@ class CudaCopyEngine:
 
 
 def make_copy_engine(device: torch.device, *, before_copy: Callable[[], None] | None = None) -> CopyEngine:
-    """The copy engine that fits `device`; within `paced_link` it emulates a slower link."""
-    pace = current_link_pace(device)
+    """The copy engine that fits `device`; within `paced_link` it emulates a slower link, within `traced_copies` it is
+    part of a trace."""
+    pace, log = current_link_pace(device), current_copy_log()
     if device.type == "cuda":
-        return CudaCopyEngine(device, before_copy=before_copy, pace=pace)
-    return ThreadCopyEngine(before_copy=before_copy, pace=pace)
+        return CudaCopyEngine(device, before_copy=before_copy, pace=pace, log=log)
+    return ThreadCopyEngine(before_copy=before_copy, pace=pace, log=log)
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:

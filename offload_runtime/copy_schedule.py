@@ -134,7 +134,10 @@ class CopySchedule:
             if not ring.has_room:
                 return
             slot = ring.slots[ring.turn % len(ring.slots)]
-            self._engine.enqueue(slot.buffer[: item.source.nbytes], item.source, free=slot.free, ready=slot.ready)
+            self._engine.enqueue(
+                slot.buffer[: item.source.nbytes], item.source, free=slot.free, ready=slot.ready,
+                label=(item.lane, item.key),
+            )  # fmt: skip
             ring.turn += 1
             ring.arriving.append(slot)
             self._num_queued += 1

@@ -9,6 +9,7 @@ import torch
 
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.copy_schedule import CopySchedule, Item, PassPlan
+from offload_runtime.tracing import COMPUTE, TraceRecorder
 
 LayerViews = dict[str, torch.Tensor]
 WEIGHTS = "weights"
@@ -96,6 +97,7 @@ class LayerStreamer:
         self._kv = kv
         self._slot_views = {slot.data_ptr(): make_views(slot) for slot in slots}
         self._bytes_begun = 0
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
         self.schedule.fill()
 
@@ -130,11 +132,19 @@ class LayerStreamer:
         self._bytes_begun += sum(item.source.nbytes for item in plan.items)
         if kv is not None:
             kv.begin_pass(plan.snapshot, KVFeed(self.schedule))
+        recorder = self.recorder
         for index in range(self.num_layers):
-            if index in self._resident:
-                yield index, self._resident[index]
+            streamed = index not in self._resident
+            if streamed:
+                weights = self._slot_views[self.schedule.take(WEIGHTS, (index,)).data_ptr()]
             else:
-                yield index, self._slot_views[self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+                weights = self._resident[index]
+            started = None if recorder is None else recorder.mark()
+            yield index, weights
+            if recorder is not None:
+                told = {"layer": index, "streamed": streamed}
+                recorder.add(COMPUTE, f"layer {index}", started, recorder.mark(), told)
+            if streamed:
                 # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
                 # a later one.
                 self.schedule.release(WEIGHTS)

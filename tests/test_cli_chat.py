@@ -44,7 +44,7 @@ def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
     assert (options["temperature"], options["max_new_tokens"], options["seed"]) == (0.7, 1024, 9)
     # Two words of system prompt, then a word each way and turn.
     figures = "12.5 tokens/s · 1.50 tokens per pass · accepted 0.90 of the middle level's, 0.65 of the draft's · "
-    assert figures + "link 20.0 of 25.0 GB/s (80 %) · context 8 of 100" in result.stderr
+    assert figures + "link 20.0 of 25.0 GB/s (80 %), idle 4.0 % · context 8 of 100" in result.stderr
 
 
 def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def make_stats(**changes: Any) -> GenerationStats:
         "tokens_per_pass": 1.5, "bytes_per_pass": 2_000_000_000, "link_gbps": 20.0, "link_peak_gbps": 25.0,
         "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
         "measured_s_per_pass": 0.12, "predicted_s_per_pass": None, "emulated": None,
+        "link_idle_share": 0.04,
         "acceptance": (Acceptance("draft", "middle", 5, 20, 13), Acceptance("middle", "target", 2, 10, 9)),
     }  # fmt: skip
     return GenerationStats(**{**figures, **changes})
@@ -106,11 +108,18 @@ class FakeRuntime:
         pinned: int | None, resident_layers: int | str,
         context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int,
         emulate: str | None, profile: str | None,
-        on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None,
+        on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None, trace: Path | None,
     ) -> FakeRuntime:  # fmt: skip
         options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
-        options |= {"max_batch": max_batch, "emulate": emulate, "profile": profile, "ram": ram, "pinned": pinned}
+        options |= {
+            "max_batch": max_batch,
+            "emulate": emulate,
+            "profile": profile,
+            "ram": ram,
+            "pinned": pinned,
+            "trace": trace,
+        }
         self.loads.append((target, options))
         on_progress("target weights", 1, 2)
         if self.load_error is not None:

@@ -19,6 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.helpers.traces import rows_of
+
 fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")
 pty = pytest.importorskip("pty")
 
@@ -117,6 +119,7 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
+        "link_idle_share", "hidden_draft_share",
     ]  # fmt: skip
     assert plain["stats"]["acceptance"] == []
     (level,) = ngram["stats"]["acceptance"]
@@ -195,6 +198,23 @@ def test_sigint_stops_generate_with_its_text(model: Path, tmp_path: Path) -> Non
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
     assert b"tokens/s" in complaints.splitlines()[-1] and b"Traceback" not in complaints
+
+
+def test_sigint_leaves_a_whole_trace(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    arguments = command("generate", "--prompt", "the", *endless(model), "--resident-layers", "1", "--trace", str(path))
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"trace written to {path}".encode() in complaints and b"Traceback" not in complaints
+    passes = rows_of(path)["passes"]
+    assert passes[0].args["kind"] == "prefill" and len(passes) > 1
+    assert all("accepted" in one.args for one in passes[1:])
 
 
 def test_chat_through_a_pipe(model: Path, tmp_path: Path) -> None:

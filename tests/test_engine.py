@@ -192,9 +192,12 @@ def test_figures_add_up(speculative: Runtime) -> None:
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
+        "link_idle_share", "hidden_draft_share",
     ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)
+    assert stats.link_idle_share is not None and 0 < stats.link_idle_share < 1
+    assert stats.hidden_draft_share is None  # known with a trace only
 
 
 def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, speculative: Runtime) -> None:

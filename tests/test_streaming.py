@@ -185,7 +185,7 @@ class _OrderEngine:
     def new_event(self) -> object:
         return object()
 
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: object, ready: object) -> None:
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: object, ready: object, label: object) -> None:
         assert id(free) not in self._unrecorded, "a slot is filled again although its last read was never recorded"
         self._free_of[id(ready)] = free
         dst.copy_(src)

@@ -87,6 +87,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             profile=options.profile,
             on_progress=bars.on_bytes,
             on_plan=_explain if options.explain else None,
+            trace=options.trace,
         )
 
 
@@ -202,7 +203,10 @@ def speed_figures(stats: GenerationStats) -> list[str]:
     if acceptance := acceptance_figure(stats):
         figures.append(acceptance)
     if stats.link_gbps is not None:
-        figures.append(f"link {link_figure(stats)}")
+        idle = share_figure(stats.link_idle_share)
+        figures.append(f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}")
+    if hidden := share_figure(stats.hidden_draft_share):
+        figures.append(f"drafting hidden {hidden}")
     if prediction := prediction_figure(stats):
         figures.append(prediction)
     return figures
@@ -222,6 +226,11 @@ def acceptance_figure(stats: GenerationStats) -> str:
     levels = [level for level in reversed(stats.acceptance) if level.proposed]
     shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
     return f"accepted {', '.join(shares)}" if shares else ""
+
+
+def share_figure(share: float | None) -> str:
+    """Return a share as a percentage; nothing where it is not known."""
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def link_figure(stats: GenerationStats) -> str:

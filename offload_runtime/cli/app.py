@@ -88,6 +88,7 @@ def generate(
     emulate: opt.EmulateOption = None,
     profile: opt.FiguresOption = None,
     explain: opt.ExplainOption = False,
+    trace: opt.TraceOption = None,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
@@ -109,6 +110,7 @@ def generate(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
             max_batch=max(1, len(files)), emulate=emulate, profile=profile, explain=explain,
+            trace=trace,
         )  # fmt: skip
         prompts = collect_prompts(prompt, files)
         run = run_generate if len(prompts) == 1 else run_batch
@@ -152,6 +154,7 @@ def chat(
     emulate: opt.EmulateOption = None,
     profile: opt.FiguresOption = None,
     explain: opt.ExplainOption = False,
+    trace: opt.TraceOption = None,
     as_json: opt.JsonOption = False,
     no_progress: opt.NoProgressOption = False,
 ) -> None:
@@ -172,7 +175,7 @@ def chat(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma, speculation=proposing, emulate=emulate, profile=profile,
-            explain=explain,
+            explain=explain, trace=trace,
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 

@@ -142,6 +142,8 @@ def run_chat(
             converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
+    if options.trace is not None:
+        status_line(f"trace written to {options.trace}")
 
 
 def _converse_through_pipe(session: ChatSession) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.cli.answer import link_figure, prediction_figure
+from offload_runtime.cli.answer import link_figure, prediction_figure, share_figure
 from offload_runtime.cli.terminal import status_line, stderr_console
 from offload_runtime.cli.user_text import decode_utf8, user_path
 from offload_runtime.config import format_bytes
@@ -125,6 +125,8 @@ def _stats(session: ChatSession, argument: str) -> None:
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
     more = [
+        ("link idle", share_figure(stats.link_idle_share)),
+        ("drafting hidden", share_figure(stats.hidden_draft_share)),
         ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
         ("time of a pass", prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
     ]  # fmt: skip

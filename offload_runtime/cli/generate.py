@@ -99,6 +99,8 @@ def _loaded(options: LoadOptions, *, as_json: bool, show_progress: bool) -> Iter
     ):
         status_line(runtime.placement)
         yield runtime
+    if options.trace is not None:
+        status_line(f"trace written to {options.trace}")
 
 
 def _request(prompt: NamedPrompt, *, as_chat: bool) -> Prompt:

@@ -244,6 +244,15 @@ JsonOption = Annotated[
 ExplainOption = Annotated[
     bool, typer.Option("--explain", rich_help_panel=_OUTPUT, help="Say on stderr what lives where, before loading.")
 ]
+TraceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
+        help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
+    ),
+]
 NoProgressOption = Annotated[
     bool, typer.Option("--no-progress", rich_help_panel=_OUTPUT, help="No progress bars on stderr.")
 ]

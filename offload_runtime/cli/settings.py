@@ -6,9 +6,11 @@ Everything that can be judged without the model is judged here, before a byte of
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from offload_runtime.cli.options import ChunkPolicyName, Device, DraftCache, Dtype, KVPlace, SpeculationMode
+from offload_runtime.cli.user_text import user_path
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions, parse_bytes, require_positive
 from offload_runtime.errors import OptionError
 
@@ -18,7 +20,7 @@ class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
     `max_gamma` is the deepest window to make room for; the default is the runtime's own. `emulate` and `profile` name
-    machines. With `explain` the plan is printed before anything is loaded.
+    machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
     """
 
     target: str
@@ -36,6 +38,7 @@ class LoadOptions:
     emulate: str | None = None
     profile: str | None = None
     explain: bool = False
+    trace: Path | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
@@ -63,6 +66,7 @@ def load_options(
     emulate: str | None = None,
     profile: str | None = None,
     explain: bool = False,
+    trace: str | None = None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
     reserved_tokens = _count_or_auto("--context", context)
@@ -85,6 +89,7 @@ def load_options(
         emulate=emulate,
         profile=profile,
         explain=explain,
+        trace=None if trace is None else user_path(trace),
     )
 
 

@@ -12,7 +12,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder, Tally, Turn, play_round
+from offload_runtime.speculation import SpeculativeDecoder, Tally, Turn, play_round
 
 OnBatchProgress = Callable[[int, int], None]
 
@@ -69,7 +69,7 @@ class BatchGeneration:
         self._expected = expected
         self._params = params
         self._gamma = gamma
-        self._proposer: Proposer = parts.proposer if gamma else NoProposer()
+        self._proposer = parts.proposing(gamma)
         self._members = [
             _Member(sequence, list(prompt), Answer(parts.tokenizer, prompt, params, parts.eos_token_ids))
             for sequence, prompt in enumerate(prompts)
@@ -104,6 +104,7 @@ class BatchGeneration:
                 break
             self._round(active)
             rounds += 1
+            meter.lap()
         passes = meter.read(rounds, time.perf_counter() - first_round_s)
         answers = [self._figures(member, started_s) for member in self._members]
         predicted_s = self._expected.seconds_per_pass(answers)
@@ -137,6 +138,8 @@ class BatchGeneration:
             Turn(member.sequence, member.tokens, min(self._gamma, member.answer.remaining - 1)) for member in active
         ]
         played = play_round(self._parts.target, self._params.sampling, self._proposer, turns)
+        if self._parts.traced is not None:
+            self._parts.traced.decided(played)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
             member.tally.add(outcome.num_proposed, outcome.num_accepted)

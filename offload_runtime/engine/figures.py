@@ -9,6 +9,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationStats
 from offload_runtime.speculation import Acceptance
+from offload_runtime.tracing import DRAFT, PASSES, covered_seconds, union_seconds
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,17 @@ class AnswerFigures:
 
 @dataclass(frozen=True)
 class PassFigures:
-    """Passes after prefill, which the answers of a batch share: their number, duration, bytes and stalls."""
+    """Passes after prefill, which the answers of a batch share: their number, duration, bytes and stalls.
+
+    `copy_s` is how long the link carried anything meanwhile, `hidden_draft_share` as in `GenerationStats`.
+    """
 
     passes: int
     seconds: float
     streamed_bytes: int
     stall_s: float
+    copy_s: float
+    hidden_draft_share: float | None
 
 
 class PassMeter:
@@ -45,13 +51,33 @@ class PassMeter:
         self._parts = parts
         self._stall_before_s = parts.engine.stall_seconds()
         self._bytes_before = parts.target.streamer.bytes_begun
+        self._copy_before_s = self._copy_after_s = parts.engine.copy_seconds()
+        if parts.traced is not None:
+            parts.traced.recorder.settle()
+        self._spans_before = 0 if parts.traced is None else len(parts.traced.recorder.spans)
+
+    def lap(self) -> None:
+        """A pass has ended: what the link carries from here on is not counted unless another one follows."""
+        self._copy_after_s = self._parts.engine.copy_seconds()
 
     def read(self, passes: int, seconds: float) -> PassFigures:
         """What `passes` passes took, `seconds` in all."""
         parts = self._parts
         streamed_bytes = parts.target.streamer.bytes_begun - self._bytes_before if passes else 0
         stall_s = max(0.0, parts.engine.stall_seconds() - self._stall_before_s)
-        return PassFigures(passes, seconds, streamed_bytes, stall_s)
+        copy_s = self._copy_after_s - self._copy_before_s
+        return PassFigures(passes, seconds, streamed_bytes, stall_s, copy_s, self._hidden_draft_share())
+
+    def _hidden_draft_share(self) -> float | None:
+        traced = self._parts.traced
+        if traced is None:
+            return None
+        times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: []}
+        for span in traced.recorder.spans[self._spans_before :]:
+            if span.row in times:
+                times[span.row].append((span.start_s, span.end_s))
+        drafting_s = union_seconds(times[DRAFT])
+        return covered_seconds(times[DRAFT], times[PASSES]) / drafting_s if drafting_s else None
 
 
 def generation_stats(
@@ -80,4 +106,6 @@ def generation_stats(
         predicted_s_per_pass=predicted_s_per_pass,
         emulated=expected.emulated,
         pageable_bytes=0 if parts.pageable is None else parts.pageable.nbytes,
+        link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / passes.seconds)) if streamed else None,
+        hidden_draft_share=passes.hidden_draft_share,
     )

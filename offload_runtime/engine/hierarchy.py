@@ -32,6 +32,7 @@ from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_step_bytes
 from offload_runtime.runners.step_graph import step_graph_bytes
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.tracing import TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,9 @@ def _place_levels(
 
 
 def make_proposer(
-    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int
-) -> Proposer:
+    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
+    recorder: TraceRecorder | None = None,
+) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch.
 
     Args:
@@ -211,17 +213,22 @@ def make_proposer(
         middle: The middle level to put on top; None for a chain.
         budget: Of the device.
         batch: Sequences.
+        recorder: Of a trace that steps are told; None: none.
     """
     if middle is not None:
-        return _make_triforce(models, middle, budget)
+        return _make_triforce(models, middle, budget, recorder)
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    proposer = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    proposer.model.recorder = recorder
+    return proposer
 
 
-def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> Proposer:
+def _make_triforce(
+    models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget, recorder: TraceRecorder | None
+) -> Proposer:
     options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
     assert layers is not None, "refused when it was planned"
@@ -242,12 +249,14 @@ def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget)
         target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
         target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
     )  # fmt: skip
+    middle.recorder = recorder
     first = None
     if draft is not None:
         draft_vocab = draft.runner.decoder.config.vocab_size
         first = DraftModel(
             draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
+        first.recorder = recorder
     return TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         capacity_tokens=source.capacity_tokens,

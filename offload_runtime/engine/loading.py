@@ -30,6 +30,7 @@ from offload_runtime.memory import (
     resolve_device,
 )
 from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.tracing import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
 from offload_runtime.weights import CheckpointSource
 
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
@@ -45,7 +46,7 @@ class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
     `proposer` serves up to `batch` sequences at once, `default_gamma` is 0 where it proposes nothing, `placement` says
-    in a line what lives where, and `plan` in bytes.
+    in a line what lives where, and `plan` in bytes. `recorder` is told what the copy queues and steps of proposers do.
     """
 
     sources: assembly.Sources
@@ -57,6 +58,7 @@ class LoadedRuntime:
     default_gamma: int
     placement: str
     plan: RunPlan
+    recorder: TraceRecorder | None = None
 
 
 def load_runtime(
@@ -64,7 +66,7 @@ def load_runtime(
     limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
     ram_bytes: int | None = None, pinned_bytes: int | None = None,
-    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
+    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None, trace: bool = False,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -74,6 +76,7 @@ def load_runtime(
         ram_bytes: Most host memory to use; None for what is available.
         pinned_bytes: Most of it to page-lock; None for what the system allows.
         emulation: A smaller machine to play.
+        trace: Record what the copy queues and the steps of proposers do.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
@@ -109,14 +112,20 @@ def load_runtime(
             on_plan(plan)
         check_ram(plan, host.ram_bytes, host.ram_name)
         reserve_workspace(plans, budget)
-        engine = _make_engine(emulation, budget)
+        recorder = TraceRecorder(make_clock(chosen)) if trace else None
+        with traced_copies(recorder, LINK):
+            engine = _make_engine(emulation, budget)
         # What the target makes for itself are queues of the way back.
         back_gbps = None if emulation is None else emulation.link_back_gbps
-        with _given_back_on_failure(engine, budget) as on_failure, paced_link(back_gbps):
+        with (
+            _given_back_on_failure(engine, budget) as on_failure,
+            paced_link(back_gbps),
+            traced_copies(recorder, LINK_BACK),
+        ):
             models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            proposer = make_proposer(kind, models, middle, budget, batch=batch)
+            proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
             gamma = default_gamma(chosen.type, placed)
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
@@ -124,7 +133,7 @@ def load_runtime(
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
-                plan=with_placement(plan, models.target.placement),
+                plan=with_placement(plan, models.target.placement), recorder=recorder,
             )  # fmt: skip
 
 

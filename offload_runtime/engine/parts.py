@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.text import Tokenizer
+from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import Proposer
+from offload_runtime.speculation import NoProposer, Proposer
 
 
 @dataclass(frozen=True)
 class StreamParts:
-    """What a generation works with; all of it belongs to the runtime."""
+    """What a generation works with; all of it belongs to the runtime.
 
-    target: ModelRunner
+    `traced` is the target where there is a trace, to be told what its passes came to.
+    """
+
+    target: ModelRunner | TracedTarget
     proposer: Proposer
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
@@ -25,3 +29,10 @@ class StreamParts:
     link_peak_gbps: float | None
     pinned_bytes: int  # of weights
     pageable: PageableMemory | None = None  # what is staged; None where nothing can be
+    traced: TracedTarget | None = None
+
+    def proposing(self, gamma: int) -> Proposer:
+        """Who proposes up to `gamma` tokens a round."""
+        if not gamma:
+            return NoProposer()
+        return self.proposer if self.traced is None else TracedProposer(self.proposer, self.traced.recorder)

@@ -30,11 +30,13 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
+from offload_runtime.engine.traced import TracedTarget, TraceOutput
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import NoProposer
+from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
 
 
@@ -43,7 +45,7 @@ class Runtime:
 
     def __init__(
         self, loaded: LoadedRuntime, *, max_gamma: int, machine: MachineFigures | None = None,
-        emulated: str | None = None,
+        emulated: str | None = None, trace: Path | None = None,
     ) -> None:  # fmt: skip
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
@@ -68,8 +70,10 @@ class Runtime:
         self._cache_owner: object | None = None
         self._current: TokenStream | None = None
         self._closed = False
+        traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
+        self._trace = self._trace_output(trace, traced)
         self._parts = StreamParts(
-            target=target.runner,
+            target=traced or target.runner,
             proposer=loaded.proposer,
             tokenizer=self.tokenizer,
             eos_token_ids=loaded.sources.eos_token_ids,
@@ -78,6 +82,7 @@ class Runtime:
             link_peak_gbps=target.link_peak_gbps,
             pinned_bytes=target.pinned_bytes,
             pageable=None if target.staged is None else target.staged.pageable,
+            traced=traced,
         )
         self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
 
@@ -90,7 +95,7 @@ class Runtime:
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
         max_gamma: int = 63, emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
-        on_plan: Callable[[RunPlan], None] | None = None,
+        on_plan: Callable[[RunPlan], None] | None = None, trace: str | Path | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -119,13 +124,17 @@ class Runtime:
                 takes a profile of this GPU, your own or a shipped one.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
+            trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
+                for chrome://tracing, ui.perfetto.dev and `tools/timeline.py`. None records nothing and costs nothing.
 
         Raises:
-            CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError:
-                before anything large is read, each saying what would help.
+            CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
+            StorageError: before anything large is read, each saying what would help.
         """
         require_positive("max_gamma", max_gamma)
         require_positive("max_batch", max_batch)
+        if trace is not None:
+            require_writable(Path(trace))
         emulation = None if emulate is None else emulation_of(emulate)
         given = load_profile(profile) if isinstance(profile, str | Path) else profile
         machine: MachineFigures | None = None
@@ -142,8 +151,12 @@ class Runtime:
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
             pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=planned, emulation=emulation,
+            trace=trace is not None,
         )  # fmt: skip
-        return cls(loaded, max_gamma=max_gamma, machine=machine, emulated=None if emulation is None else emulation.name)
+        return cls(
+            loaded, max_gamma=max_gamma, machine=machine, emulated=None if emulation is None else emulation.name,
+            trace=None if trace is None else Path(trace),
+        )  # fmt: skip
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -314,10 +327,29 @@ class Runtime:
         return self._models.target.rope.frequency_set(length)
 
     def close(self) -> None:
-        """Stop the copies and give all memory back. The runtime cannot be used afterwards."""
+        """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used
+        afterwards.
+
+        Raises:
+            StorageError: The trace cannot be written.
+        """
         if self._closed:
             return
         self._closed, self._current = True, None
+        try:
+            self._give_back()
+        finally:
+            if self._trace is not None:
+                self._trace.write()
+
+    def _trace_output(self, path: Path | None, traced: TracedTarget | None) -> TraceOutput | None:
+        if path is None or traced is None:
+            return None
+        about = {"device": str(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+                 "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
+        return TraceOutput(path, traced.recorder, about)
+
+    def _give_back(self) -> None:
         self._stop_copies()
         budget = self._parts.budget
         for model in (self._models.target, self._models.draft):

@@ -16,6 +16,7 @@ from offload_runtime.memory import HostArena
 from offload_runtime.page_locking import PageableMemory, Registrar
 from offload_runtime.planner import Placement
 from offload_runtime.staging import FEWEST_PIECES, StagingCopyEngine, StagingWriteEngine, staging_threads
+from offload_runtime.tracing import LINK, current_copy_log
 from offload_runtime.weights import HostWeights
 
 
@@ -131,7 +132,10 @@ def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], r
 def staged_engine(engine: CopyEngine, staged: StagedMemory) -> CopyEngine:
     """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
     threads = staging_threads(usable_cores())
-    return StagingCopyEngine(engine, staged.forth.pieces, staged.pageable, num_threads=threads)
+    log = current_copy_log()
+    if log is not None:  # both ways are built together, within the scope of the way back
+        log = replace(log, row=LINK)
+    return StagingCopyEngine(engine, staged.forth.pieces, staged.pageable, num_threads=threads, log=log)
 
 
 def staged_writeback(engine: CopyEngine, staged: StagedMemory | None) -> CopyEngine:
@@ -139,4 +143,5 @@ def staged_writeback(engine: CopyEngine, staged: StagedMemory | None) -> CopyEng
     if staged is None or staged.back is None:
         return engine
     threads = staging_threads(usable_cores())
-    return StagingWriteEngine(engine, staged.back.pieces, staged.pageable, num_threads=threads)
+    log = current_copy_log()
+    return StagingWriteEngine(engine, staged.back.pieces, staged.pageable, num_threads=threads, log=log)

@@ -31,6 +31,10 @@ class GenerationStats:
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`); None without them.
         emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
+        link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
+            way to the device; chunks that a middle level gathers are no copies. None where nothing is streamed.
+        hidden_draft_share: Share of the drafting in which a pass of the target was running; None without drafting, and
+            without a trace (see `Runtime.load`).
     """
 
     prompt_tokens: int
@@ -50,6 +54,8 @@ class GenerationStats:
     predicted_s_per_pass: float | None = None
     emulated: str | None = None
     pageable_bytes: int = 0
+    link_idle_share: float | None = None
+    hidden_draft_share: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""

@@ -88,7 +88,7 @@ class TokenStream:
     def _run(self) -> Generator[str, None, None]:
         parts, params = self._parts, self._params
         self._started_s = time.perf_counter()
-        proposer = parts.proposer if self._gamma else NoProposer()
+        proposer = parts.proposing(self._gamma)
         proposer.start(params.sampling)
         self._proposer = proposer
         decoder = SpeculativeDecoder(parts.target, proposer, params.sampling)
@@ -97,6 +97,7 @@ class TokenStream:
         self._meter = PassMeter(parts)
         while True:
             self._last_token_s = time.perf_counter()
+            self._meter.lap()
             for token in new_tokens:
                 piece, reason = self._answer.push(token)
                 if piece:
@@ -110,6 +111,8 @@ class TokenStream:
             gamma = min(self._gamma, self._answer.remaining - 1)
             with self._own_cache():
                 played = decoder.round(self.sequence_tokens, gamma)
+            if parts.traced is not None:
+                parts.traced.decided([played])
             self._tally.add(played.num_proposed, played.num_accepted)
             new_tokens = played.tokens
             self._passes += 1

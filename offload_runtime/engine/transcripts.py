@@ -16,6 +16,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.runtime import Runtime
+from offload_runtime.engine.traced import TracedTarget
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
@@ -75,7 +76,7 @@ class RecordingTarget:
     Which rows of a window those are shows in what is committed to the cache before the next pass. One sequence only.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner | TracedTarget) -> None:
         self._runner = runner
         self._rows: list[torch.Tensor] = []  # each [T, V] in the model's dtype, on the host
         self._window: torch.Tensor | None = None  # [T, V] of the last pass, on the host

@@ -266,8 +266,8 @@ class HostKVCache:
     def _write_open(self, sequence: int, block: int) -> None:
         """Send a block of the ring that has become full to the host."""
         copies = (
-            (self.blocks.block(place, sequence, block), self._slot(place, sequence, block))
-            for place in self._place.values()
+            (layer, self.blocks.block(place, sequence, block), self._slot(place, sequence, block))
+            for layer, place in self._place.items()
         )
         self._writes.send(sequence, block, copies)
 

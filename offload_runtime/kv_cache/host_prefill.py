@@ -96,7 +96,9 @@ class HostPrefill:
         for run in self._blocks.runs(self.sequence, self._blocks_written, full, self._piece_blocks):
             source = self._workspace[0, run.first_block : run.first_block + run.num_blocks]
             target = self._blocks.block(place, self.sequence, run.first_block, run.num_blocks)
-            self._writeback.enqueue(target, source.view(-1).view(torch.uint8), free=self._read, ready=self.written)
+            label = "kv", (self.layer, self.sequence, run.first_block)
+            source = source.view(-1).view(torch.uint8)
+            self._writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:
             return False

@@ -36,19 +36,20 @@ class HostWrites:
         self._writes: deque[_Write] = deque()
         self._failure: CopyError | None = None
 
-    def send(self, sequence: int, block: int, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def send(self, sequence: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Queue the writes of a block, behind what computes it.
 
         Args:
             sequence: Whose block it is.
             block: Its index.
-            copies: Target (host) and source (device) in every layer: uint8 [block_bytes] each.
+            copies: Every layer, its target (host) and source (device): uint8 [block_bytes] each.
         """
         read, written = self._engine.new_event(), self._engine.new_event()
         self._engine.compute_record(read)
         try:
-            for target, source in copies:
-                self._engine.enqueue(target, source, free=read, ready=written)
+            for layer, target, source in copies:
+                label = "kv", (layer, sequence, block)
+                self._engine.enqueue(target, source, free=read, ready=written, label=label)
         except CopyError as error:
             self._failure = error  # nobody waits for this block, so nobody else would be told
             raise

@@ -22,6 +22,7 @@ from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, D
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.sampling import sample
+from offload_runtime.tracing import DRAFT, TraceRecorder
 
 
 @runtime_checkable
@@ -80,6 +81,7 @@ class DraftModel:
         self._frequency_sets = [0] * batch
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [[0, 0]] * batch
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Choose tokens this way from now on, for the first `num_sequences` sequences."""
@@ -157,11 +159,15 @@ class DraftModel:
         else:
             cache.begin_window(list(new), list(new.values()))
         reach = self._reach(max(lengths.values()))
+        started = None if self.recorder is None else self.recorder.mark()
         for step in range(count):
             first = step == 0
             choice = None if self._choosing is None else self._choosing.begin_step(first=first)
             key = first, self.window.num_rows, reach, choice, self._params
             self.graphs.run(key, partial(self._step, first, reach, self._params))
+        if self.recorder is not None:
+            told = {"steps": count, "sequences": len(longest)}
+            self.recorder.add(DRAFT, "draft steps", started, self.recorder.mark(), told)
 
     def _step(self, first: bool, reach: int, params: SamplingParams) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.

@@ -22,6 +22,7 @@ from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes
 from offload_runtime.sampling import sample
 from offload_runtime.streaming import ResidentLayers
+from offload_runtime.tracing import DRAFT, TraceRecorder
 
 
 class RetrievalTarget:
@@ -57,6 +58,7 @@ class RetrievalTarget:
         self._rotation = StepRotation(rope.frequencies(1).repeat(batch, 1), rope.scaling)
         self._frequency_sets = [0] * batch
         self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     @torch.inference_mode()
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
@@ -91,9 +93,13 @@ class RetrievalTarget:
             refresh: Choose the chunks by this step's queries first.
         """
         assert num_proposals <= self._gamma
+        started = None if self.recorder is None else self.recorder.mark()
         self.cache.begin_pass(refresh=refresh)
         key = num_proposals, self.cache.shape, self._params
         self._graphs.run(key, partial(self._step, num_proposals, self._params))
+        if self.recorder is not None:
+            told = {"proposals": num_proposals, "refresh": refresh}
+            self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), told)
 
     def _step(self, num_proposals: int, params: SamplingParams) -> None:
         """Captured: no tensor of the host."""

@@ -21,6 +21,7 @@ from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.staging.ring import FEWEST_PIECES
 from offload_runtime.staging.workers import Workers
+from offload_runtime.tracing import CopyLog, Label
 
 _FAILED = (
     "staging from pageable memory failed ({error}): what is streamed cannot be trusted any more; load the runtime again"
@@ -45,6 +46,7 @@ class _Copy:
     ready: Any
     staged: bool
     last: bool  # of what was enqueued together
+    label: Label | None
     piece: _Piece | None = None
 
     @property
@@ -64,15 +66,17 @@ class StagingCopyEngine:
         pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
         before_fill: Called in those threads before each piece: tests inject delays and failures with it.
+        log: Of a trace; None: none.
     """
 
     def __init__(
         self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_fill: Callable[[], None] | None = None,
+        before_fill: Callable[[], None] | None = None, log: CopyLog | None = None,
     ) -> None:  # fmt: skip
         assert len(ring) >= FEWEST_PIECES and num_threads > 0
         self._engine = engine
         self._pageable = pageable
+        self._log = log
         self._before_fill = before_fill
         self._piece_bytes = ring[0].nbytes
         self._workers = Workers()
@@ -98,8 +102,9 @@ class StagingCopyEngine:
         return self._engine.new_event()
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None
-    ) -> None:
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
         assert source_free is None, "whoever owns pageable memory does not write to it"
         with self._workers.lock:
             self._workers.raise_failure(_FAILED)
@@ -107,16 +112,26 @@ class StagingCopyEngine:
             # What is pending stays in the queue until it is handed on, so nothing can overtake it here.
             straight = locked_bytes >= src.nbytes and not self._pending
             if not straight:
-                self._append(self._parts(dst, src, locked_bytes, free, ready))
+                self._append(self._parts(dst, src, locked_bytes, free, ready, label))
         if straight:
             with self._link:
-                self._engine.enqueue(dst, src, free=free, ready=ready)
+                self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
 
-    def _parts(self, dst: torch.Tensor, src: torch.Tensor, locked_bytes: int, free: Any, ready: Any) -> list[_Copy]:
+    def _parts(
+        self, dst: torch.Tensor, src: torch.Tensor, locked_bytes: int, free: Any, ready: Any, label: Label | None
+    ) -> list[_Copy]:
         cuts = [0] if locked_bytes else []
         cuts += [*range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
         return [
-            _Copy(dst[start:end], src[start:end], free, ready, staged=start >= locked_bytes, last=end == src.nbytes)
+            _Copy(
+                dst[start:end],
+                src[start:end],
+                free,
+                ready,
+                staged=start >= locked_bytes,
+                last=end == src.nbytes,
+                label=label,
+            )
             for start, end in pairwise(cuts)
         ]
 
@@ -169,7 +184,10 @@ class StagingCopyEngine:
         with self._workers.lock:
             self._issued.wait_for(lambda: not self._unissued[id(ready)] or self._workers.is_over)
             self._workers.raise_failure(_FAILED)
-        self._waited_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self._waited_s += ended - started
+        if self._log is not None:
+            self._log.staged(started, ended)
 
     # --- the threads
 
@@ -211,10 +229,12 @@ class StagingCopyEngine:
             piece = copy.piece
             with self._link:
                 if piece is None:
-                    self._engine.enqueue(copy.dst, copy.src, free=copy.free, ready=copy.ready)
+                    self._engine.enqueue(copy.dst, copy.src, free=copy.free, ready=copy.ready, label=copy.label)
                 else:
                     source = piece.buffer[: copy.src.nbytes]
-                    self._engine.enqueue(copy.dst, source, free=copy.free, ready=copy.ready, source_free=piece.free)
+                    self._engine.enqueue(
+                        copy.dst, source, free=copy.free, ready=copy.ready, source_free=piece.free, label=copy.label
+                    )
             with self._workers.lock:
                 self._pending.popleft()
                 if piece is not None:

@@ -17,6 +17,7 @@ import torch
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.staging.workers import Workers
+from offload_runtime.tracing import CopyLog, Label
 
 _FAILED = (
     "writing to pageable memory failed ({error}): the keys and values there cannot be trusted any more; load the "
@@ -55,15 +56,17 @@ class StagingWriteEngine:
         pageable: Which targets are pageable, each of them wholly or not at all.
         num_threads: That move what has come.
         before_landing: Called in those threads before each piece: tests inject delays and failures with it.
+        log: Of a trace; None: none.
     """
 
     def __init__(
         self, engine: CopyEngine, pieces: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_landing: Callable[[], None] | None = None,
+        before_landing: Callable[[], None] | None = None, log: CopyLog | None = None,
     ) -> None:  # fmt: skip
         assert pieces and num_threads > 0
         self._engine = engine
         self._pageable = pageable
+        self._log = log
         self._before_landing = before_landing
         self._piece_bytes = pieces[0].nbytes
         self._workers = Workers()
@@ -84,19 +87,20 @@ class StagingWriteEngine:
         return self._engine.new_event()
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None
-    ) -> None:
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
         assert source_free is None, "pieces need the event of their own"
         locked_bytes = self._pageable.locked_bytes(dst)
         if locked_bytes >= dst.nbytes:
-            self._engine.enqueue(dst, src, free=free, ready=ready)
+            self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
             return
         assert locked_bytes == 0, "a target is pageable wholly or not at all"
         for start in range(0, dst.nbytes, self._piece_bytes):
             part = slice(start, start + self._piece_bytes)
             piece = self._take_piece()
             into = piece.buffer[: dst[part].nbytes]
-            self._engine.enqueue(into, src[part], free=free, ready=ready, source_free=piece.filled)
+            self._engine.enqueue(into, src[part], free=free, ready=ready, source_free=piece.filled, label=label)
             with self._workers.lock:
                 self._unlanded[id(ready)] += 1
                 self._landings.append(_Landing(dst[part], piece, ready))
@@ -108,7 +112,10 @@ class StagingWriteEngine:
             self._landed.wait_for(lambda: self._free or self._workers.is_over)
             self._workers.raise_failure(_FAILED)
             piece = self._free.popleft()
-        self._waited_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self._waited_s += ended - started
+        if self._log is not None:
+            self._log.staged(started, ended)
         return piece
 
     def compute_wait(self, ready: Any) -> None:

@@ -1,0 +1,128 @@
+"""A target and a proposer that tell a trace what they do: put around the real ones where there is a recorder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import Acceptance, Proposer, Round, Turn
+from offload_runtime.tracing import DRAFT, HOST, PASSES, TraceRecorder, write_trace
+
+
+class TracedTarget:
+    """Hands prompts and windows on to a runner and records its passes: on the device, and how long they took to launch.
+
+    Args:
+        runner: Of the target; its layers are recorded as well.
+        recorder: Of the trace.
+    """
+
+    def __init__(self, runner: ModelRunner, recorder: TraceRecorder) -> None:
+        self.cache = runner.cache
+        self.streamer = runner.streamer
+        self.recorder = recorder
+        self._runner = runner
+        self._passes = 0
+        self._args: dict[str, Any] = {}  # of the last pass, whose outcome is not known yet
+        self._launched_s = 0.0
+        runner.streamer.recorder = recorder
+
+    def prefill(
+        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
+    ) -> torch.Tensor:
+        """As `ModelRunner.prefill`."""
+        args = {"kind": "prefill", "tokens": [len(tokens)]}
+        return self._record(args, lambda: self._runner.prefill(sequence, tokens, on_layer))
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        """As `ModelRunner.verify`."""
+        args = {"kind": "verify", "tokens": [len(window.tokens) for window in windows]}
+        return self._record(args, lambda: self._runner.verify(windows, sequences))
+
+    def decided(self, rounds: Sequence[Round]) -> None:
+        """What came of the last pass, for each sequence, whose tokens the host has just read."""
+        self._args["proposed"] = [played.num_proposed for played in rounds]
+        self._args["accepted"] = [played.num_accepted for played in rounds]
+        args = {"pass": self._args["pass"]}
+        self.recorder.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
+        self.recorder.settle()
+
+    def _record(self, args: dict[str, Any], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        recorder, bytes_before = self.recorder, self.streamer.bytes_begun
+        started_s, started = time.perf_counter(), recorder.mark()
+        logits = run()
+        ended, self._launched_s = recorder.mark(), time.perf_counter()
+        self._args = {"pass": self._passes, **args, "bytes": self.streamer.bytes_begun - bytes_before}
+        self._passes += 1
+        recorder.add(PASSES, f"{args['kind']} {self._args['pass']}", started, ended, self._args)
+        recorder.add_host(HOST, "launch", started_s, self._launched_s, {"pass": self._args["pass"]})
+        return logits
+
+
+class TracedProposer:
+    """Asks a proposer and records how long it takes to answer.
+
+    Args:
+        proposer: The real one.
+        recorder: Of the trace.
+    """
+
+    def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
+        self._proposer = proposer
+        self._recorder = recorder
+
+    @property
+    def name(self) -> str | None:
+        """As `Proposer.name`."""
+        return self._proposer.name
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        """As `Proposer.start`."""
+        self._proposer.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        """As `Proposer.prepare`."""
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        self._proposer.prepare(sequence, tokens)
+        self._told("prepare", started_s, started, {"tokens": [len(tokens)]})
+
+    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """As `Proposer.propose`."""
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        proposals = self._proposer.propose(turns)
+        args = {"asked": [turn.gamma for turn in turns], "proposed": [len(guesses) for guesses in proposals]}
+        self._told("propose", started_s, started, args)
+        return proposals
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        """As `Proposer.counts`."""
+        return self._proposer.counts(sequence)
+
+    def _told(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
+        self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
+        self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
+
+
+@dataclass(frozen=True)
+class TraceOutput:
+    """Where a runtime's trace goes when it is closed, and what is said of the run."""
+
+    path: Path
+    recorder: TraceRecorder
+    about: Mapping[str, Any]
+
+    def write(self) -> None:
+        """End the recording and write it. Nothing may be copying any more.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        write_trace(self.path, self.recorder.finish(), self.about)

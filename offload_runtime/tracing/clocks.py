@@ -1,0 +1,159 @@
+"""Clocks of what a device computes: a CPU's is the host's own, a GPU's are its timing events.
+
+A mark stands for a moment on the device. Marks are read when they are past, so nothing ever waits for one while tokens
+are decoded; only the beginning and the end of a recording do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# Of so many attempts to catch host and device at one moment the tightest counts.
+_ALIGNMENTS = 5
+
+
+class DeviceClock(Protocol):
+    """Marks moments of what a device computes. Seconds count from the clock's making."""
+
+    def mark(self) -> Any:
+        """The moment when all is done that the current stream has been given so far."""
+
+    def base(self) -> Any:
+        """What marks made from now on are read against; the same for as long as nobody moves it."""
+
+    def move_base(self) -> None:
+        """Read later marks against a later moment; never waits. To be called where the current stream is idle."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether the moment has come; never waits."""
+
+    def read(self, base: Any, start: Any, end: Any) -> tuple[float, float]:
+        """Seconds of two marks that are past, made after `base` was asked for."""
+
+    def give_back(self, mark: Any) -> None:
+        """The mark is of no more use to anybody."""
+
+    def align(self) -> Callable[[float], float]:
+        """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream."""
+
+    def roughly(self) -> Callable[[float], float]:
+        """The same from what was known at the beginning, for a device that answers no more."""
+
+
+class HostClock:
+    """The CPU is its own device: what it computes is over when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def base(self) -> None:
+        return None
+
+    def move_base(self) -> None:
+        pass
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def read(self, base: None, start: float, end: float) -> tuple[float, float]:
+        return start, end
+
+    def give_back(self, mark: float) -> None:
+        pass
+
+    def align(self) -> Callable[[float], float]:
+        return self.roughly()
+
+    def roughly(self) -> Callable[[float], float]:
+        return lambda seconds: seconds
+
+
+@dataclass(frozen=True)
+class _Base:
+    """An event that has fired, and when: seconds since the clock's making."""
+
+    event: torch.cuda.Event
+    seconds: float
+
+
+class CudaClock:
+    """The clock of a GPU.
+
+    The driver tells the time between two events in milliseconds of 24 bits: microseconds become coarse after some ten
+    seconds. So marks are read against a base that follows them.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[torch.cuda.Event] = []
+        event, self._started_s = self._now()
+        self._base = _Base(event, 0.0)
+        self._next_base: torch.cuda.Event | None = None
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def base(self) -> _Base:
+        return self._base
+
+    def move_base(self) -> None:
+        # Only what has fired becomes the base, so that no mark made afterwards is before it.
+        if self._next_base is not None and self._next_base.query():
+            self._base = _Base(self._next_base, self._seconds(self._next_base))
+            self._next_base = None
+        if self._next_base is None:
+            self._next_base = torch.cuda.Event(enable_timing=True)
+            self._next_base.record(torch.cuda.current_stream(self._device))
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def read(self, base: _Base, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
+        start_s = base.seconds + base.event.elapsed_time(start) / 1e3
+        return start_s, start_s + start.elapsed_time(end) / 1e3
+
+    def give_back(self, mark: torch.cuda.Event) -> None:
+        self._spare.append(mark)
+
+    def align(self) -> Callable[[float], float]:
+        event, ended_s = self._now()
+        device_s = self._seconds(event)
+        started_s, rate = self._started_s, (ended_s - self._started_s) / device_s
+        return lambda seconds: started_s + rate * seconds
+
+    def roughly(self) -> Callable[[float], float]:
+        started_s = self._started_s
+        return lambda seconds: started_s + seconds
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        return self._base.seconds + self._base.event.elapsed_time(event) / 1e3
+
+    def _now(self) -> tuple[torch.cuda.Event, float]:
+        """One moment as an event and on the host's clock."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()
+        tries = []
+        for _ in range(_ALIGNMENTS):
+            event = torch.cuda.Event(enable_timing=True)
+            before_s = time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after_s = time.perf_counter()
+            tries.append((after_s - before_s, (before_s + after_s) / 2, event))
+        _, middle_s, event = min(tries, key=lambda attempt: attempt[0])
+        return event, middle_s
+
+
+def make_clock(device: torch.device) -> DeviceClock:
+    """The clock that fits `device`."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

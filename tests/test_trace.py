@@ -1,0 +1,349 @@
+"""Traces of whole runs: every copy once, in its place, and the same figures as the engine's own counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from typer.testing import CliRunner
+
+from offload_runtime.cli import app
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.engine import GenerationResult, Runtime, assembly, placing
+from offload_runtime.engine.figures import PassMeter
+from offload_runtime.engine.parts import StreamParts
+from offload_runtime.errors import StorageError
+from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.tracing import CudaClock, HostClock, TraceRecorder
+from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.traces import (
+    EVENT_S,
+    FILE_S,
+    Bar,
+    assert_layers_wait_for_their_copies,
+    assert_one_after_the_other,
+    rows_of,
+    total_bytes,
+    total_s,
+)
+
+CONTEXT, NEW_TOKENS = 1024, 30
+PROMPTS = [[(7 * index) % 250 + 4 for index in range(500)], [(11 * index) % 250 + 4 for index in range(300)]]
+ASKED: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.6, "seed": 3, "ignore_eos": True}
+LEVELS = SpeculationOptions("triforce", "full", chunk_size=8, budget_tokens=96, gamma_draft=2)
+RUNS: dict[str, dict[str, Any]] = {
+    "weights": {"resident_layers": 2},
+    "KV": {"kv": "host", "draft": "ngram"},
+    "both": {"resident_layers": 1, "kv": "host"},
+    "neither": {"kv": "gpu"},
+    "plain": {"resident_layers": 0, "kv": "host", "draft": "none"},
+    "TriForce": {"kv": "host", "speculation": LEVELS},
+    "batch": {"resident_layers": 1, "kv": "host", "max_batch": 2},
+}
+
+STREAMED: dict[str, set[str]] = {
+    "weights": {"weights"}, "KV": {"kv"}, "both": {"weights", "kv"}, "neither": set(), "plain": {"weights", "kv"},
+    "TriForce": {"kv"}, "batch": {"weights", "kv"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A run that is over: its trace, and the queues that it was of."""
+
+    rows: dict[str, list[Bar]]
+    results: Sequence[GenerationResult]
+    engine: CopyEngine
+    writeback: CopyEngine | None
+    about: dict[str, Any]
+
+
+def traced(path: Path, target: Path, **options: Any) -> Traced:
+    """Generate for one prompt, or for as many as there is room for at once."""
+    with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
+        cache = runtime._models.target.runner.cache
+        writeback = cache._writeback if isinstance(cache, HostKVCache) else None
+        engine = runtime._parts.engine
+        batch = options.get("max_batch", 1)
+        results = runtime.generate_batch(PROMPTS[:batch], **ASKED) if batch > 1 else [generate(runtime)]
+        assert not path.exists()
+    return Traced(rows_of(path), results, engine, writeback, json.loads(path.read_text())["otherData"])
+
+
+def generate(runtime: Runtime) -> GenerationResult:
+    return runtime.generate(PROMPTS[0], **ASKED)
+
+
+def assert_consistent(run: Traced, *, tolerance_s: float) -> None:
+    """What holds for every trace."""
+    rows, queues = run.rows, {"link": run.engine, "link back": run.writeback}
+    assert list(rows) == ["passes", "link", "link back", "compute", "stalls", "draft", "host"]
+    assert run.about["dropped_spans"] == 0
+    for row, engine in queues.items():
+        assert total_bytes(rows[row]) == (engine.bytes_copied if engine is not None else 0)
+        slack_s = tolerance_s * (1 + len(rows[row]))
+        assert total_s(rows[row]) == pytest.approx(engine.copy_seconds() if engine is not None else 0.0, abs=slack_s)
+    # Of what is staged the host waits for the staging as well.
+    waits = [bar for bar in rows["stalls"] if bar.name == "wait for the link"]
+    waits += [bar for bar in rows["host"] if bar.name == "staging for the link"]
+    slack_s = tolerance_s * (1 + len(waits))
+    assert total_s(waits) == pytest.approx(run.engine.stall_seconds(), abs=slack_s)
+    for row in ("passes", "link", "link back", "compute"):
+        assert_one_after_the_other(rows[row], tolerance_s=tolerance_s)
+    assert_layers_wait_for_their_copies(rows, tolerance_s=tolerance_s)
+    # Every layer of every pass, within it.
+    assert len(rows["compute"]) == NUM_LAYERS * len(rows["passes"])
+    for number, one in enumerate(rows["passes"]):
+        assert one.args["pass"] == number
+        layers = [bar for bar in rows["compute"] if one.start_s - tolerance_s <= bar.start_s <= one.end_s]
+        assert [bar.args["layer"] for bar in layers] == list(range(NUM_LAYERS))
+        assert layers[-1].end_s <= one.end_s + tolerance_s
+
+
+def assert_figures(run: Traced) -> None:
+    """The trace tells the same of the passes as the returned figures do."""
+    passes = run.rows["passes"]
+    prefills, rounds = ([bar for bar in passes if bar.args["kind"] == kind] for kind in ("prefill", "verify"))
+    assert [bar.args["tokens"] for bar in prefills] == [[len(prompt)] for prompt in PROMPTS[: len(run.results)]]
+    stats = [result.stats for result in run.results]
+    assert len(rounds) == max(one.passes for one in stats)
+    assert sum(len(bar.args["tokens"]) for bar in rounds) == sum(one.passes for one in stats)
+    last_levels = [one.acceptance[-1] for one in stats if one.acceptance]
+    assert sum(sum(bar.args["accepted"]) for bar in rounds) == sum(level.accepted for level in last_levels)
+    assert sum(sum(bar.args["proposed"]) for bar in rounds) == sum(level.proposed for level in last_levels)
+    for bar in rounds:
+        assert bar.args["tokens"] == [1 + proposed for proposed in bar.args["proposed"]]
+    assert round(sum(bar.args["bytes"] for bar in rounds) / len(rounds)) == stats[0].bytes_per_pass
+    proposals = [bar for bar in run.rows["draft"] if bar.name == "propose"]
+    assert len([bar for bar in proposals if any(bar.args["proposed"])]) == len(
+        [bar for bar in rounds if any(bar.args["proposed"])]
+    )
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_path: Path) -> None:
+    options = {"draft": draft, "resident_layers": NUM_LAYERS, **RUNS[name]}
+    run = traced(tmp_path / "trace.json", target, **options)
+    assert_consistent(run, tolerance_s=FILE_S)
+    assert_figures(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    kinds = {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"}
+    assert kinds == STREAMED[name]
+    back = [bar.args for bar in run.rows["link back"]]
+    answers = range(len(run.results)) if "kv" in kinds else ()
+    # One block of each prompt, and one that the first answer fills.
+    full = {sequence: (len(PROMPTS[sequence]) + NEW_TOKENS - 1) // BLOCK_TOKENS for sequence in answers}
+    assert {args["kind"] for args in back} == ({"kv"} if full else set())
+    assert sorted((args["sequence"], args["block"], args["layer"]) for args in back) == [
+        (sequence, block, layer)
+        for sequence, blocks in full.items() for block in range(blocks) for layer in range(NUM_LAYERS)
+    ]  # fmt: skip
+    stats = run.results[0].stats
+    assert (stats.link_idle_share is None) == (name == "neither")
+    assert stats.hidden_draft_share == (None if name == "plain" else 0.0)
+    steps = {bar.name for bar in run.rows["draft"]}
+    assert ("draft steps" in steps) == (options["draft"] == draft)
+    assert ("middle step" in steps) == (name == "TriForce")
+    with load(target, context=CONTEXT, **options) as runtime:
+        asked = runtime.generate_batch(PROMPTS, **ASKED) if name == "batch" else [generate(runtime)]
+    assert [result.tokens for result in asked] == [result.tokens for result in run.results]
+
+
+def test_what_is_staged_is_traced_piece_by_piece(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "make_registrar", lambda device: LimitedRegistrar(1 << 60))
+    run = traced(tmp_path / "trace.json", target, resident_layers=0, kv="host", draft="none", pinned=500_000)
+    assert run.results[0].stats.pageable_bytes > 0
+    assert_consistent(run, tolerance_s=FILE_S)
+    staged = [bar for bar in run.rows["host"] if bar.name.startswith("staging for the link")]
+    assert staged
+
+
+def test_the_link_is_idle_while_it_carries_nothing(target: Path, tmp_path: Path) -> None:
+    run = traced(tmp_path / "trace.json", target, resident_layers=0, draft="none")
+    stats, rounds = run.results[0].stats, [bar for bar in run.rows["passes"] if bar.args["kind"] == "verify"]
+    decoding_s = stats.passes * (stats.measured_s_per_pass or 0)
+    copied = [bar for bar in run.rows["link"] if rounds[0].start_s <= bar.start_s < rounds[-1].end_s]
+    # The counters are read between passes: a copy at either end may be in or out.
+    slack = 4 * max(bar.seconds for bar in run.rows["link"]) / decoding_s
+    assert stats.link_idle_share == pytest.approx(1 - total_s(copied) / decoding_s, abs=slack)
+
+
+def test_drafting_is_hidden_as_far_as_a_pass_is_running() -> None:
+    recorder = TraceRecorder(HostClock())
+    engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
+    parts = SimpleNamespace(
+        engine=engine, target=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
+        traced=SimpleNamespace(recorder=recorder),
+    )  # fmt: skip
+    recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
+    meter = PassMeter(cast(StreamParts, parts))
+    assert meter.read(0, 0.0).hidden_draft_share is None
+    recorder.add("passes", "verify 1", 10.0, 14.0, {})
+    recorder.add("draft", "propose", 13.0, 17.0, {})
+    recorder.add("draft", "draft steps", 13.5, 16.0, {})  # a part of the former
+    recorder.add("passes", "verify 2", 17.0, 18.0, {})
+    recorder.settle()
+    assert meter.read(2, 8.0).hidden_draft_share == pytest.approx(0.25)
+
+
+def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("somebody records")
+
+    monkeypatch.setattr(TraceRecorder, "__init__", fail)
+    monkeypatch.setattr(HostClock, "mark", fail)
+    for options in RUNS.values():
+        with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
+            stats = generate(runtime).stats
+            assert runtime._parts.traced is None
+            assert stats.hidden_draft_share is None
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, after: int) -> None:
+    patch.setattr(owner, name, raising(KeyboardInterrupt(), after=after, then=getattr(owner, name)))
+
+
+@pytest.mark.parametrize(
+    ("where", "after", "passes"),
+    [
+        (lambda runtime: (runtime._parts.target._runner, "verify"), 3, 4),
+        (lambda runtime: (runtime._models.target.runner.decoder, "layer"), 2, 0),
+        (lambda runtime: (runtime._parts.proposer, "propose"), 2, 3),
+    ],
+    ids=["between passes", "in prefill", "while drafting"],
+)
+def test_what_is_interrupted_leaves_a_whole_trace(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    where: Callable[[Runtime], tuple[object, str]], after: int, passes: int,
+) -> None:  # fmt: skip
+    path = tmp_path / "trace.json"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
+    ):
+        interrupt(monkeypatch, *where(runtime), after)
+        generate(runtime)
+    rows = rows_of(path)
+    assert len(rows["passes"]) == passes
+    assert all("accepted" in bar.args for bar in rows["passes"][1:])
+    assert_one_after_the_other(rows["link"])
+
+
+def test_a_trace_spans_all_generations_of_a_runtime(target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("an older file")
+    with load(target, resident_layers=1, context=CONTEXT, trace=str(path)) as runtime:
+        results = [generate(runtime), runtime.generate("the quick", max_new_tokens=5, ignore_eos=True)]
+        assert path.read_text() == "an older file"
+    passes = rows_of(path)["passes"]
+    assert len(passes) == sum(1 + result.stats.passes for result in results)
+
+
+def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for place, words in (
+        (tmp_path / "absent" / "t.json", "No such file"),
+        (file / "t.json", "Not a directory"),
+        (tmp_path, "is a directory: name a file in it"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            Runtime.load(tmp_path / "no model", device="cpu", trace=place)
+        result = CliRunner().invoke(
+            app, ["generate", "--target", str(tmp_path / "no model"), "--prompt", "a", "--trace", str(place)]
+        )
+        assert result.exit_code == 2 and words in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_back(
+    target: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    runtime = Runtime.load(target, device="cpu", resident_layers=1, trace=folder / "trace.json")
+    generate(runtime)
+    folder.rmdir()
+    with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
+        runtime.close()
+    assert not runtime._stop_copies.alive and not hasattr(runtime, "_models")
+    runtime.close()
+
+
+def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("the quick brown fox")
+    common = ["--target", str(target), "--device", "cpu", "--resident-layers", "1", "--max-new-tokens", "4"]
+    for number, (command, stdin) in enumerate([
+        (["generate", "--prompt", "the quick"], None),
+        (["generate", *(f"--prompt-file={file}" for file in files)], None),
+        (["chat"], "the quick\nand on\n"),
+    ]):  # fmt: skip
+        path = tmp_path / f"{number}.json"
+        result = CliRunner().invoke(app, [*command, *common, "--ignore-eos", "--trace", str(path)], input=stdin)
+        assert result.exit_code == 0, result.stderr
+        assert f"trace written to {path}" in result.stderr and "drafting hidden" not in result.stderr.split("\n")[0]
+        kinds = [bar.args["kind"] for bar in rows_of(path)["passes"]]
+        assert kinds.count("prefill") == (1 if number == 0 else 2) and "verify" in kinds
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_trace_of_a_gpu(
+    target: Path, draft: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
+    options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
+    with Runtime.load(target, context=CONTEXT, **options) as runtime:
+        batch = options.get("max_batch", 1)
+        plain = runtime.generate_batch(PROMPTS[:batch], **ASKED)
+    waits: list[str] = []
+    clocked = CudaClock._now
+    monkeypatch.setattr(CudaClock, "_now", lambda clock: (waits.append("align"), clocked(clock))[1])
+    run = traced(tmp_path / "trace.json", target, **options)
+    assert waits == ["align", "align"]  # when it began and when it was over
+    assert [result.tokens for result in run.results] == [result.tokens for result in plain]
+    assert_consistent(run, tolerance_s=EVENT_S)
+    assert_figures(run)
+    assert {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"} == STREAMED[name]
+    # On one clock: the device begins a pass after the host, and the host has its tokens after the device has.
+    launches = {bar.args["pass"]: bar for bar in run.rows["host"] if bar.name == "launch"}
+    accepted = {bar.args["pass"]: bar for bar in run.rows["host"] if bar.name == "wait and accept"}
+    for one in run.rows["passes"]:
+        number = one.args["pass"]
+        assert one.start_s > launches[number].start_s - 50e-6
+        if number in accepted:
+            assert one.end_s < accepted[number].end_s + 50e-6
+
+
+@pytest.mark.gpu
+def test_a_gpu_records_no_events_without_a_trace(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("somebody records")
+
+    monkeypatch.setattr(CudaClock, "__init__", fail)
+    monkeypatch.setattr(CudaClock, "mark", fail)
+    with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
+        generate(runtime)
+        assert runtime._parts.traced is None
+        torch.cuda.synchronize()
