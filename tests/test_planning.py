@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, ModelConfig, SpeculationOptions
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions, format_bytes_up, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.forecast import forecast, upgrades
@@ -63,7 +63,15 @@ def requests(draw: st.DrawFn) -> PlanRequest:
         batch=draw(st.sampled_from([1, 1, 2, 5])),
         resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
         speculation=SpeculationOptions(mode),
+        vram_bytes=draw(limits(2 * GB, 40 * GB)),
+        ram_bytes=draw(limits(6 * GB, 600 * GB)),
+        pinned_bytes=draw(limits(GB // 10, 300 * GB)),
     )
+
+
+def limits(least_bytes: int, most_bytes: int) -> st.SearchStrategy[int | None]:
+    """What somebody allows of some memory; mostly all of it."""
+    return st.one_of(st.none(), st.none(), st.none(), st.integers(least_bytes, most_bytes))
 
 
 machines = st.builds(
@@ -104,6 +112,13 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
 
 
+def check_asked_limits(plan: RunPlan, request: PlanRequest) -> None:
+    """Nor what was allowed of it."""
+    assert request.vram_bytes is None or plan.device_bytes <= request.vram_bytes
+    assert request.ram_bytes is None or plan.host_bytes <= request.ram_bytes
+    assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes
+
+
 @PROPERTY
 @given(st.tuples(requests(), machines) | little_locked())
 def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, MachineFigures]) -> None:
@@ -112,6 +127,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
     if plan is None:
         return
     check_limits(plan, machine)
+    check_asked_limits(plan, request)
     plans, parts = plan.placed.plans, {part.name: part.nbytes for part in plan.device}
     target, placement = plans.target, plan.placed.placement
     assert len(parts) == len(plan.device)
@@ -241,8 +257,9 @@ def test_what_is_proposed_instead_fits(request: PlanRequest, machine: MachineFig
         again = plan_run(proposal.request, proposal.machine)
         assert again == proposal.plan
         check_limits(again, proposal.machine)
+        check_asked_limits(again, proposal.request)
         if proposal.machine == machine:
-            assert proposal.change.startswith("--")
+            assert proposal.change.startswith("--") or "of host memory" in proposal.change
     assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
 
 
@@ -272,6 +289,50 @@ def test_a_refusal_names_the_largest_that_fits() -> None:
     assert outcome.short_bytes["device memory"] == memory.request.vram_bytes - 25 * GB
 
 
+def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
+    """As far as the card goes, for what is short of it and for what is short of host memory; as it would be typed."""
+    machine = machine_figures(load_profile("rtx4090"))
+    model = describe_model(CONFIGS / "llama-3.1-8b")
+    short_of_vram = PlanRequest(model, context=65536, kv="gpu", vram_bytes=8 * GB)
+    short_of_ram = PlanRequest(model, context=65536, vram_bytes=8 * GB, ram_bytes=20 * GB)
+    for request in (short_of_vram, short_of_ram):
+        outcome = plan_or_refuse(request, machine)
+        assert isinstance(outcome, Refusal)
+        raised = [proposal for proposal in outcome.proposals if proposal.change.startswith("--vram ")]
+        assert len(raised) == 1 and not any("device memory" in proposal.change for proposal in outcome.proposals)
+        vram_bytes = parse_bytes(raised[0].change.removeprefix("--vram "))
+        assert plan_run(replace(request, vram_bytes=vram_bytes), machine) == raised[0].plan
+        with pytest.raises(BudgetError):
+            plan_run(replace(request, vram_bytes=vram_bytes - GB // 10), machine)
+    beyond = plan_or_refuse(replace(short_of_vram, vram_bytes=80 * GB), machine)
+    assert isinstance(beyond, Refusal) and beyond.proposals[0].change == "--vram 25.7GB"
+
+
+def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
+    machine = machine_figures(load_profile("rtx4090"))
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-70b"), context=4096, ram_bytes=500 * GB)
+    with pytest.raises(
+        BudgetError, match=r"host memory of 68\.7 GB is too small .* or add memory: rtx4090 has no more"
+    ):
+        plan_run(request, machine)
+    with pytest.raises(BudgetError, match=r"^--ram of 20\.0 GB is too small .* or allow more with --ram"):
+        plan_run(replace(request, ram_bytes=20 * GB), machine)
+
+
+def test_what_is_short_of_page_locked_memory_is_what_the_problem_says() -> None:
+    machine = machine_figures(load_profile("rtx4090"))
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), context=32768, vram_bytes=8 * GB, pinned_bytes=10_000_000
+    )
+    outcome = plan_or_refuse(request, machine)
+    assert isinstance(outcome, Refusal)
+    least_bytes = 10_000_000 + outcome.short_bytes["page-locked memory"]
+    assert f"too little by {format_bytes_up(outcome.short_bytes['page-locked memory'])}" in str(outcome.problem)
+    assert plan_run(replace(request, pinned_bytes=least_bytes), machine).pinned_bytes == least_bytes
+    with pytest.raises(BudgetError, match="too little by 1 B"):
+        plan_run(replace(request, pinned_bytes=least_bytes - 1), machine)
+
+
 def test_several_changes_together_when_no_single_one_fits() -> None:
     machine = MachineFigures("tiny", 9 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
     request = PlanRequest(
@@ -297,7 +358,7 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     assert len(plan_run(staged_request(request), machine).staged_weight_layers) == 0
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
         plan_run(replace(staged_request(request), pinned_bytes=10_000_000), machine)
-    with pytest.raises(BudgetError, match=r"host memory of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
+    with pytest.raises(BudgetError, match=r"--ram of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
         plan_run(replace(request, ram_bytes=15 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
         plan_run(replace(request, vram_bytes=30 * GB), machine)
