@@ -11,11 +11,13 @@ import torch
 
 from offload_runtime.config import GB
 from offload_runtime.engine.costs import DTYPE_NAMES, draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.hierarchy import PlacedLevels
 from offload_runtime.engine.planning import machine_figures
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.memory import resolve_device
 from offload_runtime.planner import MachineFigures, RoundCosts, predict_pass, predict_round, predict_step
 from offload_runtime.speculation import Acceptance
 
@@ -128,6 +130,20 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         except (ProfileError, OptionError):  # nobody asked for this one
             continue
     return None
+
+
+def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
+    """The figures to predict a run with before anything of it is measured; arguments and errors as of `Runtime.load`.
+
+    Returns:
+        None where nothing is known of the machine. Of one that is played it is the link alone: what computes stays as
+        fast as it is.
+    """
+    given = None if profile is None else load_profile(profile)
+    machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
+    if machine is None or emulate is None:
+        return machine
+    return replace(machine, link_gbps=emulation_of(emulate).link_gbps)
 
 
 def _figures(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
