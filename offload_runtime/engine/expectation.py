@@ -72,13 +72,16 @@ class Expectation:
 
 def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFigures) -> float:
     """Seconds of a round over these answers, each about halfway."""
-    target = replace(placed.plans.target, batch=len(answers))
-    placed = replace(placed, plans=replace(placed.plans, target=target))
+    target, draft = replace(placed.plans.target, batch=len(answers)), placed.plans.draft
+    if draft is not None:
+        draft = replace(draft, batch=len(answers))
+    placed = replace(placed, plans=replace(placed.plans, target=target, draft=draft))
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
     length = min(sum(lengths) // len(lengths), target.context_tokens - rows)
     verify = predict_pass(pass_costs(placed, length_tokens=length, rows=rows), machine)
-    drafting_s = sum(_drafting_s(placed, answer, machine) for answer in answers)
+    # A step serves all of them, and who needs the most steps keeps the others waiting.
+    drafting_s = max(_drafting_s(placed, answer, machine) for answer in answers)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
         lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
@@ -93,7 +96,7 @@ def _proposed_per_pass(answer: Played) -> float:
 
 
 def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -> float:
-    """Seconds of proposing for one pass over one answer; n-grams take none."""
+    """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
     draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if not steps or middle is None:
