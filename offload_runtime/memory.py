@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload_runtime.config import format_bytes
+from offload_runtime.config import format_bytes, size_option_down
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.page_locking import LOCK_BLOCK_BYTES, CudaRegistrar, LockedPages, Registrar
 
@@ -155,7 +155,8 @@ class DeviceBudget:
         if limit_bytes > available_bytes:
             raise BudgetError(
                 f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(available_bytes)} that "
-                f"{self.device} has free: lower it or close other programs that use the card"
+                f"{self.device} has free: lower it to {size_option_down(available_bytes)} or close other programs "
+                "that use the card"
             )
         return limit_bytes
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.config import parse_bytes
-from offload_runtime.machine_profile import load_profile, save_profile
+from offload_runtime.machine_profile import MachineProfile, load_profile, save_profile
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -51,6 +51,19 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
     assert parts is not None and peak is not None
     listed = [parse_bytes(size) for size in re.findall(r"[0-9.]+ [kMG]B", parts[1])]
     assert sum(listed) == pytest.approx(parse_bytes(peak[1]), rel=0.02)
+
+
+def test_no_figure_is_cut_off_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    draft = str(CONFIGS / "llama-68m")
+    for target, *arguments in (
+        ("llama-2-7b-128k", "--draft", draft, "--context", "131072", "--profile", "rtx4090-x2", "--gamma", "1000"),
+        ("llama-3.1-8b", "--context", "4096", "--profile", "h200"),
+        ("llama-3.1-8b", "--context", "32768", "--vram", "8GB", "--pinned", "1GB", "--profile", "rtx4090"),
+    ):
+        result = plan(target, *arguments)
+        assert result.exit_code == 0 and "bound by" in result.stdout and "to first token" in result.stdout
+        assert "…" not in result.stdout
 
 
 def test_json_has_the_same_in_bytes_and_seconds() -> None:
@@ -97,9 +110,10 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
     [
         (("--profile", "rtx9999"), "rtx9999"),
         (("--ram", "much"), "'much' is not a size"),
-        (("--ram", "10GB"), "host memory of 10.0 GB is too small"),
+        (("--ram", "10GB"), "--ram of 10.0 GB is too small"),
+        (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "host memory of 68.7 GB is"),
         (("--pinned", "1MB", "--vram", "9GB", "--context", "2048"), "--pinned page-locks 1.0 MB at most"),
-        (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090"),
+        (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090: lower it to 25.7GB"),
         (("--speculation", "triforce"), "a draft model or nothing"),
         (("--draft", "none", "--gamma", "4"), "--gamma 4 does nothing with --draft none"),
     ],
@@ -170,6 +184,9 @@ def test_without_a_profile_the_users_own_or_a_common_card() -> None:
     save_profile(load_profile("h200"), "mine")
     own = plan("llama-3.1-8b", "--context", "4096")
     assert "planning for mine" in own.stderr and "machine: mine" in own.stdout
+    save_profile(MachineProfile("bare", "measured", 0, 10**9), "mine")
+    without_gpu = plan("llama-3.1-8b", "--context", "4096")
+    assert without_gpu.exit_code == 0 and "planning for rtx4090" in without_gpu.stderr
 
 
 def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
@@ -183,6 +200,17 @@ def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
         assert text in result.stderr
     assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
+    assert "no profile of this machine is known: nothing is predicted" in result.stderr
+    toy = tmp_path / "toy.toml"
+    toy.write_text(
+        'name = "toy"\nsource = "made up"\ngpus = 1\nram_bytes = 1000000000\ngpu_name = "toy"\n'
+        "vram_bytes = 400000000\nlink_gbps = 0.0001\nhbm_gbps = 10.0\ntflops = {fp32 = 0.05}\n"
+    )
+    known = CliRunner().invoke(app, [*arguments, *options, "--explain", "--profile", str(toy)])
+    said = re.search(r"figures of toy, at 256 tokens: a pass of ([0-9.]+) s, bound by link", known.stderr)
+    streamed = re.search(r"a pass behind 255 tokens streams ([0-9.]+ kB)", known.stderr)
+    assert said is not None and streamed is not None
+    assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100_000, rel=0.01)
 
 
 def test_a_machine_of_two_cards_is_said_to_use_one() -> None:

@@ -126,6 +126,33 @@ def test_a_batch_shrinks_as_its_answers_end() -> None:
     assert expected.seconds_per_pass([one_token]) is None
 
 
+def test_a_step_serves_all_answers_of_a_batch() -> None:
+    """It reads the weights once and each answer's own keys and values; who took the most steps sets the time."""
+    plan = _plan("llama-3.1-8b", "llama-3.2-1b", batch=3, mode="chain")
+    draft = plan.placed.plans.draft
+    assert draft is not None and draft.batch == 3
+    one, three = draft_step_costs(replace(draft, batch=1)), draft_step_costs(draft)
+    kept_bytes = 4096 * 2 * draft.config.kv_size * 2 * draft.config.num_layers
+    assert three.hbm_bytes - one.hbm_bytes == 2 * kept_bytes
+    assert three.operations == 3 * one.operations and three.launches == one.launches
+    answers = [Answer(1000, 400, 100, (_verified(100, proposed, "draft"),)) for proposed in (300, 500, 400)]
+    predicted = Expectation(plan, CARD).seconds_per_pass(answers)
+    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 5 * predict_step(three, CARD))
+
+
+def test_a_step_of_the_middle_level_serves_all_answers_of_a_batch() -> None:
+    plan = _plan("llama-3.1-8b", "llama-3.2-1b", context=32768, batch=3, mode="triforce", kv="host")
+    plans, middle = plan.placed.plans, plan.placed.middle
+    assert middle is not None
+    alone = replace(plan.placed, plans=replace(plans, target=replace(plans.target, batch=1)))
+    one, three = middle_step_costs(alone), middle_step_costs(plan.placed)
+    config, target = plans.target.config, plans.target
+    weights = config.num_layers * target.layer_bytes + config.vocab_size * config.hidden_size * 2
+    assert three.hbm_bytes - weights == pytest.approx(3 * (one.hbm_bytes - weights), rel=1e-6)
+    assert three.operations == 3 * one.operations and three.launches == one.launches
+    assert three.fetched_bytes == pytest.approx(3 * one.fetched_bytes, rel=1e-6)
+
+
 def test_the_measured_link_takes_the_place_of_the_profiles() -> None:
     plan, answer = _plan("llama-2-13b"), Answer(1000, 400, 399)
     slow = expect(plan, CARD, link_peak_gbps=12.5, emulated="some")

@@ -26,6 +26,7 @@ sizes = st.integers(0, 30 * 10**9)
 needs_of_models = st.builds(
     MemoryNeeds, layer_bytes=st.integers(1, 2 * 10**9), num_layers=st.integers(1, 96), shared_bytes=sizes,
     kv_bytes=sizes, draft_bytes=sizes, workspace_bytes=sizes, context_bytes=sizes, middle_bytes=sizes,
+    graph_bytes=sizes,
 )  # fmt: skip
 
 
@@ -122,12 +123,12 @@ def test_negative_resident_layers_are_refused() -> None:
 
 def test_every_part_counts_once() -> None:
     needs = MemoryNeeds(
-        layer_bytes=10**6, num_layers=3, shared_bytes=1, kv_bytes=10, draft_bytes=100, workspace_bytes=1000,
-        context_bytes=10_000, middle_bytes=100_000,
+        layer_bytes=10**7, num_layers=3, shared_bytes=1, kv_bytes=10, draft_bytes=100, workspace_bytes=1000,
+        context_bytes=10_000, middle_bytes=100_000, graph_bytes=1_000_000,
     )  # fmt: skip
-    assert needs.fixed_bytes == 111_111
-    assert place_layers(needs, 3_111_111, None).num_streamed == 0
-    assert place_layers(needs, 3_111_110, None).num_streamed == 3
+    assert needs.fixed_bytes == 1_111_111
+    assert place_layers(needs, 31_111_111, None).num_streamed == 0
+    assert place_layers(needs, 31_111_110, None).num_streamed == 3
 
 
 def test_the_message_lists_what_adds_up_to_the_least() -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, ModelConfig, SpeculationOptions
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions, format_bytes_up, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.forecast import forecast, upgrades
@@ -63,7 +63,15 @@ def requests(draw: st.DrawFn) -> PlanRequest:
         batch=draw(st.sampled_from([1, 1, 2, 5])),
         resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
         speculation=SpeculationOptions(mode),
+        vram_bytes=draw(limits(2 * GB, 40 * GB)),
+        ram_bytes=draw(limits(6 * GB, 600 * GB)),
+        pinned_bytes=draw(limits(GB // 10, 300 * GB)),
     )
+
+
+def limits(least_bytes: int, most_bytes: int) -> st.SearchStrategy[int | None]:
+    """What somebody allows of some memory; mostly all of it."""
+    return st.one_of(st.none(), st.none(), st.none(), st.integers(least_bytes, most_bytes))
 
 
 machines = st.builds(
@@ -104,6 +112,13 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
 
 
+def check_asked_limits(plan: RunPlan, request: PlanRequest) -> None:
+    """Nor what was allowed of it."""
+    assert request.vram_bytes is None or plan.device_bytes <= request.vram_bytes
+    assert request.ram_bytes is None or plan.host_bytes <= request.ram_bytes
+    assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes
+
+
 @PROPERTY
 @given(st.tuples(requests(), machines) | little_locked())
 def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, MachineFigures]) -> None:
@@ -112,6 +127,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
     if plan is None:
         return
     check_limits(plan, machine)
+    check_asked_limits(plan, request)
     plans, parts = plan.placed.plans, {part.name: part.nbytes for part in plan.device}
     target, placement = plans.target, plan.placed.placement
     assert len(parts) == len(plan.device)
@@ -128,18 +144,16 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
     assert plan.is_staged == ("staging ring" in host)
     kv_is_streamed = len(plan.resident_kv_layers) < target.config.num_layers
     assert ("pieces to write KV through" in host) == (plan.is_staged and kv_is_streamed)
+    lockable = [limit for limit in (request.pinned_bytes, machine.pinnable_bytes) if limit is not None]
     if plan.is_staged:
-        assert machine.pinnable_bytes is not None
         kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
-        assert on_host + kv_on_host > machine.pinnable_bytes
+        assert on_host + kv_on_host > min(lockable)
     if placement.staged_layers:
-        assert machine.pinnable_bytes is not None
-        assert plan.pinned_bytes + arena_bytes(target) > machine.pinnable_bytes
+        assert plan.pinned_bytes + arena_bytes(target) > min(lockable)
         assert set(placement.staged_layers) <= set(placement.streamed_layers)
     if placement.staged_kv_layers:
-        assert machine.pinnable_bytes is not None
         kv_layer_bytes = target.host_kv_needs.layer_bytes
-        assert plan.pinned_bytes + kv_layer_bytes > machine.pinnable_bytes
+        assert plan.pinned_bytes + kv_layer_bytes > min(lockable)
         assert host["staged KV cache"] == len(placement.staged_kv_layers) * kv_layer_bytes
         assert not set(placement.staged_kv_layers) & set(plan.resident_kv_layers)
         # Keys and values are staged last: they and the least that staging takes do not fit.
@@ -174,10 +188,16 @@ def test_a_forecast_streams_what_is_streamed(case: tuple[PlanRequest, MachineFig
 
 
 @PROPERTY
-@given(requests(), machines, st.integers(0, 20 * GB))
-def test_more_vram_never_predicts_slower(request: PlanRequest, machine: MachineFigures, more_bytes: int) -> None:
-    """Of plans with the same levels: a middle level takes memory that would keep layers, and pays for it otherwise."""
-    request = replace(request, speculation=replace(request.speculation, mode="none"), draft_name="none", draft=None)
+@given(requests(), machines, st.integers(0, 20 * GB), st.sampled_from(["none", "chain", "triforce"]))
+def test_more_vram_never_predicts_slower(
+    request: PlanRequest, machine: MachineFigures, more_bytes: int, mode: str
+) -> None:
+    """Of plans with the same levels and the same draft cache: what `auto` puts there takes memory itself."""
+    options = replace(request.speculation, mode=mode, draft_cache="streaming")
+    request = replace(request, speculation=options, vram_bytes=None, pinned_bytes=None)
+    if mode == "none" or request.draft is None:
+        options = replace(options, mode="none", draft_cache="auto")
+        request = replace(request, speculation=options, draft_name="none", draft=None)
     less = plan_or_none(request, replace(machine, pinnable_bytes=None))
     if less is None:
         return
@@ -188,6 +208,32 @@ def test_more_vram_never_predicts_slower(request: PlanRequest, machine: MachineF
     before, after = forecast(less, request, machine), forecast(more, request, larger)
     assert after.plain.bytes_streamed <= before.plain.bytes_streamed
     assert after.plain.seconds <= before.plain.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "context", "profile", "triforce"),
+    [
+        ("llama-3.1-8b", "llama-3.2-1b", 32768, "rtx4090", False),
+        ("llama-2-7b-128k", "llama-68m", 131072, "rtx4090-x2", True),
+    ],
+)
+def test_auto_takes_the_levels_that_bring_more(
+    target: str, draft: str, context: int, profile: str, triforce: bool
+) -> None:
+    """At what the target was measured to accept of a middle level, and of drafts."""
+    machine = machine_figures(load_profile(profile))
+    request = PlanRequest(describe_model(CONFIGS / target), draft, describe_model(CONFIGS / draft), context=context)
+
+    def tok_per_s(mode: str, acceptance: float) -> float:
+        asked = replace(request, speculation=SpeculationOptions(mode), kv="host" if mode == "triforce" else "auto")
+        rounds = forecast(plan_run(asked, machine), asked, machine).rounds
+        return next(row.tok_per_s for row in rounds if row.acceptance == acceptance)
+
+    plan = plan_run(request, machine)
+    assert (plan.placed.middle is not None) == triforce
+    assert (tok_per_s("triforce", 0.95) > tok_per_s("chain", 0.8)) == triforce
+    if not triforce:
+        assert plan.placed.reason == "a pass streams too little for it to pay"
 
 
 def test_no_step_of_vram_makes_a_pass_longer() -> None:
@@ -241,8 +287,9 @@ def test_what_is_proposed_instead_fits(request: PlanRequest, machine: MachineFig
         again = plan_run(proposal.request, proposal.machine)
         assert again == proposal.plan
         check_limits(again, proposal.machine)
+        check_asked_limits(again, proposal.request)
         if proposal.machine == machine:
-            assert proposal.change.startswith("--")
+            assert proposal.change.startswith("--") or "of host memory" in proposal.change
     assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
 
 
@@ -272,6 +319,50 @@ def test_a_refusal_names_the_largest_that_fits() -> None:
     assert outcome.short_bytes["device memory"] == memory.request.vram_bytes - 25 * GB
 
 
+def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
+    """As far as the card goes, for what is short of it and for what is short of host memory; as it would be typed."""
+    machine = machine_figures(load_profile("rtx4090"))
+    model = describe_model(CONFIGS / "llama-3.1-8b")
+    short_of_vram = PlanRequest(model, context=65536, kv="gpu", vram_bytes=8 * GB)
+    short_of_ram = PlanRequest(model, context=65536, vram_bytes=8 * GB, ram_bytes=20 * GB)
+    for request in (short_of_vram, short_of_ram):
+        outcome = plan_or_refuse(request, machine)
+        assert isinstance(outcome, Refusal)
+        raised = [proposal for proposal in outcome.proposals if proposal.change.startswith("--vram ")]
+        assert len(raised) == 1 and not any("device memory" in proposal.change for proposal in outcome.proposals)
+        vram_bytes = parse_bytes(raised[0].change.removeprefix("--vram "))
+        assert plan_run(replace(request, vram_bytes=vram_bytes), machine) == raised[0].plan
+        with pytest.raises(BudgetError):
+            plan_run(replace(request, vram_bytes=vram_bytes - GB // 10), machine)
+    beyond = plan_or_refuse(replace(short_of_vram, vram_bytes=80 * GB), machine)
+    assert isinstance(beyond, Refusal) and beyond.proposals[0].change == "--vram 25.7GB"
+
+
+def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
+    machine = machine_figures(load_profile("rtx4090"))
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-70b"), context=4096, ram_bytes=500 * GB)
+    with pytest.raises(
+        BudgetError, match=r"host memory of 68\.7 GB is too small .* or add memory: rtx4090 has no more"
+    ):
+        plan_run(request, machine)
+    with pytest.raises(BudgetError, match=r"^--ram of 20\.0 GB is too small .* or allow more with --ram"):
+        plan_run(replace(request, ram_bytes=20 * GB), machine)
+
+
+def test_what_is_short_of_page_locked_memory_is_what_the_problem_says() -> None:
+    machine = machine_figures(load_profile("rtx4090"))
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), context=32768, vram_bytes=8 * GB, pinned_bytes=10_000_000
+    )
+    outcome = plan_or_refuse(request, machine)
+    assert isinstance(outcome, Refusal)
+    least_bytes = 10_000_000 + outcome.short_bytes["page-locked memory"]
+    assert f"too little by {format_bytes_up(outcome.short_bytes['page-locked memory'])}" in str(outcome.problem)
+    assert plan_run(replace(request, pinned_bytes=least_bytes), machine).pinned_bytes == least_bytes
+    with pytest.raises(BudgetError, match="too little by 1 B"):
+        plan_run(replace(request, pinned_bytes=least_bytes - 1), machine)
+
+
 def test_several_changes_together_when_no_single_one_fits() -> None:
     machine = MachineFigures("tiny", 9 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
     request = PlanRequest(
@@ -297,7 +388,7 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     assert len(plan_run(staged_request(request), machine).staged_weight_layers) == 0
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
         plan_run(replace(staged_request(request), pinned_bytes=10_000_000), machine)
-    with pytest.raises(BudgetError, match=r"host memory of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
+    with pytest.raises(BudgetError, match=r"--ram of 15\.0 GB is too small by .*while they are read 16\.1 GB"):
         plan_run(replace(request, ram_bytes=15 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
         plan_run(replace(request, vram_bytes=30 * GB), machine)

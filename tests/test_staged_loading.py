@@ -315,6 +315,9 @@ def test_limits_of_a_machine() -> None:
     assert (windows.pinned_bytes, windows.pinned_name) == (16 * GIB, "WSL")
     asked = host_limits(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
     assert (asked.ram_bytes, asked.pinned_bytes, asked.pinned_name) == (20 * GB, 5 * GB, "--pinned")
+    assert (asked.ram_name, asked.ram_way) == ("--ram", "allow more with --ram")
+    beyond = host_limits(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
+    assert beyond.ram_bytes == 10 * GIB + PROCESS_BYTES and beyond.ram_way == "close other programs"
 
 
 # --- on a GPU

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,16 +87,19 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             emulate=options.emulate,
             profile=options.profile,
             on_progress=bars.on_bytes,
-            on_plan=_explain if options.explain else None,
+            on_plan=partial(_explain, options=options) if options.explain else None,
             trace=options.trace,
         )
 
 
-def _explain(plan: RunPlan) -> None:
-    """Print on stderr what a run holds where."""
-    from offload_runtime.cli.plan_tables import memory_tables, print_tables
+def _explain(plan: RunPlan, *, options: LoadOptions) -> None:
+    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
+    from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
+    from offload_runtime.engine.expectation import planned_figures
 
-    print_tables(memory_tables(plan), sys.stderr)
+    machine = planned_figures(plan, device=options.device, profile=options.profile, emulate=options.emulate)
+    unknown = "no profile of this machine is known: nothing is predicted"
+    print_tables([*memory_tables(plan), unknown if machine is None else speed_line(plan, machine)], sys.stderr)
 
 
 def stream_answer(

@@ -88,15 +88,19 @@ def _refuse(refusal: Refusal, machine: MachineProfile, *, as_json: bool) -> NoRe
 
 
 def choose_profile(name: str | None) -> MachineProfile:
-    """The machine that is named; else the one profile that the user has saved; else a common card, said on stderr."""
+    """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
+    common card. What was not named is said on stderr."""
     if name is not None:
         return load_profile(name)
     own = [entry for entry in list_profiles() if not entry.shipped]
-    chosen = own[0].name if len(own) == 1 else _FALLBACK_PROFILE
+    found = load_profile(own[0].path) if len(own) == 1 else None
+    if found is None or not found.gpus:
+        found = load_profile(_FALLBACK_PROFILE)
     status_line(
-        f"planning for {chosen}: choose with --profile, or measure this machine with `offload-runtime profile --save`"
+        f"planning for {found.name}: choose with --profile, or measure this machine with "
+        "`offload-runtime profile --save`"
     )
-    return load_profile(chosen)
+    return found
 
 
 def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:

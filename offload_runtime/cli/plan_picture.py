@@ -54,10 +54,12 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
     _stack(axes, 0, plan.device)
     _stack(axes, 1, plan.host)
     if plan.device_limit_bytes is not None:
-        axes.hlines(plan.device_limit_bytes / GB, -0.4, 0.4, colors="black", linestyles="dashed")
+        limit_gb = plan.device_limit_bytes / GB
+        axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
+    axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
     axes.set_xticks([0, 1], ["device memory", "host memory (hatched: page-locked)"])
     axes.set_ylabel("GB")
-    axes.legend(loc="upper left", fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high
 
 
 def _stack(axes: Any, place: int, parts: Sequence[MemoryPart]) -> None:

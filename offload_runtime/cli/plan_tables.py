@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from offload_runtime.config import format_bytes
-from offload_runtime.engine.costs import pass_costs
+from offload_runtime.engine.costs import pass_costs, prefill_costs
 from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, USUAL_ACCEPTANCE, RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import describe_staging
 from offload_runtime.machine_profile import MachineProfile
-from offload_runtime.planner import PassPrediction
+from offload_runtime.planner import MachineFigures, PassPrediction, predict_pass, predict_prefill
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,6 +76,19 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
         device,
         host,
     ]
+
+
+def speed_line(plan: RunPlan, machine: MachineFigures) -> str:
+    """Predicted seconds of a pass over one token behind a full context, and of a prompt that fills it."""
+    target = plan.placed.plans.target
+    costs = pass_costs(plan.placed, length_tokens=target.context_tokens - 1, rows=1)
+    predicted = predict_pass(costs, machine)
+    prefill = predict_prefill(prefill_costs(plan.placed, target.context_tokens), machine)
+    return (
+        f"predicted by the figures of {machine.name}, at {target.context_tokens} tokens: a pass of "
+        f"{_duration(predicted.seconds)}, bound by {predicted.bound_by}, and {_duration(prefill.seconds)} to the "
+        f"first token, bound by {prefill.bound_by}"
+    )
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:
@@ -148,7 +161,8 @@ def _figures_table(title: str, columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # As narrow as can be: a terminal of 80 columns must not cut figures off.
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
     return table
@@ -156,8 +170,8 @@ def _figures_table(title: str, columns: Sequence[str]) -> Table:
 
 def _staging_line(predicted: PassPrediction) -> str:
     return (
-        f"staging takes {_seconds(predicted.staging_s)} s of a pass beside the link's {_seconds(predicted.link_s)} s: "
-        f"{_seconds(predicted.seconds)} s instead of {_seconds(predicted.unstaged_s)} s if all could be page-locked"
+        f"staging takes {_duration(predicted.staging_s)} of a pass beside the link's {_duration(predicted.link_s)}: "
+        f"{_duration(predicted.seconds)} instead of {_duration(predicted.unstaged_s)} if all could be page-locked"
     )
 
 
@@ -189,3 +203,9 @@ def _seconds(seconds: float) -> str:
     if seconds == 0:
         return "0"
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}" if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"
+
+
+def _duration(seconds: float) -> str:
+    """The same with its unit, for a sentence."""
+    figure = _seconds(seconds)
+    return figure if figure.endswith("ms") else f"{figure} s"

@@ -90,35 +90,36 @@ def _head_costs(plan: ModelPlan, rows: int) -> LayerCosts:
 
 
 def draft_step_costs(draft: ModelPlan) -> StepCosts:
-    """One step of the draft for one sequence."""
-    head = _head_costs(draft, 1)
+    """One step of the draft, for all sequences of a batch together."""
+    head = _head_costs(draft, draft.batch)
     kept = draft.context_tokens
     if draft.streaming is not None:
         kept = draft.streaming.sink_tokens + draft.streaming.recent_tokens
     elif draft.retrieval is not None:
         kept = min(kept, draft.retrieval.budget_tokens + 2 * BLOCK_TOKENS)
     layers = draft.config.num_layers
-    operations = 2 * layers * _elements(layer_layout(draft.config, draft.dtype)) + head.matrix_operations
+    elements = layers * _elements(layer_layout(draft.config, draft.dtype))
     return StepCosts(
         dtype_name(draft),
-        hbm_bytes=layers * (draft.layer_bytes + kept * _kv_token_bytes(draft)) + head.weight_bytes,
-        operations=operations,
+        hbm_bytes=layers * (draft.layer_bytes + draft.batch * kept * _kv_token_bytes(draft)) + head.weight_bytes,
+        operations=2 * draft.batch * elements + head.matrix_operations,
         launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
     )
 
 
 def middle_step_costs(placed: PlacedLevels) -> StepCosts:
-    """One step of the middle level for one sequence, with its share of choosing and fetching chunks."""
+    """One step of the middle level, for all sequences of a batch together, with its share of choosing and fetching
+    chunks."""
     target, middle = placed.plans.target, placed.middle
     assert middle is not None
     options, layers = middle.options, target.config.num_layers
-    rows = 1 + (options.gamma_draft if placed.plans.draft is not None else 0)
+    rows = target.batch * (1 + (options.gamma_draft if placed.plans.draft is not None else 0))
     head = _head_costs(target, rows)
-    held_bytes = layers * options.budget_tokens * _kv_token_bytes(target)
+    held_bytes = target.batch * layers * options.budget_tokens * _kv_token_bytes(target)
     scored_bytes = summaries_bytes(
-        target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=1
+        target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=target.batch
     )
-    recent_bytes = layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
+    recent_bytes = target.batch * layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
     operations = 2 * rows * layers * _elements(layer_layout(target.config, target.dtype)) + head.matrix_operations
     fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.kv.on_host else 0
     return StepCosts(

@@ -11,11 +11,13 @@ import torch
 
 from offload_runtime.config import GB
 from offload_runtime.engine.costs import DTYPE_NAMES, draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.hierarchy import PlacedLevels
 from offload_runtime.engine.planning import machine_figures
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.memory import resolve_device
 from offload_runtime.planner import MachineFigures, RoundCosts, predict_pass, predict_round, predict_step
 from offload_runtime.speculation import Acceptance
 
@@ -70,13 +72,16 @@ class Expectation:
 
 def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFigures) -> float:
     """Seconds of a round over these answers, each about halfway."""
-    target = replace(placed.plans.target, batch=len(answers))
-    placed = replace(placed, plans=replace(placed.plans, target=target))
+    target, draft = replace(placed.plans.target, batch=len(answers)), placed.plans.draft
+    if draft is not None:
+        draft = replace(draft, batch=len(answers))
+    placed = replace(placed, plans=replace(placed.plans, target=target, draft=draft))
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
     length = min(sum(lengths) // len(lengths), target.context_tokens - rows)
     verify = predict_pass(pass_costs(placed, length_tokens=length, rows=rows), machine)
-    drafting_s = sum(_drafting_s(placed, answer, machine) for answer in answers)
+    # A step serves all of them, and who needs the most steps keeps the others waiting.
+    drafting_s = max(_drafting_s(placed, answer, machine) for answer in answers)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
         lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
@@ -91,7 +96,7 @@ def _proposed_per_pass(answer: Played) -> float:
 
 
 def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -> float:
-    """Seconds of proposing for one pass over one answer; n-grams take none."""
+    """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
     draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if not steps or middle is None:
@@ -128,6 +133,20 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         except (ProfileError, OptionError):  # nobody asked for this one
             continue
     return None
+
+
+def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
+    """The figures to predict a run with before anything of it is measured; arguments and errors as of `Runtime.load`.
+
+    Returns:
+        None where nothing is known of the machine. Of one that is played it is the link alone: what computes stays as
+        fast as it is.
+    """
+    given = None if profile is None else load_profile(profile)
+    machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
+    if machine is None or emulate is None:
+        return machine
+    return replace(machine, link_gbps=emulation_of(emulate).link_gbps)
 
 
 def _figures(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:

@@ -10,7 +10,7 @@ import torch
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.assembly import LoadedModels
-from offload_runtime.engine.placing import Limits, place
+from offload_runtime.engine.placing import Limits, link_bytes, place
 from offload_runtime.engine.plans import Plans, settle_draft_cache
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, kv_cache_bytes
@@ -33,6 +33,14 @@ from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_ste
 from offload_runtime.runners.step_graph import step_graph_bytes
 from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
 from offload_runtime.tracing import TraceRecorder
+from offload_runtime.weights import packed_bytes
+
+# What a round brings: with TriForce 12 tokens in 10 steps of the middle level (120,000 tokens of a novel, T = 0.6,
+# gamma 24), of a chain what a draft brings that is accepted four times of five.
+_TRIFORCE_TOKENS, _TRIFORCE_STEPS = 12, 10
+_CHAIN_TOKENS, _CHAIN_STEPS = 5, 8
+# Bytes of the device's memory in the time of one over the link: RTX 4090 40, RTX 3090 37, H200 77.
+_HBM_OVER_LINK = 40
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,30 @@ def _place_levels(
     except BudgetError:
         return replace(without, reason=f"its {format_bytes(middle.nbytes)} do not fit the device")
     obstacle = what_keeps_triforce_out(with_middle, placement, options, resident_layers=resident_layers)
-    return replace(without, reason=obstacle[0]) if obstacle else PlacedLevels(with_middle, placement, middle)
+    if obstacle is not None:
+        return replace(without, reason=obstacle[0])
+    hierarchy = PlacedLevels(with_middle, placement, middle)
+    return (
+        hierarchy if _pays(hierarchy, without) else replace(without, reason="a pass streams too little for it to pay")
+    )
+
+
+def _pays(hierarchy: PlacedLevels, chain: PlacedLevels) -> bool:
+    """Whether a middle level is likely to bring more tokens a second than the draft alone does.
+
+    By bytes alone, those on the device weighed by how much faster they are read: where this is decided, the machine's
+    own figures need not be known. What a pass streams has to outweigh the steps of the middle level, which read all
+    weights.
+    """
+    plans, target, draft = hierarchy.plans, hierarchy.plans.target, hierarchy.plans.draft
+    assert draft is not None and hierarchy.middle is not None
+    options, draft_bytes = hierarchy.middle.options, packed_bytes(draft.config, draft.dtype)
+    retrieved_bytes = target.batch * options.budget_tokens * target.config.kv_bytes_per_token(target.dtype.itemsize)
+    step_bytes = packed_bytes(target.config, target.dtype) + retrieved_bytes
+    step_bytes += options.gamma_draft * draft_bytes
+    with_middle = link_bytes(plans, hierarchy.placement) + _TRIFORCE_STEPS * step_bytes / _HBM_OVER_LINK
+    alone = link_bytes(chain.plans, chain.placement) + _CHAIN_STEPS * draft_bytes / _HBM_OVER_LINK
+    return _TRIFORCE_TOKENS * alone > _CHAIN_TOKENS * with_middle
 
 
 def make_proposer(

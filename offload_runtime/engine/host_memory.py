@@ -23,10 +23,12 @@ _LEAST_CONTEXT_TOKENS = 2048
 @dataclass(frozen=True)
 class HostLimits:
     """Most host memory of a run, this process included, and of that most page-locked memory (None: what the system
-    allows), where the device's copies need it at all. The names say whose limits these are, for messages."""
+    allows), where the device's copies need it at all. The names say whose limits these are, and `ram_way` how to have
+    more, for messages."""
 
     ram_bytes: int
     ram_name: str
+    ram_way: str
     pinned_bytes: int | None
     pinned_name: str
     page_locks: bool
@@ -41,7 +43,7 @@ def host_limits(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     """Limits of a run on this machine.
 
     Args:
-        asked_ram: What the user allows of host memory; None for what is available but for a reserve.
+        asked_ram: What the user allows of host memory, at most what is available; None for that but for a reserve.
         asked_pinned: The same of page-locked memory; None for what can be registered.
         host: This machine.
         page_locks: Whether the device's copies need page-locked memory at all.
@@ -51,20 +53,29 @@ def host_limits(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     """
     if asked_pinned is not None and not page_locks:
         raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
+    # Python and the libraries have taken most of theirs by now.
+    there_bytes, ram_way = host.available_bytes + PROCESS_BYTES, "allow more with --ram"
     if asked_ram is None:
-        kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES)
-        # Python and the libraries have taken most of theirs by now.
-        ram_bytes = max(0, host.available_bytes - kept_bytes) + PROCESS_BYTES
+        kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES, host.available_bytes)
+        ram_bytes = there_bytes - kept_bytes
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
+    elif asked_ram > there_bytes:  # more than the system gives would end this process
+        ram_bytes, ram_name, ram_way = there_bytes, "the available host memory", "close other programs"
     else:
         ram_bytes, ram_name = asked_ram, "--ram"
     if asked_pinned is None and host.wsl:  # Windows' driver locks about half of what the virtual machine has
-        return HostLimits(ram_bytes, ram_name, host.ram_bytes // 2, "WSL", page_locks)
-    return HostLimits(ram_bytes, ram_name, asked_pinned, "--pinned", page_locks)
+        return HostLimits(ram_bytes, ram_name, ram_way, host.ram_bytes // 2, "WSL", page_locks)
+    return HostLimits(ram_bytes, ram_name, ram_way, asked_pinned, "--pinned", page_locks)
 
 
-def check_ram(plan: RunPlan, limit_bytes: int, name: str) -> None:
+def check_ram(plan: RunPlan, limit_bytes: int, name: str, way: str) -> None:
     """Refuse a plan that takes more host memory than `limit_bytes`, this process included.
+
+    Args:
+        plan: Of a run.
+        limit_bytes: Of host memory.
+        name: Whose limit it is, for the message.
+        way: How to have more, for the message.
 
     Raises:
         BudgetError: Says of what, by how much, and what would help.
@@ -79,7 +90,7 @@ def check_ram(plan: RunPlan, limit_bytes: int, name: str) -> None:
         ways.append(f"lower --context (now {target.context_tokens})")
     if plan.placed.plans.draft is not None:
         ways.append("take a smaller draft")
-    ways += ["choose a 16-bit --dtype or a smaller model", "or allow more with --ram"]
+    ways += ["choose a 16-bit --dtype or a smaller model", f"or {way}"]
     raise BudgetError(
         f"{name} of {format_bytes(limit_bytes)} is too small by {format_bytes_up(plan.host_bytes - limit_bytes)} "
         f"({listed(parts)}): {', '.join(ways)}"
@@ -123,7 +134,9 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     target, middle = plan.placed.plans.target, plan.placed.middle
     if middle is not None and middle.options.mode == "triforce" and target.kv.on_host:
         return host_kv_bytes(target)
-    return min(plan.pinned_bytes, staging_rings(target, plan.placed.placement).nbytes)
+    if not plan.pinned_bytes:
+        return 0
+    return min(plan.pinned_bytes, staging_rings(target, plan.placed.placement, 0).nbytes)
 
 
 def listed(parts: Sequence[MemoryPart]) -> str:

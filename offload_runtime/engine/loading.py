@@ -110,7 +110,7 @@ def load_runtime(
         placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
-        check_ram(plan, host.ram_bytes, host.ram_name)
+        check_ram(plan, host.ram_bytes, host.ram_name, host.ram_way)
         reserve_workspace(plans, budget)
         recorder = TraceRecorder(make_clock(chosen)) if trace else None
         with traced_copies(recorder, LINK):

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.config import format_bytes, format_bytes_up, parse_bytes, size_option_down
 from offload_runtime.engine.host_memory import least_pinned_bytes
 from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
 from offload_runtime.engine.plans import longest_context, resolve_context
@@ -18,6 +18,8 @@ _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
 _MOST_BYTES = 1 << 43
 _BYTES_STEP = 10_000_000
+# Of `--vram`: sizes that are typed as they are printed.
+_VRAM_STEP = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ class _Search:
 
     def _single_changes(self) -> Iterator[tuple[str, PlanRequest]]:
         request = self._request
-        if request.vram_bytes is not None and request.vram_bytes > self._machine.vram_bytes:
-            yield f"--vram {format_bytes(self._machine.vram_bytes)}", replace(request, vram_bytes=None)
+        vram_bytes = self._least_option()
+        if vram_bytes is not None:
+            yield f"--vram {_option(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
         context = self._largest(self._contexts(), lambda tokens: replace(request, context=tokens))
         if context is not None:
             yield f"--context {context}", replace(request, context=context)
@@ -115,6 +118,21 @@ class _Search:
                 cached = replace(options, draft_cache="streaming")
                 yield "--draft-cache streaming", replace(request, speculation=cached)
             yield "--draft ngram", _without_draft(request)
+
+    def _least_option(self) -> int | None:
+        """A limit of device memory that this card has and that fits, where another was asked for: the least that is
+        more, or nearly all of the card where more was asked for than it has."""
+        asked, whole = self._request.vram_bytes, self._machine.vram_bytes
+        if asked is None:
+            return None
+        if asked > whole:
+            return parse_bytes(size_option_down(whole))
+        sizes = range((asked // _VRAM_STEP + 1) * _VRAM_STEP, whole + 1, _VRAM_STEP)
+        index = bisect_left(sizes, True, key=self._fits)
+        return sizes[index] if index < len(sizes) else None
+
+    def _fits(self, vram_bytes: int) -> bool:
+        return self._attempt("", replace(self._request, vram_bytes=vram_bytes), self._machine) is not None
 
     def _contexts(self) -> Sequence[int]:
         """Contexts below the asked one: whole blocks, and the longest that the model has when more was asked for."""
@@ -190,6 +208,8 @@ class _Search:
         self.short_bytes = {name: needed - limit for name, needed, limit in kinds if needed > limit}
         if not self.short_bytes:
             return
+        if [*self.short_bytes] == ["device memory"] and not prefix and vram_bytes <= machine.vram_bytes:
+            return  # this machine has it: an option's value, not another machine
         needed_by = {name: needed for name, needed, _ in kinds}
         listed = " and ".join(f"{format_bytes_up(needed_by[name])} of {name}" for name in self.short_bytes)
         larger = replace(
@@ -216,6 +236,11 @@ class _Search:
         sizes = range(self._vram_limit, _MOST_BYTES, _BYTES_STEP)
         index = bisect_left(sizes, True, key=fits)
         return sizes[index] if index < len(sizes) else None
+
+
+def _option(size_bytes: int) -> str:
+    """Bytes as an option's value."""
+    return format_bytes(size_bytes).replace(" ", "")
 
 
 def _without_draft(request: PlanRequest) -> PlanRequest:

@@ -54,7 +54,7 @@ def place(
         if on_device is None:
             raise
         return on_device
-    if on_device is None or _link_bytes(*on_host) < _link_bytes(*on_device):
+    if on_device is None or link_bytes(*on_host) < link_bytes(*on_device):
         return on_host
     return on_device
 
@@ -77,7 +77,7 @@ def _place_on_host(
             if count + kept <= len(most.resident_layers) + most.num_slots:
                 placements.append(Placement(spread(count, most.num_layers), kept, most.num_layers))
     candidates = [(_with_kv_layers(plans, budget, placement), placement) for placement in placements]
-    return min(candidates, key=lambda candidate: _link_bytes(*candidate))  # the first of equals
+    return min(candidates, key=lambda candidate: link_bytes(*candidate))  # the first of equals
 
 
 def _with_kv_layers(plans: Plans, budget: Limits, placement: Placement) -> Plans:
@@ -106,8 +106,8 @@ def streamed_blocks(target: ModelPlan) -> list[int]:
     return [target.streamed_kv_blocks(layer, target.context_tokens - 1) for layer in range(target.config.num_layers)]
 
 
-def _link_bytes(plans: Plans, placement: Placement) -> int:
-    """Bytes of a pass at the full context."""
+def link_bytes(plans: Plans, placement: Placement) -> int:
+    """Bytes that a pass at the full context brings over the link."""
     target, weight_bytes = plans.target, placement.num_streamed * plans.target.layer_bytes
     if not target.kv.on_host:
         return weight_bytes

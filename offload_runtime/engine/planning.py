@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, format_bytes, require_positive
+from offload_runtime.config import SpeculationOptions, format_bytes, require_positive, size_option_down
 from offload_runtime.engine.host_memory import check_ram, planned_within
 from offload_runtime.engine.loading import check_proposals
 from offload_runtime.engine.plans import make_plans
@@ -132,7 +132,11 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
 
     ram_bytes = ram_limit_bytes(request, machine)
     plan = planned_within(ram_bytes, request.context, planned)
-    check_ram(plan, ram_bytes, "the host memory")
+    asked = ram_bytes == request.ram_bytes
+    check_ram(
+        plan, ram_bytes, "--ram" if asked else "the host memory",
+        "allow more with --ram" if asked else f"add memory: {machine.name} has no more",
+    )  # fmt: skip
     return plan
 
 
@@ -141,11 +145,11 @@ def _device_limits(request: PlanRequest, machine: MachineFigures) -> PlannedDevi
     if limit_bytes > machine.vram_bytes:
         raise BudgetError(
             f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(machine.vram_bytes)} of a card of "
-            f"{machine.name}: lower it, or choose another --profile"
+            f"{machine.name}: lower it to {size_option_down(machine.vram_bytes)}, or choose another --profile"
         )
     return PlannedDevice(limit_bytes, machine.vram_reserved_bytes)
 
 
 def ram_limit_bytes(request: PlanRequest, machine: MachineFigures) -> int:
-    """Host memory that may be used."""
-    return machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
+    """Host memory that may be used: what is asked for, of what there is."""
+    return machine.ram_bytes if request.ram_bytes is None else min(request.ram_bytes, machine.ram_bytes)

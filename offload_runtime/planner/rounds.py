@@ -21,7 +21,7 @@ class RoundCosts:
     `link_s` is the pass's copies, `busy_s` its compute or its launches, whichever is longer, and `bound_by` what binds
     it (see `PassPrediction`). Proposing `gamma` tokens takes a draft step each; with a middle level (`middle_step_s`
     not None), steps of it that each verify `gamma_draft` of the draft's. `lookahead_s` of copies fit the ring while
-    nothing of the pass computes. A batch proposes for one sequence after the other.
+    nothing of the pass computes. A step serves all sequences of a batch.
     """
 
     link_s: float
@@ -66,7 +66,6 @@ def predict_round(costs: RoundCosts, acceptance: float, *, draft_acceptance: flo
     else:
         steps = costs.gamma / expected_tokens(draft_acceptance, costs.gamma_draft)
         drafting_s = steps * (costs.middle_step_s + costs.gamma_draft * costs.draft_step_s)
-    drafting_s *= costs.batch
     hidden_s = min(drafting_s, costs.lookahead_s)
     pass_s = max(costs.link_s, costs.busy_s)
     seconds = max(costs.link_s + drafting_s - hidden_s, costs.busy_s + drafting_s)

@@ -82,7 +82,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Old files ask for it: it drops spaces before punctuation, and of byte-level vocabularies only brings a warning.
+        # Old files ask for it: it drops spaces before punctuation, and of byte-level vocabularies only warns.
         return AutoTokenizer.from_pretrained(directory, clean_up_tokenization_spaces=False)
     except Exception as error:  # missing files and damaged ones raise errors of several libraries
         raise CheckpointError(
