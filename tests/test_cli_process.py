@@ -117,8 +117,10 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
+        "accepted_by_depth", "accepted_by_source",
     ]  # fmt: skip
-    assert plain["stats"]["acceptance"] == []
+    assert plain["stats"]["acceptance"] == plain["stats"]["accepted_by_depth"] == []
+    assert sum(ngram["stats"]["accepted_by_depth"]) == ngram["stats"]["accepted_by_source"]["ngram"]
     (level,) = ngram["stats"]["acceptance"]
     assert level["proposed_by"] == "ngram" and level["verified_by"] == "target"
     assert level["accepted"] == 23 - ngram["stats"]["passes"] and level["verifications"] <= ngram["stats"]["passes"]

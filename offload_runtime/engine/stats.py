@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload_runtime.speculation import Acceptance
@@ -31,6 +31,8 @@ class GenerationStats:
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`); None without them.
         emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
+        accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
+        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
     """
 
     prompt_tokens: int
@@ -50,6 +52,8 @@ class GenerationStats:
     predicted_s_per_pass: float | None = None
     emulated: str | None = None
     pageable_bytes: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
@@ -59,7 +63,7 @@ class GenerationStats:
             }
             for level in self.acceptance
         ]  # fmt: skip
-        return {**asdict(self), "acceptance": levels}
+        return {**asdict(self), "acceptance": levels, "accepted_by_depth": list(self.accepted_by_depth)}
 
 
 @dataclass(frozen=True)
