@@ -190,7 +190,11 @@ def test_a_filter_that_does_nothing_is_impossible(runtime: Runtime, monkeypatch:
 def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of every longer window is read as another one; plain decoding has no such windows."""
     honest = rounds.Window
-    monkeypatch.setattr(rounds, "Window", lambda tokens: honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7)))
+
+    def other_token(tokens: tuple[int, ...], parents: tuple[int, ...] | None = None) -> Any:
+        return honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7), parents)
+
+    monkeypatch.setattr(rounds, "Window", other_token)
     report = verify(runtime, replace(PLAN, seeds=32))
     assert report.verdict == "defect" and report.bad_runs
 
