@@ -100,8 +100,8 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
 
 def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
     records: dict[str, dict[str, Any]] = {}
-    for draft, layers in (("none", "auto"), ("ngram", "0")):
-        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4"]
+    for draft, layers, *more in (("none", "auto"), ("ngram", "0", "--gamma", "4", "--tree-nodes", "70")):
+        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4", *more]
         done = run(
             tmp_path, "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
             "--max-new-tokens", "24", "--ignore-eos", *arguments,

@@ -153,7 +153,7 @@ def test_branches_fill_what_is_left_of_a_context(setup: Setup) -> None:
 
 
 def test_trees_of_n_grams(setup: Setup) -> None:
-    """Texts with several continuations of their own endings: the target's own word is a late branch, and none."""
+    """Texts with several continuations of their own endings."""
     runner, proposer, params = setup.runner, NgramProposer(), PARAMS[1]
     base = [7, 8, 9, 7, 8, 10, 11, 7, 8, 12, 7, 8]
     accepted = []

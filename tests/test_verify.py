@@ -106,6 +106,8 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
     assert all(run.tokens == 16 and run.finding.foreign_tokens == 0 for run in report.runs)
     scripted = [run.passes for run in report.runs if run.proposer == "script" and run.gamma > 1]
     assert max(scripted) < 15  # windows were accepted, so there was something to get wrong
+    for run in report.runs:
+        assert run.tree_nodes == (min(3 * run.gamma, 63) if run.proposer == "script" else None)
     assert len(report.fits) == 2 * 2 + 1 + 6 + 1
     assert all(fit.freedom and fit.draws >= PLAN.seeds for fit in report.fits)
     for stage, all_steps in (("identity", 24), ("sampling", 100)):
@@ -152,6 +154,17 @@ def test_noise_of_other_positions_is_a_defect(
     assert report.verdict == "defect"
     assert {run.setting for run in report.bad_runs} == {"top-p", "T 1"}  # greedy decoding has no noise
     assert all(run.finding.foreign_tokens for run in report.bad_runs)
+
+
+def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings with noise of their own: whoever proposes chains does not notice."""
+    honest = rounds._upload
+    monkeypatch.setattr(
+        rounds, "_upload", lambda numbers, device: honest([numbers[0] + row for row in range(len(numbers))], device)
+    )
+    report = verify(runtime, replace(PLAN, seeds=32))
+    assert {run.proposer for run in report.bad_runs} == {"script"}
+    assert "greedy" not in {run.setting for run in report.bad_runs}
 
 
 @pytest.mark.parametrize("repeated", ["position", "seed"])

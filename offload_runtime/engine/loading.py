@@ -117,7 +117,9 @@ def load_runtime(
         # What the target makes for itself are queues of the way back.
         back_gbps = None if emulation is None else emulation.link_back_gbps
         with _given_back_on_failure(engine, budget) as on_failure, paced_link(back_gbps):
-            models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
+            models = assembly.load_models(
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=tree_nodes is not None
+            )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposer = make_proposer(kind, models, middle, budget, batch=batch)
