@@ -200,11 +200,14 @@ class GenerationParams:
     gamma: int | None = None
     ignore_eos: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("max_new_tokens", self.max_new_tokens)
         if self.gamma is not None:
             require_positive("gamma", self.gamma)
+        if self.tree_nodes is not None:
+            require_positive("tree_nodes", self.tree_nodes)
         if any(not text for text in self.stop):
             raise OptionError("an empty stop string would end every answer at once")
 

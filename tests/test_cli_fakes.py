@@ -107,12 +107,13 @@ class FakeRuntime:
         self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, ram: int | None,
         pinned: int | None, resident_layers: int | str,
         context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int,
-        emulate: str | None, profile: str | None,
+        tree_nodes: int | None, emulate: str | None, profile: str | None,
         on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None, trace: Path | None,
     ) -> FakeRuntime:  # fmt: skip
         options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
         options |= {
+            "tree_nodes": tree_nodes,
             "max_batch": max_batch,
             "emulate": emulate,
             "profile": profile,

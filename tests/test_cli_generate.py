@@ -68,7 +68,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
         "policy": "topk", "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
-        "ram": "60GB", "pinned": "30GB", "trace": "t.json",
+        "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "40",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -84,6 +84,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
             "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host", "emulate": "rtx3090",
             "profile": "rtx4090", "ram": 60_000_000_000, "pinned": 30_000_000_000, "trace": Path("t.json"),
+            "tree_nodes": 40,
             "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
         })
     ]  # fmt: skip

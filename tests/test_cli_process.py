@@ -102,8 +102,8 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
 
 def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
     records: dict[str, dict[str, Any]] = {}
-    for draft, layers in (("none", "auto"), ("ngram", "0")):
-        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4"]
+    for draft, layers, *more in (("none", "auto"), ("ngram", "0", "--gamma", "4", "--tree-nodes", "70")):
+        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4", *more]
         done = run(
             tmp_path, "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
             "--max-new-tokens", "24", "--ignore-eos", *arguments,
@@ -120,8 +120,10 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
         "link_idle_share", "hidden_draft_share",
+        "accepted_by_depth", "accepted_by_source",
     ]  # fmt: skip
-    assert plain["stats"]["acceptance"] == []
+    assert plain["stats"]["acceptance"] == plain["stats"]["accepted_by_depth"] == []
+    assert sum(ngram["stats"]["accepted_by_depth"]) == sum(ngram["stats"]["accepted_by_source"].values())
     (level,) = ngram["stats"]["acceptance"]
     assert level["proposed_by"] == "ngram" and level["verified_by"] == "target"
     assert level["accepted"] == 23 - ngram["stats"]["passes"] and level["verifications"] <= ngram["stats"]["passes"]

@@ -183,6 +183,9 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert stats.link_gbps is not None and stats.link_peak_gbps is not None
     (level,) = stats.acceptance
     assert level.accepted == COUNT - 1 - stats.passes and level.verifications <= stats.passes
+    assert stats.accepted_by_source == {level.proposed_by: sum(stats.accepted_by_depth)}
+    assert level.accepted == sum(stats.accepted_by_depth) > 0
+    assert list(stats.accepted_by_depth) == sorted(stats.accepted_by_depth, reverse=True)
     # Both rates are over the same time: bytes a second over tokens a second is bytes a token.
     bytes_per_token = stats.passes * stats.bytes_per_pass / (COUNT - 1)
     assert stats.link_gbps * 1e9 / stats.tok_per_s == pytest.approx(bytes_per_token)
@@ -193,6 +196,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
         "link_idle_share", "hidden_draft_share",
+        "accepted_by_depth", "accepted_by_source",
     ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)

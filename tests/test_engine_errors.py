@@ -142,6 +142,10 @@ class TestBeforeLoading:
             ({"resident_layers": "some"}, "auto or a number"),
             ({"max_gamma": 0}, "max_gamma must be at least 1"),
             ({"max_batch": 0}, "max_batch must be at least 1"),
+            ({"tree_nodes": 0}, "tree_nodes must be at least 1"),
+            ({"tree_nodes": 30, "draft": "none"}, "--tree-nodes 30 does nothing with --draft none"),
+            ({"tree_nodes": 30, "draft": "some/model"}, "a draft model, which proposes chains: drop it, or take"),
+            ({"tree_nodes": 30, "speculation": SpeculationOptions("none")}, "nothing with --speculation none"),
             ({"kv": "disk"}, "auto, gpu or host"),
             (
                 {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
@@ -199,6 +203,11 @@ def runtime(target: Path) -> Iterator[Runtime]:
         (PROMPT, {"max_new_tokens": -5}, OptionError, ["max_new_tokens"]),
         (PROMPT, {"max_new_tokens": 4, "gamma": 0}, OptionError, ["gamma must be at least 1"]),
         (PROMPT, {"max_new_tokens": 4, "gamma": 21}, OptionError, ["gamma 21", "20", "max_gamma"]),
+        (PROMPT, {"max_new_tokens": 4, "tree_nodes": 0}, OptionError, ["tree_nodes must be at least 1"]),
+        (
+            PROMPT, {"max_new_tokens": 4, "tree_nodes": 21}, OptionError,
+            ["tree_nodes 21 exceeds the 20", "--tree-nodes 21"],
+        ),
         (PROMPT, {"max_new_tokens": 4, "stop": ["x", ""]}, OptionError, ["empty stop string"]),
         (PROMPT, {"max_new_tokens": 4, "temperature": -1.0}, OptionError, ["temperature"]),
         (PROMPT, {"max_new_tokens": 4, "top_p": 1.5}, OptionError, ["top_p", "1.5"]),
@@ -235,6 +244,8 @@ def test_gamma_without_a_draft(target: Path) -> None:
     with load(target, draft="none") as runtime:
         with pytest.raises(OptionError, match="--draft ngram"):
             runtime.generate(PROMPT, max_new_tokens=4, gamma=3)
+        with pytest.raises(OptionError, match=r"tree_nodes 3 does nothing .* --draft ngram"):
+            runtime.generate(PROMPT, max_new_tokens=4, tree_nodes=3)
         assert len(runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True).tokens) == 4
 
 

@@ -15,13 +15,12 @@ from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
-    NgramLookup,
-    NgramProposer,
     NoProposer,
+    Proposal,
     Proposer,
     SpeculativeDecoder,
     Turn,
-    count_accepted,
+    accepted_path,
 )
 from tests.helpers.assembly import SMALL_SHAPE, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
@@ -46,8 +45,8 @@ class ScriptedProposer:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
-        return [self._guess(len(turn.tokens), turn.gamma) for turn in turns]
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [Proposal.chain(self._guess(len(turn.tokens), turn.gamma), self.name) for turn in turns]
 
     def _guess(self, length: int, count: int) -> list[int]:
         guesses = self._script[length : length + count]
@@ -104,10 +103,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=7))
-def test_count_accepted_is_the_common_beginning(proposals: list[int], samples: list[int]) -> None:
-    count = count_accepted(proposals, samples)
-    assert proposals[:count] == samples[:count]
-    assert count == min(len(proposals), len(samples)) or proposals[count] != samples[count]
+def test_of_a_chain_the_common_beginning_is_accepted(proposals: list[int], samples: list[int]) -> None:
+    samples = [*samples, *[9] * (len(proposals) + 1 - len(samples))]
+    path = accepted_path(Proposal.chain(proposals, "x"), samples)
+    count = len(path)
+    assert path == list(range(count)) and proposals[:count] == samples[:count]
+    assert count == len(proposals) or proposals[count] != samples[count]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -147,8 +148,10 @@ class FakeTarget:
         def length(self, sequence: int) -> int:
             return self._length
 
-        def commit(self, sequence: int, count: int) -> None:
-            self._length += count
+        capacity_tokens = 100
+
+        def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+            self._length += len(rows)
 
     def __init__(self, committed: int, logits: torch.Tensor) -> None:
         self.cache = self.Cache(committed)
@@ -178,50 +181,3 @@ def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
     decoder = SpeculativeDecoder(FakeTarget(3, torch.zeros(1, 1, 6)), NoProposer(), GREEDY)
     with pytest.raises(NumericalError, match="position 3 are NaN"):
         decoder.first_token(torch.full((1, 6), float("nan")))
-
-
-def ngram_reference(tokens: Sequence[int], count: int, *, max_ngram: int, min_ngram: int) -> list[int]:
-    """By search: what followed the latest earlier occurrence of the longest ending, repeating itself past the end."""
-    for size in range(max_ngram, min_ngram - 1, -1):
-        ending = list(tokens[-size:])
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if len(ending) == size and list(tokens[start : start + size]) == ending:
-                guesses = list(tokens)
-                for offset in range(count):
-                    guesses.append(guesses[start + size + offset])
-                return guesses[len(tokens) :]
-    return []
-
-
-@st.composite
-def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
-    """The sequences that a proposer is shown: each the last one grown, cut, cut and grown, or another one."""
-    token = st.integers(0, 3)
-    shown = [draw(st.lists(token, min_size=1, max_size=20))]
-    for _ in range(draw(st.integers(1, 8))):
-        kept = draw(st.sampled_from([len(shown[-1]), draw(st.integers(0, len(shown[-1]))), 0]))
-        shown.append(shown[-1][:kept] + draw(st.lists(token, min_size=int(kept == 0), max_size=9)))
-    return shown
-
-
-@given(growing_sequences(), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3))
-def test_ngram_lookup_equals_a_search(shown: list[list[int]], count: int, min_ngram: int, more: int) -> None:
-    sizes = {"max_ngram": min_ngram + more, "min_ngram": min_ngram}
-    lookup = NgramLookup(**sizes)
-    for tokens in shown:
-        assert lookup.propose(tokens, count) == ngram_reference(tokens, count, **sizes)
-    assert NgramLookup(**sizes).propose(shown[-1], count) == ngram_reference(shown[-1], count, **sizes)
-
-
-def test_ngram_lookup_does_not_change_what_it_is_shown() -> None:
-    tokens = [1, 2, 3, 1, 2]
-    assert NgramLookup().propose(tokens, 4) == [3, 1, 2, 3]
-    assert tokens == [1, 2, 3, 1, 2]
-
-
-def test_every_sequence_is_looked_up_in_its_own_text() -> None:
-    proposer, texts = NgramProposer(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
-    proposer.prepare(2, texts[2][:3])
-    turns = [Turn(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)]
-    assert proposer.propose(turns) == [[9, 7], [3]]
-    assert proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 7], 1)]) == [[9], []]

@@ -55,7 +55,9 @@ def make_proposer(
 
 def propose(proposer: DraftProposer, tokens: Sequence[int], count: int) -> list[int]:
     """What follows `tokens`, the one sequence there is."""
-    return proposer.propose([Turn(0, tokens, count)])[0]
+    proposal = proposer.propose([Turn(0, tokens, count)])[0]
+    assert proposal.is_chain and set(proposal.sources) <= {"draft"}
+    return list(proposal.tokens)
 
 
 def plain_decoding(
@@ -243,8 +245,12 @@ class OneSequence:
     def length(self, sequence: int) -> int:
         return self._runner.cache.length(self._row)
 
-    def commit(self, sequence: int, count: int) -> None:
-        self._runner.cache.commit(self._row, count)
+    @property
+    def capacity_tokens(self) -> int:
+        return self._runner.cache.capacity_tokens
+
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        self._runner.cache.commit_path(self._row, rows)
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
         return self._runner.verify(windows, [self._row])

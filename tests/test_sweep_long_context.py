@@ -20,7 +20,7 @@ from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOp
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.kv_cache import HostKVCache
-from offload_runtime.speculation import NoProposer, Round
+from offload_runtime.speculation import NoProposer, Proposal, Round
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -307,12 +307,16 @@ def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
 
 
 def test_acceptance_is_counted_by_depth() -> None:
-    rounds = [Round([1, 2, 3], 3, 2), Round([1, 2, 3, 4], 3, 3), Round([1], 2, 0), Round([1], 0, 0)]
+    def played(num_proposed: int, num_accepted: int) -> Round:
+        proposal = Proposal.chain(range(num_proposed), "draft")
+        return Round(list(range(num_accepted + 1)), proposal, tuple(range(num_accepted)))
+
+    rounds = [played(3, 2), played(3, 3), played(2, 0), played(0, 0)]
     found = target_acceptance(rounds)
     assert (found["proposed"], found["accepted"]) == (8, 5)
     assert found["acceptance"] == 5 / 8 and found["acceptance_judged"] == 5 / 7
     assert found["accepted_by_depth"] == [2 / 3, 2 / 3, 1 / 2]
-    assert target_acceptance([Round([1], 0, 0)])["acceptance"] is None
+    assert target_acceptance([played(0, 0)])["acceptance"] is None
 
 
 def test_the_bound_is_a_pass_and_its_steps() -> None:

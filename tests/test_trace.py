@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +35,7 @@ from tests.helpers.traces import (
     total_bytes,
     total_s,
 )
+from tests.helpers.trees import TreeScript
 
 CONTEXT, NEW_TOKENS = 1024, 30
 PROMPTS = [[(7 * index) % 250 + 4 for index in range(500)], [(11 * index) % 250 + 4 for index in range(300)]]
@@ -166,6 +167,32 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     with load(target, context=CONTEXT, **options) as runtime:
         asked = runtime.generate_batch(PROMPTS, **ASKED) if name == "batch" else [generate(runtime)]
     assert [result.tokens for result in asked] == [result.tokens for result in run.results]
+
+
+def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
+    gamma, nodes = 4, 30
+    options: dict[str, Any] = {"resident_layers": 1, "kv": "host", "context": CONTEXT, "max_batch": 2}
+    with load(target, draft="none", **options) as runtime:
+        expected = [result.tokens for result in runtime.generate_batch(PROMPTS, **ASKED)]
+    path, truth = tmp_path / "trace.json", dict(enumerate(map(list.__add__, PROMPTS, expected)))
+    with load(target, tree_nodes=nodes, trace=path, **options) as runtime:
+        runtime._parts = replace(runtime._parts, proposer=TreeScript(truth, seed=1, most_branches=20))
+        together = runtime.generate_batch(PROMPTS, gamma=gamma, **ASKED)
+        alone = runtime.generate(PROMPTS[0], gamma=gamma, **ASKED)
+    assert [result.tokens for result in (*together, alone)] == [*expected, expected[0]]
+    rows = rows_of(path)
+    rounds = [bar.args for bar in rows["passes"] if bar.args["kind"] == "verify"]
+    stats = [result.stats for result in (*together, alone)]
+    proposed = [count for one in rounds for count in one["proposed"]]
+    assert gamma < max(proposed) <= nodes
+    assert [count for one in rounds for count in one["tokens"]] == [1 + count for count in proposed]
+    assert sum(proposed) == sum(one.acceptance[-1].proposed for one in stats)
+    assert sum(sum(one["accepted"]) for one in rounds) == sum(sum(one.accepted_by_depth) for one in stats) > 0
+    proposals = [bar.args for bar in rows["draft"] if bar.name == "propose"]
+    assert {count for one in proposals for count in one["asked"]} == {nodes}
+    # In its last round an answer that misses one token is not asked about.
+    made = [count for one in proposals for count in one["proposed"]]
+    assert [count for count in made if count] == [count for count in proposed if count]
 
 
 def test_what_is_staged_is_traced_piece_by_piece(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import pytest
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv_cache.retrieval import RetrievedChunks
-from offload_runtime.speculation import Turn, count_accepted
+from offload_runtime.speculation import Proposal, Turn
 from offload_runtime.speculation.triforce import TriForceProposer
+from tests.helpers.dense_levels import count_accepted
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 # From 512 tokens on there is something far: at the end three blocks, each of which came while decoding.
@@ -41,10 +42,10 @@ class Watch:
         self.available: set[int] = set()
         propose, update = TriForceProposer.propose, RetrievedChunks.update
 
-        def watched_propose(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[list[int]]:
-            (turn,), (proposals,) = turns, propose(proposer, turns)
-            self.windows.append((len(turn.tokens), proposals))
-            return [proposals]
+        def watched_propose(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[Proposal]:
+            (turn,), (proposal,) = turns, propose(proposer, turns)
+            self.windows.append((len(turn.tokens), list(proposal.tokens)))
+            return [proposal]
 
         def watched_update(chunks: RetrievedChunks, *arguments: Any, **named: Any) -> Any:
             self.available.update(arguments[3])

@@ -21,7 +21,8 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.transcripts import ScriptedProposer, forced_rows, transcribe
 from offload_runtime.engine.verification import VerificationPlan, VerificationReport, verify
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.speculation import Turn, rounds
+from offload_runtime.speculation import Proposal, rounds
+from offload_runtime.speculation import accepted_path as honest_path
 from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 
 T1 = SamplingParams(temperature=1.0)
@@ -51,9 +52,10 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
         yield loaded
 
 
-def accept_one_too_many(proposals: Sequence[int], samples: Sequence[int]) -> int:
-    accepted = next((i for i, pair in enumerate(zip(proposals, samples, strict=False)) if pair[0] != pair[1]), None)
-    return len(proposals) if accepted is None else accepted + 1
+def accept_one_too_many(proposal: Proposal, samples: Sequence[int]) -> list[int]:
+    path = honest_path(proposal, samples)
+    last = path[-1] if path else -1
+    return [*path, *[node for node, parent in enumerate(proposal.parents) if parent == last][:1]]
 
 
 def with_temperature_of(factor: float) -> Callable[..., torch.Tensor]:
@@ -104,6 +106,8 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
     assert all(run.tokens == 16 and run.finding.foreign_tokens == 0 for run in report.runs)
     scripted = [run.passes for run in report.runs if run.proposer == "script" and run.gamma > 1]
     assert max(scripted) < 15  # windows were accepted, so there was something to get wrong
+    for run in report.runs:
+        assert run.tree_nodes == (min(3 * run.gamma, 63) if run.proposer == "script" else None)
     assert len(report.fits) == 2 * 2 + 1 + 6 + 1
     assert all(fit.freedom and fit.draws >= PLAN.seeds for fit in report.fits)
     for stage, all_steps in (("identity", 24), ("sampling", 100)):
@@ -111,7 +115,7 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
 
 
 def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "count_accepted", accept_one_too_many)
+    monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
     report = verify(runtime, PLAN)
     assert report.verdict == "defect"
     assert len(report.bad_runs) > 6
@@ -126,10 +130,10 @@ def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, mo
 
 
 def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def speak_the_draft(self: Any, tokens: Sequence[int], gamma: int) -> rounds.Round:
-        done = honest(self, tokens, gamma)
+    def speak_the_draft(self: Any, tokens: Sequence[int], gamma: int, tree_nodes: int | None) -> rounds.Round:
+        done = honest(self, tokens, gamma, tree_nodes)
         if gamma > 0 and done.num_proposed and done.num_accepted == 0:
-            return replace(done, tokens=[self._proposer.propose([Turn(0, tokens, 1)])[0][0]])
+            return replace(done, tokens=[done.proposal.tokens[0]])
         return done
 
     honest = rounds.SpeculativeDecoder.round
@@ -150,6 +154,17 @@ def test_noise_of_other_positions_is_a_defect(
     assert report.verdict == "defect"
     assert {run.setting for run in report.bad_runs} == {"top-p", "T 1"}  # greedy decoding has no noise
     assert all(run.finding.foreign_tokens for run in report.bad_runs)
+
+
+def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings with noise of their own: whoever proposes chains does not notice."""
+    honest = rounds._upload
+    monkeypatch.setattr(
+        rounds, "_upload", lambda numbers, device: honest([numbers[0] + row for row in range(len(numbers))], device)
+    )
+    report = verify(runtime, replace(PLAN, seeds=32))
+    assert {run.proposer for run in report.bad_runs} == {"script"}
+    assert "greedy" not in {run.setting for run in report.bad_runs}
 
 
 @pytest.mark.parametrize("repeated", ["position", "seed"])
@@ -188,7 +203,11 @@ def test_a_filter_that_does_nothing_is_impossible(runtime: Runtime, monkeypatch:
 def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of every longer window is read as another one; plain decoding has no such windows."""
     honest = rounds.Window
-    monkeypatch.setattr(rounds, "Window", lambda tokens: honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7)))
+
+    def other_token(tokens: tuple[int, ...], parents: tuple[int, ...] | None = None) -> Any:
+        return honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7), parents)
+
+    monkeypatch.setattr(rounds, "Window", other_token)
     report = verify(runtime, replace(PLAN, seeds=32))
     assert report.verdict == "defect" and report.bad_runs
 
@@ -259,7 +278,7 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("proof", ["identity", "fit"])
 def test_the_command_ends_with_1_for_a_defect(target: Path, monkeypatch: pytest.MonkeyPatch, proof: str) -> None:
     if proof == "identity":
-        monkeypatch.setattr(rounds, "count_accepted", accept_one_too_many)
+        monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
     else:
         monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", with_temperature_of(1.4))
     result = run(target, "--json") if proof == "identity" else run(target)
@@ -305,5 +324,5 @@ def test_bitwise_on_a_gpu(target: Path, draft: Path, monkeypatch: pytest.MonkeyP
     with Runtime.load(target, draft=draft, device="cuda", dtype="bf16", resident_layers=2) as runtime:
         report = verify(runtime, plan)
         assert report.bitwise and report.verdict == "exact", verdict_line(report)
-        monkeypatch.setattr(rounds, "count_accepted", accept_one_too_many)
+        monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
         assert all(run.finding.differing_logit_rows for run in verify(runtime, plan).bad_runs)

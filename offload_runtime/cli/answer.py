@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Mapping[str, str]]
 _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
+_SHOWN_DEPTHS = 8
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -84,6 +85,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             speculation=options.speculation,
             max_batch=options.max_batch,
             max_gamma=options.max_gamma,
+            tree_nodes=options.tree_nodes,
             emulate=options.emulate,
             profile=options.profile,
             on_progress=bars.on_bytes,
@@ -198,14 +200,14 @@ def _stoppable_prefill(stop: StopRequest, bars: ProgressBars) -> Callable[[int, 
 
 
 def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance, link, prediction.
+    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
+    depth and by source), link, prediction.
 
     Figures of an emulated machine begin with its name.
     """
     figures = [] if stats.emulated is None else [f"emulating {stats.emulated}"]
     figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    if acceptance := acceptance_figure(stats):
-        figures.append(acceptance)
+    figures += [figure for figure in (acceptance_figure(stats), depth_figure(stats), source_figure(stats)) if figure]
     if stats.link_gbps is not None:
         idle = share_figure(stats.link_idle_share)
         figures.append(f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}")
@@ -235,6 +237,19 @@ def acceptance_figure(stats: GenerationStats) -> str:
 def share_figure(share: float | None) -> str:
     """Return a share as a percentage; nothing where it is not known."""
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+def depth_figure(stats: GenerationStats) -> str:
+    """Return in how many passes a first proposal was accepted, a second one behind it, and so on; nothing if never."""
+    shown = stats.accepted_by_depth[:_SHOWN_DEPTHS]
+    more = ", ..." if len(stats.accepted_by_depth) > len(shown) else ""
+    return f"by depth {', '.join(map(str, shown))}{more}" if shown else ""
+
+
+def source_figure(stats: GenerationStats) -> str:
+    """Return who proposed what was accepted, where it was more than one."""
+    shares = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
+    return f"by source {', '.join(shares)}" if len(shares) > 1 else ""
 
 
 def link_figure(stats: GenerationStats) -> str:

@@ -70,6 +70,7 @@ def generate(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
+    tree_nodes: opt.TreeNodesOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 256,
     temperature: opt.TemperatureOption = 0.0,
     top_k: opt.TopKOption = 0,
@@ -110,7 +111,7 @@ def generate(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
             max_batch=max(1, len(files)), emulate=emulate, profile=profile, explain=explain,
-            trace=trace,
+            tree_nodes=tree_nodes, trace=trace,
         )  # fmt: skip
         prompts = collect_prompts(prompt, files)
         run = run_generate if len(prompts) == 1 else run_batch
@@ -136,6 +137,7 @@ def chat(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
+    tree_nodes: opt.TreeNodesOption = None,
     max_new_tokens: opt.MaxNewTokensOption = 1024,
     temperature: opt.TemperatureOption = 0.7,
     top_k: opt.TopKOption = 0,
@@ -175,7 +177,7 @@ def chat(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma, speculation=proposing, emulate=emulate, profile=profile,
-            explain=explain, trace=trace,
+            explain=explain, tree_nodes=tree_nodes, trace=trace,
         )  # fmt: skip
         run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
 
@@ -196,6 +198,7 @@ def verify(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
+    tree_nodes: opt.TreeNodesOption = None,
     prompts: Annotated[
         str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     ] = None,
@@ -227,6 +230,7 @@ def verify(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers,
             context=context, kv=kv, gamma=None, speculation=proposing, emulate=emulate,
+            tree_nodes=tree_nodes,
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
         run_verify(load, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress)

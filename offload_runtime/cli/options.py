@@ -166,7 +166,16 @@ GammaOption = Annotated[
         "--gamma",
         min=1,
         rich_help_panel=_SAMPLING,
-        help="Most tokens to propose per pass; left out, what suits device and draft.",
+        help="Most tokens to propose per pass, one behind the other; left out, what suits device and draft.",
+    ),
+]
+TreeNodesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tree-nodes",
+        min=1,
+        rich_help_panel=_SPECULATION,
+        help="Most tokens to propose per pass in all: more than --gamma makes room for branches. Left out, chains.",
     ),
 ]
 StopOption = Annotated[

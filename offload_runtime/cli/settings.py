@@ -19,8 +19,9 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `max_gamma` is the deepest window to make room for; the default is the runtime's own. `emulate` and `profile` name
-    machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
+    `max_gamma` is the deepest window to make room for; the default is the runtime's own. `tree_nodes` None proposes
+    chains. `emulate` and `profile` name machines. With `explain` the plan is printed before anything is loaded. `trace`
+    is the file for what happened when.
     """
 
     target: str
@@ -35,6 +36,7 @@ class LoadOptions:
     kv: str = "auto"
     max_batch: int = 1
     max_gamma: int = 63
+    tree_nodes: int | None = None
     emulate: str | None = None
     profile: str | None = None
     explain: bool = False
@@ -66,6 +68,7 @@ def load_options(
     emulate: str | None = None,
     profile: str | None = None,
     explain: bool = False,
+    tree_nodes: int | None = None,
     trace: str | None = None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
@@ -86,6 +89,7 @@ def load_options(
         speculation=speculation,
         max_batch=max_batch,
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
+        tree_nodes=tree_nodes,
         emulate=emulate,
         profile=profile,
         explain=explain,

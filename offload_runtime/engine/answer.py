@@ -22,6 +22,7 @@ class Answer:
         self, tokenizer: Tokenizer, prompt: Sequence[int], params: GenerationParams, eos_token_ids: frozenset[int]
     ) -> None:
         self.tokens: list[int] = []
+        self.sequence = list(prompt)  # prompt and answer; grows, so that no round copies it
         self._params = params
         self._eos_token_ids = eos_token_ids
         self._pieces: list[str] = []
@@ -41,6 +42,7 @@ class Answer:
     def push(self, token: int) -> tuple[str, str | None]:
         """Append a token: the text it completes, and the reason to end after it."""
         self.tokens.append(token)
+        self.sequence.append(token)
         if token in self._eos_token_ids and not self._params.ignore_eos:
             return "", "stop"
         piece, stopped = self._stops.push(self._decoder.push(token))

@@ -124,9 +124,9 @@ def open_sources(target: str | Path | CheckpointSource, draft: str | Path | Chec
 
 def load_models(
     sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *,
-    on_progress: LoadProgress | None,
+    on_progress: LoadProgress | None, trees: bool = False,
 ) -> LoadedModels:  # fmt: skip
-    """Load the draft, then the target; on a GPU also warm both up."""
+    """Load the draft, then the target; on a GPU also warm both up, the target for windows that are `trees` too."""
     draft = None
     if sources.draft is not None and plans.draft is not None:
         everything = all_resident(plans.draft.config.num_layers)
@@ -136,9 +136,9 @@ def load_models(
     target = load_model(sources.target, plans.target, placement, budget, engine, name="target", on_progress=on_progress)
     if budget.device.type == "cuda":
         try:
-            for model in (target, draft):
-                if model is not None:
-                    warm_up(model)
+            warm_up(target, trees=trees)
+            if draft is not None:
+                warm_up(draft)
         except BaseException:
             target.engine.close()
             target.runner.cache.close()  # its queue goes before the memory that it copies
@@ -275,10 +275,10 @@ def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(block.view(count, -1))
 
 
-def warm_up(model: LoadedModel) -> None:
+def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     """Compile kernels, load library modules and let the allocator take its blocks, with the largest shapes.
 
-    Only useful on CUDA. Leaves the cache empty.
+    With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
     """
     runner, cache = model.runner, model.runner.cache
     tokens = min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - 1)
@@ -287,5 +287,9 @@ def warm_up(model: LoadedModel) -> None:
     positions = torch.arange(len(logits), device=logits.device)
     for temperature in (0.0, 1.0):
         sample(logits, SamplingParams(temperature=temperature), positions, torch.zeros_like(positions))
+    if trees and cache.capacity_tokens > 2:
+        cache.truncate(0, max(0, tokens - 2))
+        runner.verify([Window((0, 0, 1), (-1, 0, 0))], [0])
+        cache.commit_path(0, [0, 2])
     cache.truncate(0, 0)
     torch.cuda.synchronize(logits.device)

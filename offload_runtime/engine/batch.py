@@ -12,6 +12,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.windows import WindowSize
 from offload_runtime.speculation import SpeculativeDecoder, Tally, Turn, play_round
 
 OnBatchProgress = Callable[[int, int], None]
@@ -32,8 +33,8 @@ class _Member:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.prompt + self.answer.tokens
+        """Prompt and answer so far: a list that grows with them."""
+        return self.answer.sequence
 
     def push(self, tokens: Sequence[int]) -> None:
         """Append tokens until one ends the answer."""
@@ -58,18 +59,18 @@ class BatchGeneration:
         expected: What the figures are held against.
         prompts: Token ids of each.
         params: What was asked for, the same for all.
-        gamma: Most tokens proposed per round and sequence.
+        window: Most tokens proposed per round and sequence.
     """
 
     def __init__(
         self, parts: StreamParts, expected: Expectation, prompts: Sequence[Sequence[int]], params: GenerationParams,
-        *, gamma: int,
+        *, window: WindowSize,
     ) -> None:  # fmt: skip
         self._parts = parts
         self._expected = expected
         self._params = params
-        self._gamma = gamma
-        self._proposer = parts.proposing(gamma)
+        self._window = window
+        self._proposer = parts.proposing(window)
         self._members = [
             _Member(sequence, list(prompt), Answer(parts.tokenizer, prompt, params, parts.eos_token_ids))
             for sequence, prompt in enumerate(prompts)
@@ -134,15 +135,16 @@ class BatchGeneration:
         self._let_go_of_finished(member)
 
     def _round(self, active: Sequence[_Member]) -> None:
+        gamma, nodes = self._window.gamma, self._window.tree_nodes
         turns = [
-            Turn(member.sequence, member.tokens, min(self._gamma, member.answer.remaining - 1)) for member in active
+            Turn(member.sequence, member.tokens, min(gamma, member.answer.remaining - 1), nodes) for member in active
         ]
         played = play_round(self._parts.target, self._params.sampling, self._proposer, turns)
         if self._parts.traced is not None:
             self._parts.traced.decided(played)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
-            member.tally.add(outcome.num_proposed, outcome.num_accepted)
+            member.tally.add(outcome.num_proposed, outcome.accepted_sources)
             member.push(outcome.tokens)
             self._let_go_of_finished(member)
 
@@ -157,6 +159,7 @@ class BatchGeneration:
             prompt_tokens=len(member.prompt), new_tokens=len(member.answer.tokens), started_s=started_s,
             first_token_s=member.first_token_s, last_token_s=member.last_token_s, passes=member.passes,
             acceptance=() if name is None else member.tally.levels(name, self._proposer.counts(member.sequence)),
+            accepted_by_depth=member.tally.accepted_by_depth, accepted_by_source=member.tally.accepted_by_source,
         )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Conversation:
         self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        tree_nodes: int | None = None,
     ) -> Turn:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
 
@@ -59,7 +60,9 @@ class Conversation:
                 "start over with /reset, shorten the message or raise --context"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(min(max_new_tokens, room), stop_strings(stop), gamma, ignore_eos, sampling)
+        params = GenerationParams(
+            min(max_new_tokens, room), stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes
+        )
         stream = self._runtime.start(
             tokens, params, owner=self, num_kept=self._num_kept(tokens), speculate=speculate, on_prefill=on_prefill
         )

@@ -1,8 +1,8 @@
 """A smaller card played by a larger one: less device memory, and a link that is held to its bandwidth.
 
-What computes stays as fast as it is, but for what waits on the device for a paced copy: matrix products beside one took 9 %
-longer on an H200. Loading is not paced, nor are reads of host memory that are no copies: the chunks
-that a middle level gathers.
+What computes stays as fast as it is, but for what waits on the device for a paced copy: matrix products beside one took
+9 % longer on an H200. Loading is not paced, nor are reads of host memory that are no copies: the chunks that a middle
+level gathers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_runtime.engine.expectation import Expectation
@@ -23,6 +23,8 @@ class AnswerFigures:
     last_token_s: float
     passes: int
     acceptance: Sequence[Acceptance]
+    accepted_by_depth: Sequence[int]
+    accepted_by_source: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def generation_stats(
         peak_vram_bytes=parts.budget.peak_bytes(),
         pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
         acceptance=tuple(answer.acceptance),
+        accepted_by_depth=tuple(answer.accepted_by_depth),
+        accepted_by_source=dict(answer.accepted_by_source),
         measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
         predicted_s_per_pass=predicted_s_per_pass,
         emulated=expected.emulated,

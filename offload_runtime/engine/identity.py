@@ -24,6 +24,8 @@ from offload_runtime.sampling import perturbed_logits
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
 _SCRIPT_ACCURACY = 0.85
+# Its trees have so many times as many nodes as the longest of their paths, as far as a window of the longest has room.
+_SCRIPT_BRANCHES = 3
 # What rounding may do to a row of logits: the standard deviation of its change, in roundoffs of the row's own standard
 # deviation. On a real model of 30 layers 30 roundoffs were seen in bf16 and 155 in fp32, where sums round too; the
 # logits behind another token are 100 (bf16) and 6 million (fp32) away, or more.
@@ -85,10 +87,11 @@ class IdentityRun:
         setting: Name of the way of sampling.
         seed: Of the noise.
         proposer: `ngram`, `draft`, or `script`: plain decoding's own tokens with mistakes.
-        gamma: Most tokens proposed per pass.
+        gamma: Most tokens proposed per pass in a row.
         tokens: Compared.
         passes: Passes of the target; plain decoding has one for every token but the first.
         finding: Of the comparison.
+        tree_nodes: Most tokens proposed per pass in all; None where the runtime's own setting decides.
     """
 
     prompt: str
@@ -99,6 +102,7 @@ class IdentityRun:
     tokens: int
     passes: int
     finding: Finding
+    tree_nodes: int | None = None
 
 
 def verify_identity(
@@ -127,11 +131,22 @@ def verify_identity(
             comparison = Comparison(plain, sampling, len(prompt), bitwise=runtime.device.type == "cuda")
             for number, (name, proposer) in enumerate({**loaded, "script": script}.items()):
                 gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                said = transcribe(runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma)
+                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if proposer is script else None
+                said = transcribe(
+                    runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
+                )
                 finding = comparison.judge(said)
                 runs.append(
                     IdentityRun(
-                        prompt_name, setting_name, sampling.seed, name, gamma, len(said.tokens), said.passes, finding
+                        prompt_name,
+                        setting_name,
+                        sampling.seed,
+                        name,
+                        gamma,
+                        len(said.tokens),
+                        said.passes,
+                        finding,
+                        nodes,
                     )
                 )
                 on_step()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import SpeculationOptions, require_positive
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.description import describe_placement
@@ -20,6 +20,7 @@ from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
 from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
 from offload_runtime.engine.staged_levels import place_and_stage
+from offload_runtime.engine.windows import WindowLimits, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.link_pace import paced_link
 from offload_runtime.machine_profile.host_info import read_host_info
@@ -45,8 +46,9 @@ _CPU_DEFAULT_GAMMA = 7
 class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
-    `proposer` serves up to `batch` sequences at once, `default_gamma` is 0 where it proposes nothing, `placement` says
-    in a line what lives where, and `plan` in bytes. `recorder` is told what the copy queues and steps of proposers do.
+    `proposer` serves up to `batch` sequences at once, in `windows` whose default gamma is 0 where it proposes nothing;
+    `placement` says in a line what lives where, and `plan` in bytes. `recorder` is told what the copy queues and steps
+    of proposers do.
     """
 
     sources: assembly.Sources
@@ -55,7 +57,7 @@ class LoadedRuntime:
     batch: int
     budget: DeviceBudget
     engine: CopyEngine
-    default_gamma: int
+    windows: WindowLimits
     placement: str
     plan: RunPlan
     recorder: TraceRecorder | None = None
@@ -66,7 +68,8 @@ def load_runtime(
     limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
     ram_bytes: int | None = None, pinned_bytes: int | None = None,
-    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None, trace: bool = False,
+    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
+    tree_nodes: int | None = None, trace: bool = False,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -80,6 +83,8 @@ def load_runtime(
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
+    check_tree_nodes(tree_nodes, kind, options.mode)
+    most_nodes = max(max_gamma, tree_nodes or 0)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
@@ -97,7 +102,7 @@ def load_runtime(
 
         def planned(context: int | str) -> RunPlan:
             plans = make_plans(
-                sources.target, sources.draft, dtype, chosen, context=context, window=max_gamma + 1, kv=kv,
+                sources.target, sources.draft, dtype, chosen, context=context, window=most_nodes + 1, kv=kv,
                 options=options, batch=batch,
             )  # fmt: skip
             require_dtype(plans.target.dtype, chosen)
@@ -122,14 +127,17 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
-            models = assembly.load_models(sources, plans, placed.placement, budget, engine, on_progress=on_progress)
+            models = assembly.load_models(
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=tree_nodes is not None
+            )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
-            gamma = default_gamma(chosen.type, placed)
+            proposes = not isinstance(proposer, NoProposer)
+            gamma = min(default_gamma(chosen.type, placed), max_gamma) if proposes else 0
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
-                default_gamma=0 if isinstance(proposer, NoProposer) else min(gamma, max_gamma),
+                windows=WindowLimits(max_gamma, most_nodes, WindowSize(gamma, tree_nodes)),
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
@@ -177,6 +185,22 @@ def check_proposals(draft: str, mode: str) -> None:
         raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
     if mode == "chain" and draft == "none":
         raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
+
+
+def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
+    """Refuse trees where nobody proposes branches. Arguments as of `check_proposals`.
+
+    Raises:
+        OptionError: The number makes no sense, or would be ignored.
+    """
+    if tree_nodes is None:
+        return
+    require_positive("tree_nodes", tree_nodes)
+    if draft != "ngram" or mode == "none":
+        who = "with --speculation none" if mode == "none" else f"with --draft {draft}"
+        if draft not in ("ngram", "none"):
+            who = "with a draft model, which proposes chains"
+        raise OptionError(f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --draft ngram")
 
 
 @contextmanager

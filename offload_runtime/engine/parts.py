@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine.text import Tokenizer
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
+from offload_runtime.engine.windows import WindowSize
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.runners import ModelRunner
@@ -31,8 +32,8 @@ class StreamParts:
     pageable: PageableMemory | None = None  # what is staged; None where nothing can be
     traced: TracedTarget | None = None
 
-    def proposing(self, gamma: int) -> Proposer:
-        """Who proposes up to `gamma` tokens a round."""
-        if not gamma:
+    def proposing(self, window: WindowSize) -> Proposer:
+        """Who proposes up to `window` a round."""
+        if not window.gamma:
             return NoProposer()
         return self.proposer if self.traced is None else TracedProposer(self.proposer, self.traced.recorder)

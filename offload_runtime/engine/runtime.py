@@ -31,11 +31,11 @@ from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput
+from offload_runtime.engine.windows import WindowSize
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import MachineFigures
-from offload_runtime.speculation import NoProposer
 from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
 
@@ -44,7 +44,7 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(
-        self, loaded: LoadedRuntime, *, max_gamma: int, machine: MachineFigures | None = None,
+        self, loaded: LoadedRuntime, *, machine: MachineFigures | None = None,
         emulated: str | None = None, trace: Path | None = None,
     ) -> None:  # fmt: skip
         target = loaded.models.target
@@ -65,8 +65,7 @@ class Runtime:
         self._max_batch = loaded.batch
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, loaded.engine.close)
-        self._default_gamma = loaded.default_gamma
-        self._max_gamma = max_gamma
+        self._windows = loaded.windows
         self._cache_owner: object | None = None
         self._current: TokenStream | None = None
         self._closed = False
@@ -93,7 +92,7 @@ class Runtime:
         vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, emulate: str | Path | MachineProfile | None = None,
+        max_gamma: int = 63, tree_nodes: int | None = None, emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, trace: str | Path | None = None,
     ) -> Runtime:  # fmt: skip
@@ -117,6 +116,8 @@ class Runtime:
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
+                for another number; None proposes chains. Windows have room for this many, or `max_gamma`.
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.
@@ -151,10 +152,10 @@ class Runtime:
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
             pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=planned, emulation=emulation,
-            trace=trace is not None,
+            tree_nodes=tree_nodes, trace=trace is not None,
         )  # fmt: skip
         return cls(
-            loaded, max_gamma=max_gamma, machine=machine, emulated=None if emulation is None else emulation.name,
+            loaded, machine=machine, emulated=None if emulation is None else emulation.name,
             trace=None if trace is None else Path(trace),
         )  # fmt: skip
 
@@ -162,6 +163,7 @@ class Runtime:
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        tree_nodes: int | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -178,10 +180,11 @@ class Runtime:
             min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
             seed: Of the sampling noise.
             stop: A string, or several, that end the text.
-            gamma: Most tokens proposed per pass; None for the default.
+            gamma: Most tokens proposed per pass in a row; None for the default.
             speculate: False decodes plainly, one token a pass.
             ignore_eos: Go on after the end-of-sequence token.
             on_prefill: Called with (layers done, layers) while the prompt is worked on.
+            tree_nodes: Most tokens proposed per pass in all, branches included; None for the default.
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -191,7 +194,7 @@ class Runtime:
             OptionError: A value makes no sense.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
+        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
         tokens = self._fitting_prompt(prompt, max_new_tokens)
         return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
 
@@ -199,11 +202,13 @@ class Runtime:
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        tree_nodes: int | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there."""
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
+            tree_nodes=tree_nodes,
         )  # fmt: skip
         for _ in stream:
             pass
@@ -218,6 +223,7 @@ class Runtime:
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        tree_nodes: int | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
@@ -240,12 +246,12 @@ class Runtime:
                 "raise max_batch when loading it"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling)
+        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
         tokens = self._fitting_prompts(prompts, max_new_tokens)
-        most = self._check_gamma(params)
+        window = self._window(params, speculate=speculate)
         self._clear_cache(range(self._max_batch))
         self._cache_owner, self._current = None, None
-        batch = BatchGeneration(self._parts, self._expected, tokens, params, gamma=most if speculate else 0)
+        batch = BatchGeneration(self._parts, self._expected, tokens, params, window=window)
         with device_errors(self.device):
             return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
 
@@ -288,26 +294,22 @@ class Runtime:
         speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
-        gamma = self._check_gamma(params)
+        window = self._window(params, speculate=speculate)
         self._models.target.runner.cache.truncate(0, num_kept)
         self._clear_cache(range(1, self._max_batch))
         self._cache_owner = owner
         self._current = TokenStream(
-            self._parts, self._expected, tokens, params, gamma=gamma if speculate else 0, num_kept=num_kept,
+            self._parts, self._expected, tokens, params, window=window, num_kept=num_kept,
             is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
         )  # fmt: skip
         return self._current
 
-    def _check_gamma(self, params: GenerationParams) -> int:
+    def _window(self, params: GenerationParams, *, speculate: bool) -> WindowSize:
         """Most tokens to propose per round; refuses a closed runtime and what makes no sense."""
         if self._closed:
             raise OptionError("this runtime is closed: load it again")
-        gamma = self._default_gamma if params.gamma is None else params.gamma
-        if gamma > self._max_gamma:
-            raise OptionError(f"gamma {gamma} exceeds the {self._max_gamma} this runtime was loaded for (max_gamma)")
-        if isinstance(self._parts.proposer, NoProposer) and params.gamma is not None:
-            raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
-        return gamma
+        window = self._windows.settle(params, self._parts.proposer)
+        return window if speculate else WindowSize(0)
 
     def _clear_cache(self, sequences: range) -> None:
         """Forget these sequences, which every pass would stream otherwise."""

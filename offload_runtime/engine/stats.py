@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload_runtime.speculation import Acceptance
@@ -35,6 +35,8 @@ class GenerationStats:
             way to the device; chunks that a middle level gathers are no copies. None where nothing is streamed.
         hidden_draft_share: Share of the drafting in which a pass of the target was running; None without drafting, and
             without a trace (see `Runtime.load`).
+        accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
+        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
     """
 
     prompt_tokens: int
@@ -56,6 +58,8 @@ class GenerationStats:
     pageable_bytes: int = 0
     link_idle_share: float | None = None
     hidden_draft_share: float | None = None
+    accepted_by_depth: tuple[int, ...] = ()
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
@@ -65,7 +69,7 @@ class GenerationStats:
             }
             for level in self.acceptance
         ]  # fmt: skip
-        return {**asdict(self), "acceptance": levels}
+        return {**asdict(self), "acceptance": levels, "accepted_by_depth": list(self.accepted_by_depth)}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.windows import WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, NoProposer, Proposer, SpeculativeDecoder, Tally
@@ -29,7 +30,7 @@ class TokenStream:
         expected: What the figures are held against.
         prompt: Token ids; the first `num_kept` of them are in the target's cache already.
         params: What was asked for.
-        gamma: Most tokens proposed per round.
+        window: Most tokens proposed per round.
         num_kept: Committed tokens of the cache that belong to the prompt.
         is_current: Whether the cache is still this generation's, given the stream.
         on_prefill: Called with (layers done, layers) while the prompt is worked on.
@@ -37,14 +38,15 @@ class TokenStream:
 
     def __init__(
         self, parts: StreamParts, expected: Expectation, prompt: Sequence[int], params: GenerationParams,
-        *, gamma: int, num_kept: int, is_current: Callable[[TokenStream], bool], on_prefill: OnPrefill | None = None,
+        *, window: WindowSize, num_kept: int, is_current: Callable[[TokenStream], bool],
+        on_prefill: OnPrefill | None = None,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)
         self._parts = parts
         self._expected = expected
         self._prompt = list(prompt)
         self._params = params
-        self._gamma = gamma
+        self._window = window
         self._num_kept = num_kept
         self._is_current = is_current
         self._on_prefill = on_prefill
@@ -71,8 +73,8 @@ class TokenStream:
 
     @property
     def sequence_tokens(self) -> list[int]:
-        """Prompt and generated tokens so far."""
-        return self._prompt + self._answer.tokens
+        """Prompt and generated tokens so far: a list that grows with them."""
+        return self._answer.sequence
 
     @property
     def is_current(self) -> bool:
@@ -88,7 +90,7 @@ class TokenStream:
     def _run(self) -> Generator[str, None, None]:
         parts, params = self._parts, self._params
         self._started_s = time.perf_counter()
-        proposer = parts.proposing(self._gamma)
+        proposer = parts.proposing(self._window)
         proposer.start(params.sampling)
         self._proposer = proposer
         decoder = SpeculativeDecoder(parts.target, proposer, params.sampling)
@@ -108,12 +110,12 @@ class TokenStream:
                         yield rest
                     return
             # The target's own token always comes on top, so the last round of a generation proposes one less.
-            gamma = min(self._gamma, self._answer.remaining - 1)
+            gamma = min(self._window.gamma, self._answer.remaining - 1)
             with self._own_cache():
-                played = decoder.round(self.sequence_tokens, gamma)
+                played = decoder.round(self.sequence_tokens, gamma, self._window.tree_nodes)
             if parts.traced is not None:
                 parts.traced.decided([played])
-            self._tally.add(played.num_proposed, played.num_accepted)
+            self._tally.add(played.num_proposed, played.accepted_sources)
             new_tokens = played.tokens
             self._passes += 1
 
@@ -155,7 +157,8 @@ class TokenStream:
         answer = AnswerFigures(
             prompt_tokens=len(self._prompt), new_tokens=len(self._answer.tokens), started_s=self._started_s,
             first_token_s=self._first_token_s, last_token_s=self._last_token_s, passes=self._passes,
-            acceptance=self._acceptance(),
+            acceptance=self._acceptance(), accepted_by_depth=self._tally.accepted_by_depth,
+            accepted_by_source=self._tally.accepted_by_source,
         )  # fmt: skip
         passes = (self._meter or PassMeter(parts)).read(self._passes, self._last_token_s - self._first_token_s)
         predicted_s = self._expected.seconds_per_pass([answer])

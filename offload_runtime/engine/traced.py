@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import Acceptance, Proposer, Round, Turn
+from offload_runtime.speculation import Acceptance, Proposal, Proposer, Round, Turn
 from offload_runtime.tracing import DRAFT, HOST, PASSES, TraceRecorder, write_trace
 
 
@@ -84,6 +84,11 @@ class TracedProposer:
         """As `Proposer.name`."""
         return self._proposer.name
 
+    @property
+    def makes_trees(self) -> bool:
+        """As `Proposer.makes_trees`."""
+        return self._proposer.makes_trees
+
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """As `Proposer.start`."""
         self._proposer.start(params, num_sequences)
@@ -94,11 +99,11 @@ class TracedProposer:
         self._proposer.prepare(sequence, tokens)
         self._told("prepare", started_s, started, {"tokens": [len(tokens)]})
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         """As `Proposer.propose`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
         proposals = self._proposer.propose(turns)
-        args = {"asked": [turn.gamma for turn in turns], "proposed": [len(guesses) for guesses in proposals]}
+        args = {"asked": [turn.most_nodes for turn in turns], "proposed": [len(proposal) for proposal in proposals]}
         self._told("propose", started_s, started, args)
         return proposals
 

@@ -17,6 +17,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.traced import TracedTarget
+from offload_runtime.kv_cache import KVCache
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import sample
@@ -25,16 +26,21 @@ from offload_runtime.speculation import (
     DraftProposer,
     NgramProposer,
     NoProposer,
+    Proposal,
     Proposer,
     TriForceProposer,
     Turn,
 )
 
+# Of the windows of a script with room for trees.
+_CHAIN_SHARE = 0.25
+
 
 class ScriptedProposer:
     """Proposes a known continuation, in windows of every length, each token wrong with probability `1 - accuracy`.
 
-    So windows are accepted, cut and rolled back everywhere, however little a model's text can be guessed.
+    So windows are accepted, cut and rolled back everywhere, however little a model's text can be guessed. Where there
+    is room for more than a chain it also proposes wrong branches around it, in any order that a tree can have.
 
     Args:
         script: Prompt and continuation.
@@ -50,6 +56,7 @@ class ScriptedProposer:
         self._random = random.Random(seed)
 
     name = "script"
+    makes_trees = True
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         assert num_sequences == 1, "the script is one sequence's"
@@ -57,8 +64,22 @@ class ScriptedProposer:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
-        return [self._guess(len(turn.tokens), self._random.randint(1, turn.gamma)) for turn in turns]
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [self._propose(turn) for turn in turns]
+
+    def _propose(self, turn: Turn) -> Proposal:
+        chain = self._guess(len(turn.tokens), self._random.randint(1, turn.longest_chain))
+        room = turn.most_nodes - len(chain)
+        if turn.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
+            return Proposal.chain(chain, self.name)
+        paths = [(chain, self.name)]
+        for _ in range(self._random.randint(0, room)):
+            at = self._random.randrange(turn.gamma)
+            branch = [*chain[:at], self._random.randrange(self._vocab_size)]
+            branch += self._guess(len(turn.tokens) + len(branch), turn.gamma - len(branch))
+            del branch[self._random.randint(1, len(branch)) :]
+            paths.insert(self._random.randint(0, len(paths)), (branch, self.name))
+        return Proposal.of_paths(paths, turn.most_nodes)
 
     def _guess(self, start: int, count: int) -> list[int]:
         return [
@@ -70,18 +91,40 @@ class ScriptedProposer:
         return ()
 
 
+class RecordingCache:
+    """What a token loop does to a target's cache, of which a recording target hears what is committed.
+
+    Args:
+        cache: The target's.
+        on_path: Called with the rows of a window that are committed.
+    """
+
+    def __init__(self, cache: KVCache, on_path: Callable[[Sequence[int]], None]) -> None:
+        self._cache, self._on_path = cache, on_path
+        self.length, self.truncate, self.capacity_tokens = cache.length, cache.truncate, cache.capacity_tokens
+
+    @property
+    def pinned_bytes(self) -> int:
+        """As `KVCache.pinned_bytes`."""
+        return self._cache.pinned_bytes
+
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        """As `KVCache.commit_path`."""
+        self._on_path(rows)
+        self._cache.commit_path(sequence, rows)
+
+
 class RecordingTarget:
     """Passes prompts and windows on to a runner and keeps, on the host, the row of logits behind each new token.
 
-    Which rows of a window those are shows in what is committed to the cache before the next pass. One sequence only.
+    Which rows of a window those are shows in what is committed to the cache. One sequence only.
     """
 
     def __init__(self, runner: ModelRunner | TracedTarget) -> None:
         self._runner = runner
         self._rows: list[torch.Tensor] = []  # each [T, V] in the model's dtype, on the host
+        self.cache = RecordingCache(runner.cache, self._keep)
         self._window: torch.Tensor | None = None  # [T, V] of the last pass, on the host
-        self._committed_before = 0
-        self.cache = runner.cache
         self.streamer = runner.streamer
 
     def prefill(
@@ -95,21 +138,18 @@ class RecordingTarget:
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
         """As `ModelRunner.verify`, but waits for the device."""
         assert list(sequences) == [0], "one sequence is recorded, the first"
-        self._settle()
         logits = self._runner.verify(windows, sequences)
         # At once, so that the next pass finds the device memory that it would find without a recording.
-        self._window, self._committed_before = logits[0].cpu(), self.cache.length(0)
+        self._window = logits[0].cpu()
         return logits
 
     def rows(self) -> torch.Tensor:
         """[N, V] in the model's dtype, on the host: one row for every token so far."""
-        self._settle()
         return torch.cat(self._rows)
 
-    def _settle(self) -> None:
-        if self._window is not None:
-            # A copy, or one row would keep its whole window alive.
-            self._rows.append(self._window[: self.cache.length(0) - self._committed_before].clone())
+    def _keep(self, rows: Sequence[int]) -> None:
+        assert self._window is not None, "a window is committed once"
+        self._rows.append(self._window[list(rows)])  # a copy, or one row would keep its whole window alive
         self._window = None
 
 
@@ -130,7 +170,7 @@ class Transcript:
 
 def transcribe(
     runtime: Runtime, prompt: Sequence[int], sampling: SamplingParams, *, count: int, proposer: Proposer | None = None,
-    gamma: int | None = None,
+    gamma: int | None = None, tree_nodes: int | None = None,
 ) -> Transcript:  # fmt: skip
     """Generate `count` tokens and keep the logits behind them: count * V * itemsize bytes of host memory.
 
@@ -140,13 +180,14 @@ def transcribe(
         sampling: How tokens are chosen.
         count: New tokens; the end-of-sequence token does not end it.
         proposer: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
-        gamma: Most tokens proposed per pass, only with a proposer.
+        gamma: Most tokens proposed per pass in a row, only with a proposer.
+        tree_nodes: The same in all, only with one that proposes branches.
     """
     with _observed(runtime, proposer) as target:
         result = runtime.generate(
             list(prompt), max_new_tokens=count, temperature=sampling.temperature, top_k=sampling.top_k,
             top_p=sampling.top_p, min_p=sampling.min_p, seed=sampling.seed, gamma=gamma,
-            speculate=proposer is not None, ignore_eos=True,
+            speculate=proposer is not None, ignore_eos=True, tree_nodes=tree_nodes,
         )  # fmt: skip
         return Transcript(result.tokens, target.rows(), result.stats.passes)
 

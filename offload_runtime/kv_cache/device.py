@@ -12,6 +12,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv_cache.protocol import BlockObserver
+from offload_runtime.kv_cache.tree_path import compact_path
 from offload_runtime.memory import DeviceBudget
 
 
@@ -83,6 +84,10 @@ class DeviceKVCache:
         for observer in self.observers if full else ():
             for layer in range(self._data.shape[0]):
                 observer.on_blocks(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
+
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
+        self.commit(sequence, len(rows))
 
     def recent_blocks(self, sequence: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""

@@ -27,6 +27,7 @@ from offload_runtime.kv_cache.host_tables import HostBlockTables
 from offload_runtime.kv_cache.host_window import StreamedWindow, WindowPart
 from offload_runtime.kv_cache.host_writes import HostWrites
 from offload_runtime.kv_cache.protocol import BlockObserver
+from offload_runtime.kv_cache.tree_path import compact_path
 from offload_runtime.memory import DeviceBudget
 
 
@@ -71,8 +72,8 @@ class HostKVCache:
         shape, self._ring_blocks = block_shape(config), ring_blocks(window_tokens)
         self._ring = self._allocate(budget, f"{name}: open blocks", (len(streamed), batch, self._ring_blocks, *shape))
         whole = (len(resident_layers), batch, num_blocks(capacity_tokens), *shape)
-        stays = self._allocate(budget, f"{name}: resident layers", whole)
-        self._resident = dict(zip(resident_layers, stays, strict=True))
+        self._stays = self._allocate(budget, f"{name}: resident layers", whole)
+        self._resident = dict(zip(resident_layers, self._stays, strict=True))
         if streamed and workspace_bytes:
             budget.reserve(f"{name}: prefill workspace", workspace_bytes)
         self.lender: WorkspaceLender | None = None
@@ -262,6 +263,11 @@ class HostKVCache:
             self._tell(layer, sequence, KVBlocks(self._ring[place]), sequence, before)
         for layer, data in self._resident.items():
             self._tell(layer, sequence, KVBlocks(data), sequence, before)
+
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        # Blocks on their way out lie before the window, so nothing that moves is being copied.
+        compact_path((self._ring[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
+        self.commit(sequence, len(rows))
 
     def _write_open(self, sequence: int, block: int) -> None:
         """Send a block of the ring that has become full to the host."""

@@ -62,6 +62,13 @@ class KVCache(LayerCache, Protocol):
     def commit(self, sequence: int, count: int) -> None:
         """Make the first `count` tentative tokens of a sequence part of it."""
 
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        """Make a path through a sequence's window part of it: its rows, ascending from the root 0.
+
+        Their keys and values move to where their positions belong, on the current stream and before anybody is told
+        about blocks that have become full. Leading rows that are there already, all of a chain, do not move.
+        """
+
     def truncate(self, sequence: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence."""
 

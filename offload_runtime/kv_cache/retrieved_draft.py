@@ -63,7 +63,8 @@ class RetrievedDraftCache:
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.store, self.length = self._full.store, self._full.length
         self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill
-        self.commit, self.close = self._full.commit, self._full.close
+        self.commit, self.commit_path = self._full.commit, self._full.commit_path
+        self.close = self._full.close
         self.observers: list[BlockObserver] = self._full.observers
 
     @property

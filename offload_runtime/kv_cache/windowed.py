@@ -61,6 +61,7 @@ class StreamingDraftCache:
         self.store, self.attend, self.length = self._blocks.store, self._blocks.attend, self._blocks.length
         self.begin_window, self.begin_prefill = self._blocks.begin_window, self._blocks.begin_prefill
         self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
+        self.commit_path = self._blocks.commit_path
         self.truncate, self.close = self._blocks.truncate, self._blocks.close
         self.observers = self._blocks.observers
 

@@ -1,8 +1,10 @@
 """Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
-from offload_runtime.speculation.proposers import DraftProposer, NgramLookup, NgramProposer, NoProposer, Proposer, Turn
-from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, count_accepted, play_round
+from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
+from offload_runtime.speculation.proposal import Proposal
+from offload_runtime.speculation.proposers import DraftProposer, NoProposer, Proposer, Turn
+from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accepted_path, play_round
 from offload_runtime.speculation.triforce import TriForceProposer
 
 __all__ = [
@@ -11,12 +13,13 @@ __all__ = [
     "NgramLookup",
     "NgramProposer",
     "NoProposer",
+    "Proposal",
     "Proposer",
     "Round",
     "SpeculativeDecoder",
     "Tally",
     "TriForceProposer",
     "Turn",
-    "count_accepted",
+    "accepted_path",
     "play_round",
 ]

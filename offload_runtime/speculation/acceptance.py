@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ class Acceptance:
         proposed_by: `ngram`, `draft` or `middle` (the target over retrieved chunks).
         verified_by: `middle` or `target`.
         verifications: Windows of at least one proposal that were verified.
-        proposed: Proposals in them.
+        proposed: Proposals in them, all branches of trees included.
         accepted: Of these, those that agreed, up to the first of a window that did not.
     """
 
@@ -39,13 +40,28 @@ class Tally:
     """Counts what the target decided in the rounds of one generation."""
 
     def __init__(self) -> None:
-        self._verifications = self._proposed = self._accepted = 0
+        self._verifications = self._proposed = 0
+        self._by_depth: list[int] = []
+        self._by_source: Counter[str] = Counter()
 
-    def add(self, num_proposed: int, num_accepted: int) -> None:
-        """One round of one sequence."""
+    def add(self, num_proposed: int, accepted_sources: Sequence[str]) -> None:
+        """One round of one sequence: its proposals, and of those that were accepted who made them, in order."""
         self._verifications += num_proposed > 0
         self._proposed += num_proposed
-        self._accepted += num_accepted
+        self._by_depth += [0] * (len(accepted_sources) - len(self._by_depth))
+        for depth, source in enumerate(accepted_sources):
+            self._by_depth[depth] += 1
+            self._by_source[source] += 1
+
+    @property
+    def accepted_by_depth(self) -> tuple[int, ...]:
+        """Proposals accepted as the first of their round, as the second, and so on."""
+        return tuple(self._by_depth)
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Proposals accepted by who made them first, those of whom one was accepted."""
+        return dict(self._by_source)
 
     def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
         """All levels, the target's last.
@@ -54,5 +70,5 @@ class Tally:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        target = Acceptance(proposed_by, "target", self._verifications, self._proposed, self._accepted)
+        target = Acceptance(proposed_by, "target", self._verifications, self._proposed, sum(self._by_depth))
         return (*inner, target)

@@ -1,4 +1,4 @@
-"""Where guesses come from: the context itself (prompt lookup) or a small draft model.
+"""Where guesses come from: what a proposer is, nobody at all, and a small draft model.
 
 A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
 serves all sequences of a round at once.
@@ -6,7 +6,6 @@ serves all sequences of a round at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import DraftModel, DraftRunner
 from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.proposal import Proposal
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,24 @@ class Turn:
     """What one sequence brings to a round.
 
     `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
-    proposed. `sequence` is its batch row in every cache, and the noise's sequence.
+    proposed in a row, and up to `tree_nodes` in all, where None asks for a chain. `sequence` is its batch row in every
+    cache, and the noise's sequence.
     """
 
     sequence: int
     tokens: Sequence[int]
     gamma: int
+    tree_nodes: int | None = None
+
+    @property
+    def most_nodes(self) -> int:
+        """Most proposals in all."""
+        return self.gamma if self.tree_nodes is None else self.tree_nodes
+
+    @property
+    def longest_chain(self) -> int:
+        """Most proposals of one that makes chains."""
+        return min(self.gamma, self.most_nodes)
 
 
 class Proposer(Protocol):
@@ -36,14 +48,19 @@ class Proposer(Protocol):
     def name(self) -> str | None:
         """Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none."""
 
+    @property
+    def makes_trees(self) -> bool:
+        """Whether guesses may branch where a turn has room for more than a chain."""
+
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Called before a generation with the way its tokens will be chosen: of sequences 0 to `num_sequences` - 1."""
 
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         """A sequence begins with `tokens`: do now what would hold up the first proposals."""
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """For each turn up to `gamma` (at least 1) tokens that may follow; none when there is no idea.
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        """For each turn tokens that may follow, up to `gamma` (at least 1) in a row and `most_nodes` (at least 1) in
+        all; none when there is no idea.
 
         The turns are of different sequences, in any order; sequences without one have finished or wait.
         """
@@ -57,6 +74,7 @@ class NoProposer:
     """Plain decoding."""
 
     name = None
+    makes_trees = False
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         pass
@@ -64,75 +82,8 @@ class NoProposer:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
-        return [[] for _ in turns]
-
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
-        return ()
-
-
-class NgramLookup:
-    """Prompt lookup in one sequence: what followed the last occurrence of the sequence's own ending.
-
-    The longest of `max_ngram` to `min_ngram` ending tokens that occurred before decides (Saxena, "Prompt Lookup
-    Decoding", 2023). An index of all n-grams grows with the sequence, so a lookup does not search.
-    """
-
-    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        assert 1 <= min_ngram <= max_ngram
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._tokens: list[int] = []
-        # n-gram -> index of the token after its latest occurrence that something follows
-        self._followers: dict[tuple[int, ...], int] = {}
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """`count` tokens that may follow `tokens`, or none."""
-        self.catch_up(tokens)
-        for size in self._sizes:
-            if len(tokens) <= size:
-                continue
-            start = self._followers.get(tuple(self._tokens[-size:]))
-            if start is not None:
-                return self._copy_from(start, count)
-        return []
-
-    def _copy_from(self, start: int, count: int) -> list[int]:
-        """Tokens from `start` on; past the end the guess repeats itself, as text that loops does."""
-        period = len(self._tokens) - start
-        return [self._tokens[start + offset % period] for offset in range(count)]
-
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        """Enter what is new into the index."""
-        known = len(self._tokens)
-        if list(tokens[:known]) != self._tokens:  # another sequence, or one that was cut
-            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
-            self._followers.clear()
-            self._tokens.clear()
-            known = 0
-        for index in range(known, len(tokens)):
-            # The n-grams that end right before `index` now have a follower.
-            for size in self._sizes:
-                if index >= size:
-                    self._followers[tuple(self._tokens[index - size : index])] = index
-            self._tokens.append(tokens[index])
-
-
-class NgramProposer:
-    """An `NgramLookup` for every sequence."""
-
-    name = "ngram"
-
-    def __init__(self) -> None:
-        self._lookups: defaultdict[int, NgramLookup] = defaultdict(NgramLookup)
-
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        pass
-
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
-        self._lookups[sequence].catch_up(tokens)
-
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
-        return [self._lookups[turn.sequence].propose(turn.tokens, turn.gamma) for turn in turns]
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [Proposal() for _ in turns]
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
@@ -149,6 +100,7 @@ class DraftProposer:
     """
 
     name = "draft"
+    makes_trees = False
 
     def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
@@ -159,10 +111,10 @@ class DraftProposer:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         self.model.prepare(sequence, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         texts = {turn.sequence: turn.tokens for turn in turns}
-        guesses = self.model.propose(texts, {turn.sequence: turn.gamma for turn in turns})
-        return [guesses[turn.sequence] for turn in turns]
+        guesses = self.model.propose(texts, {turn.sequence: turn.longest_chain for turn in turns})
+        return [Proposal.chain(guesses[turn.sequence], self.name) for turn in turns]
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()

@@ -1,13 +1,14 @@
 """One round of speculation: propose, verify in one pass of the target, accept by equality.
 
 The target's own sample at each position is *the* token (shared-noise sampling); a proposal only decides whether the
-pass could already use it. So the output is the same for every proposer, and none at all.
+pass could already use it. So the output is the same for every proposer, and none at all. A tree is walked from its root
+by the target's samples: the child that says what the target says behind a node, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,17 +17,22 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.sampling import sample
+from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Proposer, Turn
 
 
 class Cache(Protocol):
     """What a round needs of the target's cache."""
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of a sequence, tentative ones included."""
+
     def length(self, sequence: int) -> int:
         """Committed tokens of a sequence."""
 
-    def commit(self, sequence: int, count: int) -> None:
-        """Make tentative tokens part of a sequence."""
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        """Make these rows of a sequence's window part of it: the path from its root, in order."""
 
 
 class Target(Protocol):
@@ -42,19 +48,43 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass gave one sequence: `tokens` are the target's, `num_proposed` and `num_accepted` the proposals."""
+    """What one pass gave one sequence: `tokens` are the target's, and `path` the nodes of the proposal that agreed."""
 
     tokens: list[int]
-    num_proposed: int
-    num_accepted: int
+    proposal: Proposal
+    path: tuple[int, ...]
+
+    @property
+    def num_proposed(self) -> int:
+        """Proposals that were verified, all branches included."""
+        return len(self.proposal)
+
+    @property
+    def num_accepted(self) -> int:
+        """Of these, those that agreed: new tokens but for the target's last one."""
+        return len(self.path)
+
+    @property
+    def accepted_sources(self) -> list[str]:
+        """Who proposed what was accepted, token by token."""
+        return [self.proposal.sources[node] for node in self.path]
 
 
-def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
-    """How many leading proposals equal the target's samples."""
-    for index, (proposal, token) in enumerate(zip(proposals, samples, strict=False)):
-        if proposal != token:
-            return index
-    return min(len(proposals), len(samples))
+def accepted_path(proposal: Proposal, samples: Sequence[int]) -> list[int]:
+    """The nodes that equal the target's samples, from the committed end on.
+
+    Args:
+        proposal: Chain or tree.
+        samples: The target's token behind the committed end, then behind each node.
+    """
+    path: list[int] = []
+    last = -1
+    # Once through is enough: children come after their parents, and no two of them say the same.
+    for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+        if parent == last and token == samples[last + 1]:
+            path.append(node)
+            last = node
+    return path
 
 
 def play_round(target: Target, params: SamplingParams, proposer: Proposer, turns: Sequence[Turn]) -> list[Round]:
@@ -70,35 +100,86 @@ def play_round(target: Target, params: SamplingParams, proposer: Proposer, turns
     for turn in turns:
         committed = cache.length(turn.sequence)
         assert committed == len(turn.tokens) - 1, "the target must have seen all tokens but the last"
-    asked = [turn for turn in turns if turn.gamma > 0]
-    answers = proposer.propose(asked) if asked else []
-    guessed = {turn.sequence: guesses for turn, guesses in zip(asked, answers, strict=True)}
-    proposals = [guessed.get(turn.sequence, []) for turn in turns]
-    windows = [Window((turn.tokens[-1], *guesses)) for turn, guesses in zip(turns, proposals, strict=True)]
+    proposals = _proposals(proposer, [_fitting(turn, cache.capacity_tokens) for turn in turns])
+    windows = [_window(turn.tokens[-1], proposal) for turn, proposal in zip(turns, proposals, strict=True)]
     logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
-    first = [len(turn.tokens) for turn in turns]
-    samples = _sample_rows(logits, params, first, [turn.sequence for turn in turns])
+    samples = _sample_windows(logits, params, turns, proposals)
     rounds = []
-    for turn, guesses, row in zip(turns, proposals, samples, strict=True):
-        accepted = count_accepted(guesses, row)
-        new_tokens = row[: accepted + 1]
+    for turn, proposal, row in zip(turns, proposals, samples, strict=True):
+        path = accepted_path(proposal, row)
+        new_tokens = [row[0], *(row[node + 1] for node in path)]
         _require_numbers(new_tokens, len(turn.tokens))
-        rounds.append(Round(new_tokens, len(guesses), accepted))
+        rounds.append(Round(new_tokens, proposal, tuple(path)))
     for turn, played in zip(turns, rounds, strict=True):
-        cache.commit(turn.sequence, len(played.tokens))
+        cache.commit_path(turn.sequence, [0, *(node + 1 for node in played.path)])
     return rounds
+
+
+def _fitting(turn: Turn, capacity_tokens: int) -> Turn:
+    """A turn whose tree the cache has room for: close to the end of a context its branches may not all fit."""
+    room = capacity_tokens - len(turn.tokens)
+    if turn.tree_nodes is None or turn.tree_nodes <= room:
+        return turn
+    return replace(turn, tree_nodes=max(room, 0))
+
+
+def _proposals(proposer: Proposer, turns: Sequence[Turn]) -> list[Proposal]:
+    """What is proposed to each turn; who may not have any proposals is not asked about."""
+    asked = [turn for turn in turns if turn.gamma > 0 and turn.most_nodes > 0]
+    answers = proposer.propose(asked) if asked else []
+    proposed = {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
+    for turn in asked:
+        proposal = proposed[turn.sequence]
+        assert len(proposal) <= turn.most_nodes and max(proposal.depths, default=0) <= turn.gamma, "too many proposals"
+    return [proposed.get(turn.sequence, Proposal()) for turn in turns]
+
+
+def _window(root: int, proposal: Proposal) -> Window:
+    """The last known token with what is proposed behind it; only branches make it a tree."""
+    tokens = (root, *proposal.tokens)
+    return Window(tokens) if proposal.is_chain else Window(tokens, (-1, *(parent + 1 for parent in proposal.parents)))
+
+
+def _sample_windows(
+    logits: torch.Tensor, params: SamplingParams, turns: Sequence[Turn], proposals: Sequence[Proposal]
+) -> list[list[int]]:
+    """The token behind each row of logits [B, T, V], with the noise of its own position; -1 for NaN.
+
+    Siblings stand at the same position, and so share its noise.
+    """
+    first, sequences = [len(turn.tokens) for turn in turns], [turn.sequence for turn in turns]
+    if all(proposal.is_chain for proposal in proposals):
+        return _sample_rows(logits, params, first, sequences)
+    width = logits.shape[1]
+    positions: list[int] = []
+    for start, proposal in zip(first, proposals, strict=True):
+        own = [start, *(start + depth for depth in proposal.depths)]
+        positions += own + [start] * (width - len(own))
+    return _sample_at(logits, params, _upload(positions, logits.device), sequences)
 
 
 def _sample_rows(
     logits: torch.Tensor, params: SamplingParams, first_positions: Sequence[int], sequences: Sequence[int]
 ) -> list[list[int]]:
     """Tokens at each sequence's first position and those after it, one for each row of logits [B, T, V]; -1 for NaN."""
+    offsets = torch.arange(logits.shape[1], device=logits.device)
+    return _sample_at(logits, params, torch.cat([offsets + first for first in first_positions]), sequences)
+
+
+def _sample_at(
+    logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, sequences: Sequence[int]
+) -> list[list[int]]:
+    """Tokens at positions [B * T], one for each row of logits [B, T, V]; -1 for NaN. Waits for the device."""
     batch, count, vocab_size = logits.shape
-    offsets = torch.arange(count, device=logits.device)
-    positions = torch.cat([offsets + first for first in first_positions])
-    owners = torch.cat([torch.full_like(offsets, sequence) for sequence in sequences])
+    owners = torch.cat([torch.full_like(positions[:count], sequence) for sequence in sequences])
     tokens: list[int] = sample(logits.reshape(batch * count, vocab_size), params, positions, owners).tolist()
     return [tokens[row * count : (row + 1) * count] for row in range(batch)]
+
+
+def _upload(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """int64 on the device, on the current stream; without page-locked memory the host would wait for the pass."""
+    there = torch.tensor(numbers)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
 
 
 def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
@@ -133,12 +214,13 @@ class SpeculativeDecoder:
         _require_numbers(tokens, position)
         return tokens[0]
 
-    def round(self, tokens: Sequence[int], gamma: int) -> Round:
-        """Propose up to `gamma` tokens behind `tokens`, verify them in one pass and commit what agrees.
+    def round(self, tokens: Sequence[int], gamma: int, tree_nodes: int | None = None) -> Round:
+        """Propose up to `gamma` tokens in a row behind `tokens`, verify them in one pass and commit what agrees.
 
         Args:
             tokens: The whole sequence so far; its last token is not in the target's cache yet.
-            gamma: Most tokens to propose.
+            gamma: Most tokens to propose in a row.
+            tree_nodes: Most tokens to propose in all; None for a chain.
 
         Returns:
             At least one new token: those accepted and the target's next one.
@@ -146,4 +228,5 @@ class SpeculativeDecoder:
         Raises:
             NumericalError: The target's logits are NaN; nothing was committed.
         """
-        return play_round(self._target, self._params, self._proposer, [Turn(self._sequence, tokens, gamma)])[0]
+        turn = Turn(self._sequence, tokens, gamma, tree_nodes)
+        return play_round(self._target, self._params, self._proposer, [turn])[0]

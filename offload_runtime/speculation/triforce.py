@@ -15,6 +15,7 @@ from typing import Protocol
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Turn
 
 
@@ -70,7 +71,7 @@ class MiddleLevel(Protocol):
 
 
 class TriForceProposer:
-    """Proposes what draft and middle level agree on.
+    """Proposes what draft and middle level agree on: chains, as their window is one.
 
     Args:
         window: Shared by both levels.
@@ -82,6 +83,7 @@ class TriForceProposer:
     """
 
     name = "middle"
+    makes_trees = False
     # The first step of a draft feeds two tokens, and a window without a draft needs one.
     _KNOWN_TOKENS = 2
 
@@ -108,12 +110,12 @@ class TriForceProposer:
         if self._draft is not None:
             self._draft.prepare(sequence, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
         the way."""
         known = {turn.sequence: one for turn in turns if (one := self._known(turn)) is not None}
         if not known:
-            return [[] for _ in turns]
+            return [Proposal() for _ in turns]
         texts = {turn.sequence: turn.tokens for turn in turns if turn.sequence in known}
         lengths = {sequence: one.end for sequence, one in known.items()}
         reach = {sequence: one.last + 1 - one.end for sequence, one in known.items()}
@@ -126,7 +128,8 @@ class TriForceProposer:
         proposals = []
         for turn in turns:
             one = known.get(turn.sequence)
-            proposals.append([] if one is None else self._proposals(turn.sequence, one, said[turn.sequence]))
+            guesses = [] if one is None else self._proposals(turn.sequence, one, said[turn.sequence])
+            proposals.append(Proposal.chain(guesses, self.name))
         return proposals
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
@@ -140,7 +143,7 @@ class TriForceProposer:
         """What the device is told of a sequence; None where there is no room to propose anything."""
         length = len(turn.tokens)
         # The last step may write the keys of proposals beyond what is asked for.
-        count = min(turn.gamma, self._capacity_tokens - length - self._gamma - 1)
+        count = min(turn.longest_chain, self._capacity_tokens - length - self._gamma - 1)
         count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
         if self._draft is not None:
             count = min(count, self._draft.room(length) - self._gamma - 1)

@@ -15,7 +15,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.retrieval import ChunkPolicy
 from offload_runtime.sampling import sample
-from offload_runtime.speculation import Acceptance, count_accepted
+from offload_runtime.speculation import Acceptance
 
 # Given a layer and its rotated queries [T, H, D]: which keys [H_kv, T, S] they see.
 Seen = Callable[[int, torch.Tensor], torch.Tensor]
@@ -100,6 +100,14 @@ class DenseDraft:
             self._fed = list(said)
             said += choose(logits[-1:], self._params, len(said))
         return said[len(tokens) :]
+
+
+def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
+    """How many leading proposals equal the samples."""
+    for index, (proposal, token) in enumerate(zip(proposals, samples, strict=False)):
+        if proposal != token:
+            return index
+    return min(len(proposals), len(samples))
 
 
 class DenseMiddle:

@@ -10,7 +10,15 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import Acceptance, Proposer, SpeculativeDecoder, TriForceProposer, Turn, play_round
+from offload_runtime.speculation import (
+    Acceptance,
+    Proposal,
+    Proposer,
+    SpeculativeDecoder,
+    TriForceProposer,
+    Turn,
+    play_round,
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,11 @@ class Recorder:
         self.start, self.prepare, self.counts = inner.start, inner.prepare, inner.counts
         self._inner, self._played = inner, played
 
-    def propose(self, turns: Sequence[Turn]) -> list[list[int]]:
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         answers = self._inner.propose(turns)
         for turn, answer in zip(turns, answers, strict=True):
-            assert len(answer) <= turn.gamma
-            self._played[turn.sequence].proposals.append(answer)
+            assert len(answer) <= turn.gamma and answer.is_chain
+            self._played[turn.sequence].proposals.append(list(answer.tokens))
         return answers
 
 

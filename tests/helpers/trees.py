@@ -1,0 +1,158 @@
+"""Trees around a known continuation, which are accepted exactly as far as they are told to be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import (
+    Acceptance,
+    NoProposer,
+    Proposal,
+    Proposer,
+    Round,
+    SpeculativeDecoder,
+    Turn,
+    play_round,
+)
+from tests.helpers.models import VOCAB_SIZE
+
+
+class TreeScript:
+    """Proposes the true continuation up to a depth that takes every value in turn, among wrong branches that leave it
+    at every depth, all in any order.
+
+    Args:
+        truth: Of every sequence, prompt and continuation.
+        seed: Of lengths, branches and order.
+        most_branches: Wrong paths of a tree.
+    """
+
+    name = "script"
+    makes_trees = True
+
+    def __init__(self, truth: Mapping[int, Sequence[int]], *, seed: int, most_branches: int = 6) -> None:
+        self._truth = truth
+        self._random = random.Random(seed)
+        self._most_branches = most_branches
+        self._rounds = 0
+        self.agreeing: dict[int, int] = {}  # by sequence: depth to which the last tree is right
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        pass
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        self._rounds += 1
+        return [self._tree(turn) for turn in turns]
+
+    def _tree(self, turn: Turn) -> Proposal:
+        right = list(self._truth[turn.sequence][len(turn.tokens) : len(turn.tokens) + turn.gamma])
+        agreed = (self._rounds + turn.sequence) % (len(right) + 1)
+        trunk = right[:agreed]
+        paths = [trunk]
+        for _ in range(self._random.randint(1, self._most_branches)):
+            at = self._random.randint(0, min(agreed, turn.gamma - 1))
+            wrong = [token for token in range(VOCAB_SIZE) if at >= len(right) or token != right[at]]
+            tail = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(0, turn.gamma - at - 1))]
+            paths.append([*trunk[:at], self._random.choice(wrong), *tail])
+        self._random.shuffle(paths)
+        tree = Proposal.of_paths(((path, self.name) for path in paths), 1 << 30)
+        if len(tree) > turn.most_nodes:
+            tree = tree.pruned(turn.most_nodes)
+            said = {path_of(tree, node) for node in range(len(tree))}
+            agreed = max((depth for depth in range(1, agreed + 1) if tuple(trunk[:depth]) in said), default=0)
+        self.agreeing[turn.sequence] = agreed
+        return tree
+
+
+def path_of(proposal: Proposal, node: int) -> tuple[int, ...]:
+    """What a node says, from the committed end on."""
+    parent = proposal.parents[node]
+    return (*(path_of(proposal, parent) if parent >= 0 else ()), proposal.tokens[node])
+
+
+def begin(
+    runner: ModelRunner, prompts: Mapping[int, Sequence[int]], params: SamplingParams, proposer: Proposer
+) -> dict[int, list[int]]:
+    """Prompts, each with its first token; whatever the cache held is gone."""
+    texts = {}
+    proposer.start(params, len(prompts))
+    for sequence, prompt in prompts.items():
+        runner.cache.truncate(sequence, 0)
+        decoder = SpeculativeDecoder(runner, proposer, params, sequence=sequence)
+        texts[sequence] = [*prompt, decoder.first_token(runner.prefill(sequence, prompt))]
+    return texts
+
+
+def decode(
+    runner: ModelRunner, prompts: Mapping[int, Sequence[int]], params: SamplingParams, proposer: Proposer, *,
+    count: int, gamma: int = 0, nodes: int | None = None,
+) -> tuple[dict[int, list[int]], list[dict[int, Round]]]:  # fmt: skip
+    """Exactly `count` new tokens behind each prompt, in rounds of all sequences that need more, and the rounds."""
+    texts, history = begin(runner, prompts, params, proposer), []
+    while True:
+        turns = [
+            Turn(sequence, text, min(gamma, missing - 1), nodes)
+            for sequence, text in texts.items()
+            if (missing := len(prompts[sequence]) + count - len(text)) > 0
+        ]
+        if not turns:
+            return texts, history
+        rounds = play_round(runner, params, proposer, turns)
+        history.append({turn.sequence: played for turn, played in zip(turns, rounds, strict=True)})
+        for turn, played in zip(turns, rounds, strict=True):
+            texts[turn.sequence] += played.tokens
+            assert runner.cache.length(turn.sequence) == len(texts[turn.sequence]) - 1
+
+
+def plain(
+    runner: ModelRunner, prompts: Mapping[int, Sequence[int]], params: SamplingParams, *, count: int
+) -> dict[int, list[int]]:
+    """Plain decoding of all sequences."""
+    return decode(runner, prompts, params, NoProposer(), count=count)[0]
+
+
+def committed_kv(cache: DeviceKVCache | HostKVCache, num_layers: int, sequence: int) -> torch.Tensor:
+    """Committed keys and values of a sequence, wherever they are: [L, 2, H_kv, S, D], a copy on the host."""
+    length = cache.length(sequence)
+    layers = []
+    for layer in range(num_layers):
+        blocks = [_block(cache, layer, sequence, block) for block in range(-(-length // BLOCK_TOKENS))]
+        layers.append(torch.cat(blocks, dim=2)[:, :, :length])
+    return torch.stack(layers)
+
+
+def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block: int) -> torch.Tensor:
+    """[2, H_kv, 256, D] on the host; a full block of a streamed layer as the host has it."""
+    if isinstance(cache, DeviceKVCache) or layer in cache._resident:
+        kv = cache.store(layer) if isinstance(cache, DeviceKVCache) else KVBlocks(cache._resident[layer])
+        return kv.data[sequence, block].cpu()
+    cache._writes.drain()
+    ring = cache._ring[cache._place[layer], sequence]
+    if block >= cache.length(sequence) // BLOCK_TOKENS:
+        return ring[block % len(ring)].cpu()
+    host = cache.blocks.block(cache._place[layer], sequence, block)
+    return host.view(ring.dtype).view(ring.shape[1:]).clone()
+
+
+class BlockRecorder:
+    """Keeps what an observer of a cache sees of each full block."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int, int], torch.Tensor] = {}  # (layer, sequence, block): [2, H_kv, 256, D]
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        for block in blocks:
+            self.seen[layer, sequence, block] = kv.data[row, (block - kv.first_block) % kv.num_blocks].cpu().clone()

@@ -1,0 +1,121 @@
+"""Proposals: tries of guesses, pruned and merged without losing what they say, and the walk by the target's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.speculation import Proposal, accepted_path
+
+Path = tuple[int, ...]
+
+
+@st.composite
+def proposals(draw: st.DrawFn, *, source: str = "a", most: int = 14) -> Proposal:
+    """Tries in which depth and width take turns."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    taken: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(0, most))):
+        parent, token = draw(st.integers(-1, len(tokens) - 1)), draw(st.integers(0, 3))
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            parents.append(parent)
+            tokens.append(token)
+    return Proposal(tuple(tokens), tuple(parents), (source,) * len(tokens))
+
+
+def path_of(proposal: Proposal, node: int) -> Path:
+    """What a node says, from the committed end on."""
+    parent = proposal.parents[node]
+    return (*(path_of(proposal, parent) if parent >= 0 else ()), proposal.tokens[node])
+
+
+def said(proposal: Proposal) -> list[Path]:
+    return [path_of(proposal, node) for node in range(len(proposal))]
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_a_chain(tokens: list[int]) -> None:
+    chain = Proposal.chain(tokens, "draft")
+    assert said(chain) == [tuple(tokens[: end + 1]) for end in range(len(tokens))]
+    assert chain.is_chain and len(chain) == len(tokens) and set(chain.sources) <= {"draft"}
+    assert chain.depths == tuple(range(1, len(tokens) + 1))
+
+
+@given(proposals())
+def test_depths_and_what_is_a_chain(tree: Proposal) -> None:
+    assert list(tree.depths) == [len(path) for path in said(tree)]
+    assert tree.is_chain == (sorted(tree.depths) == list(range(1, len(tree) + 1)))
+
+
+@given(proposals(), st.integers(-1, 16))
+def test_pruning_keeps_the_first_nodes_and_the_paths_to_them(tree: Proposal, count: int) -> None:
+    pruned = tree.pruned(count)
+    assert said(pruned) == said(tree)[: max(0, count)]
+    assert all(path[:-1] in said(pruned) for path in said(pruned) if len(path) > 1)
+
+
+@given(proposals(source="a"), proposals(source="b"))
+def test_merging_says_what_both_say_each_thing_once_in_order(left: Proposal, right: Proposal) -> None:
+    both = left.merged(right)
+    assert said(both) == [*said(left), *(path for path in said(right) if path not in said(left))]
+    assert list(both.sources) == ["a" if path in said(left) else "b" for path in said(both)]
+    assert both.merged(left) == both.merged(right) == both
+
+
+paths_of_tokens = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6)
+
+
+@given(paths_of_tokens, st.integers(0, 14))
+def test_paths_become_one_trie_until_there_is_no_more_room(paths: list[list[int]], count: int) -> None:
+    tree = Proposal.of_paths(((path, str(number)) for number, path in enumerate(paths)), count)
+    whole = Proposal()
+    for number, path in enumerate(paths):
+        whole = whole.merged(Proposal.chain(path, str(number)))
+    assert tree == whole.pruned(count)
+
+
+def test_no_more_paths_are_asked_for_than_there_is_room() -> None:
+    asked = []
+
+    def endless() -> object:
+        for number in range(100):
+            asked.append(number)
+            yield [number, 1, 2], "x"
+
+    assert len(Proposal.of_paths(endless(), 6)) == 6 and asked == [0, 1]  # type: ignore[arg-type]
+    assert Proposal.of_paths(endless(), 0) == Proposal() and asked == [0, 1]  # type: ignore[arg-type]
+
+
+@given(proposals(), st.data())
+def test_the_walk_ends_where_no_child_says_what_the_target_says(tree: Proposal, data: st.DataObject) -> None:
+    samples = data.draw(st.lists(st.integers(0, 3), min_size=len(tree) + 1, max_size=len(tree) + 1))
+    path = accepted_path(tree, samples)
+    expected: list[int] = []
+    while True:
+        at = expected[-1] if expected else -1
+        children = [node for node, parent in enumerate(tree.parents) if parent == at]
+        right = [node for node in children if tree.tokens[node] == samples[at + 1]]
+        if not right:
+            break
+        expected += right
+    assert path == expected == sorted(path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Proposal((1, 1), (-1, -1), ("a", "b")),
+        lambda: Proposal((1, 2), (1, -1), ("a", "a")),
+        lambda: Proposal((1,), (0,), ("a",)),
+        lambda: Proposal((1, 2), (-1, -2), ("a", "a")),
+        lambda: Proposal((1, 2), (-1,), ("a", "a")),
+    ],
+)
+def test_what_is_no_trie_is_refused(make: Callable[[], Proposal]) -> None:
+    with pytest.raises(AssertionError):
+        make()

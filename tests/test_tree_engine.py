@@ -1,0 +1,169 @@
+"""Trees asked for of a runtime: the same tokens, room for them in every window, figures of what was accepted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.cli.answer import depth_figure, source_figure, speed_figures
+from offload_runtime.engine import Runtime, batch
+from offload_runtime.speculation import NgramLookup, NgramProposer, Tally, Turn, rounds
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.trees import TreeScript
+from tests.test_cli_fakes import make_stats
+
+PROMPTS = [[5 + (3 * i * i + i // 7) % 60 for i in range(length)] for length in (230, 30, 470)]
+COUNT = 40
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.6, "seed": 2}, {"temperature": 1.0, "seed": 3, "top_k": 3}
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+def generate(runtime: Runtime, way: dict[str, Any], **options: Any) -> list[list[int]]:
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True, **way, **options}
+    return [result.tokens for result in runtime.generate_batch(PROMPTS, **asked)]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[list[int]]]:
+    with load(target, draft="none", max_batch=3) as runtime:
+        return [generate(runtime, way) for way in SAMPLINGS]
+
+
+def look_up_single_tokens(runtime: Runtime) -> None:
+    """A text of a random model repeats tokens and hardly ever pairs of them."""
+    proposer = runtime._parts.proposer
+    assert isinstance(proposer, NgramProposer)
+    proposer._lookups = defaultdict(lambda: NgramLookup(max_ngram=1, min_ngram=1))
+
+
+class Watch:
+    """The windows that are verified, and the rounds of batches and single answers."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.turns: list[Turn] = []
+        self.rounds: list[rounds.Round] = []
+        honest = rounds.play_round
+
+        def watched(target: Any, params: Any, proposer: Any, turns: list[Turn]) -> list[rounds.Round]:
+            found = honest(target, params, proposer, turns)
+            self.turns += turns
+            self.rounds += found
+            return found
+
+        for module in (rounds, batch):
+            patch.setattr(module, "play_round", watched)
+
+    @property
+    def num_trees(self) -> int:
+        return sum(not played.proposal.is_chain for played in self.rounds)
+
+    @property
+    def deepest(self) -> int:
+        return max(max(played.proposal.depths, default=0) for played in self.rounds)
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("resident_layers", [2, "auto"])
+def test_a_runtime_loaded_for_trees(
+    target: Path, expected: list[list[list[int]]], kv: str, resident_layers: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more nodes than the deepest chain, and than a block of the KV cache has tokens; some of their paths right."""
+    options = {"kv": kv, "resident_layers": resident_layers, "max_batch": 3}
+    with load(target, tree_nodes=300, max_gamma=5, **options) as runtime:
+        own = runtime._parts
+        for way, answers in zip(SAMPLINGS, expected, strict=True):
+            truth = {number: PROMPTS[number] + answer for number, answer in enumerate(answers)}
+            script = TreeScript(truth, seed=1, most_branches=90)
+            for nodes, gamma in ((None, 5), (6, 3)):
+                watch = Watch(monkeypatch)
+                runtime._parts = replace(own, proposer=script)
+                assert generate(runtime, way, gamma=gamma, tree_nodes=nodes) == answers
+                assert watch.num_trees and watch.deepest == gamma
+                sizes = [len(played.proposal) for played in watch.rounds]
+                assert 256 > max(sizes) > 100 if nodes is None else max(sizes) == nodes
+                accepted = {played.num_accepted for played in watch.rounds}
+                assert accepted == set(range(gamma + 1)) if nodes is None else {0, 1} <= accepted
+                monkeypatch.undo()
+        runtime._parts = own
+        look_up_single_tokens(runtime)
+        watch = Watch(monkeypatch)
+        for way, answers in zip(SAMPLINGS, expected, strict=True):
+            assert generate(runtime, way) == answers
+        assert watch.num_trees and {turn.tree_nodes for turn in watch.turns} == {300}
+
+
+def test_only_who_asks_for_trees_gets_them(
+    target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(target, max_batch=3) as runtime:
+        look_up_single_tokens(runtime)
+        way, answers = SAMPLINGS[1], expected[1]
+        watch = Watch(monkeypatch)
+        assert generate(runtime, way) == answers
+        assert watch.rounds and not watch.num_trees
+        assert generate(runtime, way, tree_nodes=40, gamma=4) == answers
+        assert watch.num_trees
+        watch.rounds.clear()
+        asked = {"max_new_tokens": COUNT, "ignore_eos": True, "tree_nodes": 40, **way}
+        assert runtime.generate(PROMPTS[0], **asked).tokens == answers[0] and watch.num_trees
+        watch.turns.clear()
+        text = "one two one three one two one four one"
+        asked = {"max_new_tokens": 24, "ignore_eos": True}
+        trees = "".join(runtime.conversation().say(text, tree_nodes=40, gamma=3, **asked))
+        assert watch.turns[0].tree_nodes == 40
+        assert trees == "".join(runtime.conversation().say(text, speculate=False, **asked))
+
+
+def test_room_for_trees_is_planned(target: Path) -> None:
+    with load(target, tree_nodes=200, kv="host") as wide, load(target, kv="host") as narrow:
+        plans = [runtime._expected.plan.placed.plans.target for runtime in (wide, narrow)]
+    assert [plan.window_tokens for plan in plans] == [201, 64]
+    assert plans[0].workspace_bytes > plans[1].workspace_bytes
+    assert plans[0].kv.open_blocks >= plans[1].kv.open_blocks
+
+
+def test_accepted_by_depth_and_source(
+    target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the rounds say that were played."""
+    watch = Watch(monkeypatch)
+    with load(target) as runtime:
+        runtime._parts = replace(runtime._parts, proposer=TreeScript({0: PROMPTS[0] + expected[0][0]}, seed=2))
+        stats = runtime.generate(PROMPTS[0], max_new_tokens=COUNT, ignore_eos=True, tree_nodes=30, gamma=4).stats
+    depths = [sum(one.num_accepted > depth for one in watch.rounds) for depth in range(4)]
+    assert stats.accepted_by_depth == tuple(depths) and depths[0] > depths[3] > 0
+    assert stats.accepted_by_source == {"script": sum(depths)}
+    (level,) = stats.acceptance
+    assert (level.proposed, level.accepted) == (sum(one.num_proposed for one in watch.rounds), sum(depths))
+    record = stats.to_dict()
+    assert record["accepted_by_depth"] == depths and record["accepted_by_source"] == stats.accepted_by_source
+
+
+def test_a_tally_counts_depths_and_sources() -> None:
+    tally = Tally()
+    assert (tally.accepted_by_depth, tally.accepted_by_source) == ((), {})
+    for num_proposed, sources in ((5, ["draft", "ngram"]), (0, []), (3, []), (9, ["draft", "draft", "ngram"])):
+        tally.add(num_proposed, sources)
+    assert (tally.accepted_by_depth, tally.accepted_by_source) == ((2, 2, 1), {"draft": 3, "ngram": 2})
+    (level,) = tally.levels("draft", ())
+    assert (level.verifications, level.proposed, level.accepted) == (3, 17, 5)
+
+
+def test_the_printed_summary() -> None:
+    stats = make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7})
+    assert depth_figure(stats) == "by depth 9, 8, 2" and source_figure(stats) == "by source 12 draft's, 7 n-grams'"
+    assert speed_figures(stats)[2:5] == [
+        "accepted 0.90 of the middle level's, 0.65 of the draft's", depth_figure(stats), source_figure(stats)
+    ]  # fmt: skip
+    assert depth_figure(make_stats(accepted_by_depth=tuple(range(20, 0, -1)))).endswith("14, 13, ...")
+    assert source_figure(make_stats(accepted_by_source={"ngram": 7})) == depth_figure(make_stats()) == ""

@@ -1,0 +1,255 @@
+"""Trees verified in one pass: tokens, logits and committed keys and values are those of plain decoding, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.kv_cache import DeviceKVCache, HostKVCache, tree_path
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.speculation import NgramProposer, NoProposer, Proposal, Turn, play_round
+from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import random_model, random_tokens
+from tests.helpers.trees import BlockRecorder, TreeScript, begin, committed_kv, decode, plain
+
+CAPACITY, WINDOW, COUNT = 1100, 80, 42
+PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=3), SamplingParams(temperature=1.0, seed=4)]
+# Ragged: at the beginning of a block, right before the end of one, and of the second one.
+PROMPTS = {0: random_tokens(21, seed=1), 1: random_tokens(BLOCK_TOKENS - 20, seed=2), 2: random_tokens(490, seed=3)}
+SETUPS: dict[str, dict[str, Any]] = {
+    "device": {"name": "llama-gqa"},
+    "weights streamed": {"name": "qwen3", "slots": 2, "resident": (1,)},
+    "KV on the host": {
+        "name": "llama-gqa", "slots": 2, "resident": (0, 2),
+        "host_kv": HostKV(resident_layers=(2,), window_tokens=WINDOW),
+    },
+    "sliding windows": {"name": "mistral-window"},
+    "sliding windows, KV on the host": {"name": "qwen2-window", "host_kv": HostKV(window_tokens=WINDOW)},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A runner, and plain decoding's texts and keys and values, in the order of `PARAMS`."""
+
+    runner: ModelRunner
+    truth: list[dict[int, list[int]]]
+    kv: list[dict[int, torch.Tensor]]
+    blocks: list[dict[tuple[int, int, int], torch.Tensor]]
+
+
+def cache_of(runner: ModelRunner) -> DeviceKVCache | HostKVCache:
+    assert isinstance(runner.cache, DeviceKVCache | HostKVCache)
+    return runner.cache
+
+
+def all_kv(runner: ModelRunner) -> dict[int, torch.Tensor]:
+    layers = runner.decoder.config.num_layers
+    return {sequence: committed_kv(cache_of(runner), layers, sequence) for sequence in PROMPTS}
+
+
+def observed(runner: ModelRunner) -> BlockRecorder:
+    recorder = BlockRecorder()
+    runner.cache.observers[:] = [recorder]
+    return recorder
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    options = dict(SETUPS[request.param])
+    model = random_model(options.pop("name"))
+    made = make_runner(model, tmp_path_factory.mktemp("target"), capacity_tokens=CAPACITY, **options)
+    truth, kv, blocks = [], [], []
+    for params in PARAMS:
+        recorder = observed(made.runner)
+        truth.append(plain(made.runner, PROMPTS, params, count=COUNT))
+        kv.append(all_kv(made.runner))
+        blocks.append(recorder.seen)
+    yield Setup(made.runner, truth, kv, blocks)
+    made.close()
+
+
+@pytest.mark.parametrize("index", range(len(PARAMS)))
+@pytest.mark.parametrize(("gamma", "nodes", "seed"), [(1, 5, 1), (4, 40, 2), (7, 60, 3)])
+def test_any_tree_gives_plain_decodings_tokens_and_keys(
+    setup: Setup, index: int, gamma: int, nodes: int, seed: int
+) -> None:
+    params, truth = PARAMS[index], setup.truth[index]
+    script, recorder = TreeScript(truth, seed=seed), observed(setup.runner)
+    texts, history = decode(setup.runner, PROMPTS, params, script, count=COUNT, gamma=gamma, nodes=nodes)
+    assert texts == truth
+    accepted = {played.num_accepted for rounds in history for played in rounds.values()}
+    assert accepted == set(range(gamma + 1)), "every length, none and all"
+    shapes = {played.proposal.is_chain for rounds in history for played in rounds.values()}
+    moved = [played.path != tuple(range(len(played.path))) for rounds in history for played in rounds.values()]
+    assert False in shapes and any(moved) and not all(moved)
+    for sequence, kv in all_kv(setup.runner).items():
+        assert torch.equal(kv, setup.kv[index][sequence]), f"keys and values of sequence {sequence}"
+    assert recorder.seen.keys() == setup.blocks[index].keys() and recorder.seen
+    for place, block in recorder.seen.items():
+        assert torch.equal(block, setup.blocks[index][place]), f"what an observer saw of {place}"
+
+
+def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
+    """No branch is taken for another's, at any temperature."""
+    for params, truth in zip(PARAMS, setup.truth, strict=True):
+        script = TreeScript(truth, seed=9)
+        texts = begin(setup.runner, PROMPTS, params, script)
+        for _ in range(5):
+            turns = [Turn(sequence, text, 5, 60) for sequence, text in texts.items()]
+            for turn, played in zip(turns, play_round(setup.runner, params, script, turns), strict=True):
+                assert played.num_accepted == script.agreeing[turn.sequence]
+                texts[turn.sequence] += played.tokens
+
+
+def test_logits_of_a_path_are_those_of_a_chain(setup: Setup) -> None:
+    """Rows of the pass that verified a tree, beside rows of plain decoding's, bit for bit."""
+    runner, prompt, truth = setup.runner, PROMPTS[1], setup.truth[1][1]
+    right = truth[len(prompt) : len(prompt) + 6]
+    tokens = (right[0], 5, right[1], 6, 7, right[2], 8, right[3], 9)
+    parents = (-1, 0, 0, 1, 2, 2, 5, 5, 6)
+    runner.cache.truncate(1, 0)
+    runner.prefill(1, prompt)
+    tree = runner.verify([Window(tokens, parents)], [1])[0, [0, 2, 5, 7]].clone()
+    for row, token in enumerate(right[:4]):
+        assert torch.equal(runner.verify([Window((token,))], [1])[0, 0], tree[row])
+        runner.cache.commit(1, 1)
+
+
+def test_a_chain_moves_nothing(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("moved")
+
+    monkeypatch.setattr(tree_path, "compact_rows", refuse)
+    cache = cache_of(setup.runner)
+    for rows in ([], [0], [0, 1, 2]):
+        tree_path.compact_path((cache.store(0).data[None, 0],), 3, rows)
+    with pytest.raises(AssertionError, match="moved"):
+        tree_path.compact_path((cache.store(0).data[None, 0],), 3, [0, 2])
+    for rows in ([1, 2], [0, 2, 2], [0, 3, 1]):
+        with pytest.raises(AssertionError, match="a path from the root"):
+            tree_path.compact_path((cache.store(0).data[None, 0],), 3, rows)
+
+
+def test_branches_fill_what_is_left_of_a_context(setup: Setup) -> None:
+    """A tree is cut to the room there is, down to none, and decoding goes on to the last token."""
+    runner, params = setup.runner, PARAMS[1]
+    prompts = {0: random_tokens(CAPACITY - 12, seed=5)}
+    truth = plain(runner, prompts, params, count=13)
+    script = TreeScript(truth, seed=1, most_branches=20)
+    texts, history = decode(runner, prompts, params, script, count=13, gamma=4, nodes=60)
+    assert texts == truth and len(truth[0]) == CAPACITY + 1
+    sizes = [rounds[0].num_proposed for rounds in history]
+    assert 0 < sizes[0] <= 11 and sizes[-1] <= 1
+
+
+def test_trees_of_n_grams(setup: Setup) -> None:
+    """Texts with several continuations of their own endings."""
+    runner, proposer, params = setup.runner, NgramProposer(), PARAMS[1]
+    base = [7, 8, 9, 7, 8, 10, 11, 7, 8, 12, 7, 8]
+    accepted = []
+    for other in range(60, 75):
+        text = [7, 8, other, 30, *base]
+        runner.cache.truncate(0, 0)
+        runner.prefill(0, text[:-1])
+        proposer.start(params)
+        played = play_round(runner, params, proposer, [Turn(0, text, 4, 24)])[0]
+        assert not played.proposal.is_chain and len(played.proposal) <= 24 and max(played.proposal.depths) == 4
+        accepted.append(played.num_accepted)
+        runner.cache.truncate(0, len(text) - 1)
+        for token in played.tokens:
+            assert play_round(runner, params, NoProposer(), [Turn(0, text, 0)])[0].tokens == [token]
+            text.append(token)
+    assert 0 in accepted
+
+
+def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> None:
+    """What comes behind a tree overwrites what it left."""
+    runner, params, truth = setup.runner, PARAMS[0], setup.truth[0]
+    script = TreeScript(truth, seed=4)
+    texts = begin(runner, PROMPTS, params, script)
+    play = [Turn(sequence, text, 6, 70) for sequence, text in texts.items()]
+    for turn, played in zip(play, play_round(runner, params, script, play), strict=True):
+        texts[turn.sequence] += played.tokens
+    while any(len(text) < len(truth[sequence]) for sequence, text in texts.items()):
+        turns = [Turn(s, text, 0) for s, text in texts.items() if len(text) < len(truth[s])]
+        for turn, played in zip(turns, play_round(runner, params, NoProposer(), turns), strict=True):
+            texts[turn.sequence] += played.tokens
+    assert texts == truth
+    for sequence, kv in all_kv(runner).items():
+        assert torch.equal(kv, setup.kv[0][sequence])
+
+
+GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": PassShape(64, 128, 256)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETUPS)
+def test_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
+    """In bf16: tokens, logits of paths, and keys and values."""
+    options = dict(SETUPS[name])
+    model = random_model(options.pop("name"))
+    made = make_runner(model, tmp_path, capacity_tokens=CAPACITY, **GPU, **options)
+    runner = made.runner
+    for index, params in enumerate(PARAMS):
+        recorder = observed(runner)
+        truth = plain(runner, PROMPTS, params, count=COUNT)
+        expected, blocks = all_kv(runner), recorder.seen
+        for gamma, nodes in ((1, 5), (4, 40), (7, 60)):
+            recorder, script = observed(runner), TreeScript(truth, seed=index)
+            texts, history = decode(runner, PROMPTS, params, script, count=COUNT, gamma=gamma, nodes=nodes)
+            assert texts == truth
+            assert {played.num_accepted for rounds in history for played in rounds.values()} == set(range(gamma + 1))
+            assert all(torch.equal(kv, expected[sequence]) for sequence, kv in all_kv(runner).items())
+            assert recorder.seen.keys() == blocks.keys()
+            assert all(torch.equal(block, blocks[place]) for place, block in recorder.seen.items())
+        test_logits_of_a_path_are_those_of_a_chain(Setup(runner, [truth, truth], [], []))
+    made.close()
+
+
+@pytest.mark.gpu
+def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
+    """Nothing on the way to the tokens, or back into the cache, but the reading of the tokens."""
+    made = make_runner(random_model("llama-gqa"), tmp_path, capacity_tokens=CAPACITY, **GPU)
+    runner, params = made.runner, PARAMS[1]
+    truth = plain(runner, PROMPTS, params, count=COUNT)
+
+    class SecondChild(TreeScript):
+        """Two siblings of which the second is right."""
+
+        def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+            right = [truth[turn.sequence][len(turn.tokens)] for turn in turns]
+            return [Proposal(((token + 1) % 90, token), (-1, -1), ("x", "x")) for token in right]
+
+    script, read = SecondChild(truth, seed=1), torch.Tensor.tolist
+
+    def allowed(tensor: torch.Tensor) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    for mode in ("default", "error"):  # the first time kernels are compiled and memory is found
+        texts = begin(runner, PROMPTS, params, script)
+        turns = [Turn(sequence, text, 1, 2) for sequence, text in texts.items()]
+        torch.cuda.synchronize()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", allowed)
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                rounds = play_round(runner, params, script, turns)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [played.num_accepted for played in rounds] == [1, 1, 1]
+    made.close()
