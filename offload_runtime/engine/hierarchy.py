@@ -27,11 +27,19 @@ from offload_runtime.kv_cache.retrieval import (
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.planner import Placement
+from offload_runtime.runners import DraftTree
 from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_step_bytes
 from offload_runtime.runners.step_graph import step_graph_bytes
-from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.speculation import (
+    DraftProposer,
+    NgramProposer,
+    NoProposer,
+    Proposer,
+    TreeDraftProposer,
+    TriForceProposer,
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,8 @@ def _place_levels(
     without = PlacedLevels(*place(plans, budget, resident_layers, kv))
     if options.mode != "auto" or plans.draft is None:
         return without
+    if plans.draft.tree_slots:
+        return replace(without, reason="the draft was asked for trees")
     if not without.plans.target.kv.on_host:
         return replace(without, reason="the KV cache is on the device")
     try:
@@ -203,7 +213,7 @@ def _place_levels(
 def make_proposer(
     draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int
 ) -> Proposer:
-    """Who proposes, for all sequences of the batch.
+    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
     Args:
         draft: `none`, `ngram`, or anything else for the draft model.
@@ -218,7 +228,13 @@ def make_proposer(
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    return DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
+        return chains
+    tree = DraftTree(
+        runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
+    )  # fmt: skip
+    return TreeDraftProposer(chains, tree, device=budget.device, ngrams=NgramProposer())
 
 
 def _make_triforce(models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget) -> Proposer:
