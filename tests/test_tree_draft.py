@@ -23,7 +23,7 @@ from offload_runtime.speculation.rounds import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft
+from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
 
 CONTEXT = 200
 PARAMS = [
@@ -198,6 +198,7 @@ class SureModel:
         said = {}
         for sequence, one in asked.items():
             self._texts[sequence] = list(one.text)
+            assert all(slot < self.num_slots for branch in one.branches for slot in branch.slots)
             places = [len(one.text) + len(branch.slots) for branch in one.branches]
             said[sequence] = [Children([self._script[place], 90, 91], [30.0, 0.0, 0.0]) for place in places]
         return said
@@ -262,6 +263,31 @@ def test_a_rejected_window_leaves_the_other_branch(target: ModelRunner) -> None:
     assert set(proposal.tokens) == {script[11], 90, 91} and model.steps == before
 
 
+@pytest.mark.parametrize("ahead", [0, 3, 30])
+def test_whatever_came_before_nodes_are_scored_by_their_own_text(
+    target: ModelRunner, draft: TreeDraft, ahead: int
+) -> None:
+    """Re-rooted trees, moved keys, slots that are taken again: what is known of a node is what the book says."""
+    params, prompts = PARAMS[1], [random_tokens(length, seed=length) for length in (40, 9)]
+    proposer, checked, kept = draft.proposer(params, num_sequences=2), 0, 0
+
+    def watch(logits: torch.Tensor) -> Callable[[], bool]:
+        nonlocal checked, kept
+        for sequence, one in proposer._grown.items():
+            kept += len(one.tree) > 24
+            for node in list(one.children)[:: max(1, len(one.children) // 4)]:
+                path = [one.tree.token(above) for above in one.tree.path(node)]
+                expected = scores_by_the_book(draft, [*one.text, *path], params, sequence=sequence)
+                said = one.children[node]
+                assert expected[said.tokens].tolist() == pytest.approx(said.scores, abs=5e-3)
+                assert expected.topk(8).values.tolist() == pytest.approx(said.scores, abs=5e-3)
+                checked += 1
+        return steps(ahead)(logits)
+
+    decode(target, proposer, params, prompts, gamma=4, tree_nodes=12, count=50, watch=watch)
+    assert checked > 60 and kept > 0
+
+
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_a_draft_that_is_always_wrong_costs_nothing_but_time(target: ModelRunner, ahead: int) -> None:
     params, prompts = PARAMS[2], [random_tokens(21, seed=1)]
@@ -319,6 +345,7 @@ def test_an_interruption_anywhere_changes_no_token(
         try:
             text += decoder.round(text, 4, 12).tokens
         except type(error):
+            assert not proposer._grown, "a tree that may be half made is not trusted"
             failed += 1
     assert failed == 1 and text[21:47] == plain[0]
 
@@ -354,6 +381,37 @@ def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
         text = [*text, 70 + turn % 7, 80 + turn % 5, 50, 51, 52]
         assert len(proposer.propose([Turn(0, text, 3, 4)])[0]) == 4
     assert proposer._hits.rate < 0.1
+
+
+@pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
+def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
+    """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""
+    both, proposer = 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
+    for seed in range(30):
+        proposer._hits.rate = ngram_rate
+        said = proposer.propose([Turn(1, random_tokens(20, seed=seed), 8)])[0].tokens
+        text = [*random_tokens(20, seed=seed), *said, 3, *random_tokens(20, seed=seed), *said[: seed % 5]]
+        proposal = proposer.propose([Turn(0, text, 4, 10)])[0]
+        tree = proposer._grown[0].tree
+        nodes, waiting = tree.best(10, 4)[1], tree.next_to_expand(1, 3)
+        assert len(proposal) == len(nodes) == 10
+        assert not waiting or tree.log_probability(waiting[0]) <= tree.log_probability(nodes[-1])
+        both += {"ngram", "draft"} <= set(proposal.sources)
+    assert both > 15
+
+
+def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = random_tokens(200, seed=18)
+    proposer, told = sure_proposer(SureModel(script)), list[int | None]()
+    monkeypatch.setattr(proposer._probabilities, "observe", lambda scores, said: told.append(said))
+    proposer.propose([Turn(0, script[:10], 4, 8)])
+    proposer.propose([Turn(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
+    assert told == [0, 0, 0, 1]
+    proposer.propose([Turn(0, [*script[:13], 90, 5], 4, 8)])  # and one that nobody thought of
+    assert told == [0, 0, 0, 1, None]
+    proposer.start(PARAMS[0])
+    proposer.propose([Turn(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
+    assert len(told) == 5
 
 
 @pytest.mark.gpu
