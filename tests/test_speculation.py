@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -47,6 +47,9 @@ class ScriptedProposer:
 
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         return [Proposal.chain(self._guess(len(turn.tokens), turn.gamma), self.name) for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def _guess(self, length: int, count: int) -> list[int]:
         guesses = self._script[length : length + count]

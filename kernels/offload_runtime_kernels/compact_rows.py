@@ -3,8 +3,9 @@
     data[:, first + i] = data[:, sources[i]]        for all i, in place, as if all were read before any is written
 
 Sources ascend, and none lies before its target. So a target may be the source of an earlier move and never of a later
-one: whoever moves several in a row has read all it still needs. A program moves everything of one head of a layer's
-keys or values, a handful of rows at a time: it reads them, waits until all of its threads have, and writes them.
+one: whoever moves several in a row has read all it still needs. Where all sources lie behind the last target, nothing
+is both, and any order will do. A program moves everything of one head of a layer's keys or values, a handful of rows at
+a time: it reads them, waits until all of its threads have, and writes them.
 """
 
 import torch
@@ -70,7 +71,8 @@ def compact_rows(kv: KVBlocks, sources: torch.Tensor, first: int) -> None:
 
     Args:
         kv: One sequence's blocks in every layer: its batch rows are the layers.
-        sources: [N] int32, the device of `kv`: the positions to move, ascending; `sources[i]` is at least `first` + i.
+        sources: [N] int32, the device of `kv`: the positions to move, ascending, `sources[i]` at least `first` + i; or
+            in any order, and all of them behind `first` + N - 1.
         first: Position that the first one moves to.
     """
     run = compact_rows_triton if kv.data.is_cuda else compact_rows_reference

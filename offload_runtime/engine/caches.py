@@ -42,7 +42,7 @@ def make_cache(
     if not plan.kv.on_host:
         cache = DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
-            name=f"{name}: KV cache",
+            name=f"{name}: KV cache", spare_slots=plan.tree_slots,
         )  # fmt: skip
         return cache, []
     assert registrar is not None or budget.device.type == "cpu", "what a GPU copies from is page-locked or staged"

@@ -27,11 +27,19 @@ from offload_runtime.kv_cache.retrieval import (
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.planner import Placement
+from offload_runtime.runners import DraftTree
 from offload_runtime.runners.device_window import DeviceWindow, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget, middle_step_bytes
 from offload_runtime.runners.step_graph import step_graph_bytes
-from offload_runtime.speculation import DraftProposer, NgramProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.speculation import (
+    DraftProposer,
+    NgramProposer,
+    NoProposer,
+    Proposer,
+    TreeDraftProposer,
+    TriForceProposer,
+)
 from offload_runtime.tracing import TraceRecorder
 from offload_runtime.weights import packed_bytes
 
@@ -199,6 +207,8 @@ def _place_levels(
     without = PlacedLevels(*place(plans, budget, resident_layers, kv))
     if options.mode != "auto" or plans.draft is None:
         return without
+    if plans.draft.tree_slots:
+        return replace(without, reason="the draft was asked for trees")
     if not without.plans.target.kv.on_host:
         return replace(without, reason="the KV cache is on the device")
     try:
@@ -236,7 +246,7 @@ def make_proposer(
     draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
     recorder: TraceRecorder | None = None,
 ) -> Proposer:  # fmt: skip
-    """Who proposes, for all sequences of the batch.
+    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
     Args:
         draft: `none`, `ngram`, or anything else for the draft model.
@@ -252,9 +262,14 @@ def make_proposer(
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    proposer = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
-    proposer.model.recorder = recorder
-    return proposer
+    chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    chains.model.recorder = recorder
+    if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
+        return chains
+    tree = DraftTree(
+        runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
+    )  # fmt: skip
+    return TreeDraftProposer(chains, tree, device=budget.device, ngrams=NgramProposer())
 
 
 def _make_triforce(

@@ -103,7 +103,7 @@ def load_runtime(
         def planned(context: int | str) -> RunPlan:
             plans = make_plans(
                 sources.target, sources.draft, dtype, chosen, context=context, window=most_nodes + 1, kv=kv,
-                options=options, batch=batch,
+                options=options, batch=batch, tree_nodes=tree_nodes,
             )  # fmt: skip
             require_dtype(plans.target.dtype, chosen)
             placed = place_and_stage(
@@ -196,11 +196,12 @@ def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
     if tree_nodes is None:
         return
     require_positive("tree_nodes", tree_nodes)
-    if draft != "ngram" or mode == "none":
-        who = "with --speculation none" if mode == "none" else f"with --draft {draft}"
-        if draft not in ("ngram", "none"):
-            who = "with a draft model, which proposes chains"
-        raise OptionError(f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --draft ngram")
+    if draft == "none" or mode in ("none", "triforce"):
+        who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
+        raise OptionError(
+            f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
+            "a model"
+        )
 
 
 @contextmanager

@@ -132,6 +132,10 @@ def reserve_workspace(plans: Plans, budget: DeviceBudget) -> None:
 def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
     """Bytes of the parts of everything that lives on the device."""
     target, draft = plans.target, plans.draft
+    draft_workspace_bytes = draft.workspace_bytes if draft is not None else 0
+    # Draft and target take turns on one stream and share the allocator's blocks, unless the draft runs beside a pass.
+    shared = draft is None or not draft.tree_slots
+    join = max if shared else int.__add__
     return MemoryNeeds(
         layer_bytes=target.layer_bytes,
         num_layers=target.config.num_layers,
@@ -139,8 +143,7 @@ def memory_needs(plans: Plans, budget: Limits) -> MemoryNeeds:
         kv_bytes=target.kv_bytes,
         draft_bytes=draft.all_bytes if draft is not None else 0,
         middle_bytes=plans.middle_bytes,
-        # Draft and target take turns on one stream, so they share the allocator's blocks.
-        workspace_bytes=max(target.workspace_bytes, draft.workspace_bytes if draft is not None else 0),
+        workspace_bytes=join(target.workspace_bytes, draft_workspace_bytes),
         context_bytes=budget.reserved_bytes,
         graph_bytes=plans.graph_bytes,
     )

@@ -14,7 +14,8 @@ from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
 from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
-from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes
+from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_input_bytes, tree_slots
+from offload_runtime.runners.draft_tree import STEP_ROWS
 from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
@@ -129,6 +130,7 @@ class ModelPlan:
     streaming: StreamingPlan | None = None
     kv: KVPlan = field(default_factory=KVPlan)
     retrieval: RetrievalPlan | None = None
+    tree_slots: int = 0  # of a draft that grows trees: places for what may become part of a sequence
 
     @property
     def layer_bytes(self) -> int:
@@ -143,7 +145,9 @@ class ModelPlan:
     @property
     def whole_kv_bytes(self) -> int:
         """The KV cache of the whole context, wherever it is."""
-        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch)
+        return kv_cache_bytes(
+            self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -232,7 +236,18 @@ class Plans:
             return self.middle_graph_bytes
         rows = 2 * draft.batch  # the first step of a draft feeds two tokens
         activations = step_activation_bytes(draft.config, draft.dtype.itemsize, rows=rows)
-        return self.middle_graph_bytes + step_graph_bytes(draft.config) + activations
+        return self.middle_graph_bytes + step_graph_bytes(draft.config) + activations + self._tree_step_bytes
+
+    @property
+    def _tree_step_bytes(self) -> int:
+        """What steps over trees take besides: graphs in a pool of their own, on a stream of their own."""
+        draft = self.draft
+        if draft is None or not draft.tree_slots:
+            return 0
+        rows = max(STEP_ROWS, draft.batch)
+        activations = step_activation_bytes(draft.config, draft.dtype.itemsize, rows=rows)
+        inputs = tree_input_bytes(draft.config, batch=draft.batch)
+        return step_graph_bytes(draft.config) + activations + inputs
 
     @property
     def host_bytes(self) -> int:
@@ -244,8 +259,10 @@ class Plans:
 def make_plans(
     target: ModelDescription, draft: ModelDescription | None, dtype: str, device: torch.device, *,
     context: int | str, window: int, kv: str, options: SpeculationOptions, batch: int = 1,
+    tree_nodes: int | None = None,
 ) -> Plans:  # fmt: skip
-    """What both models will take. Asks nothing of the device. Raises `OptionError`, `ContextLengthError`."""
+    """What both models will take, the draft's trees of up to `tree_nodes` included. Asks nothing of the device. Raises
+    `OptionError`, `ContextLengthError`."""
     if kv not in KV_PLACES:
         raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {kv!r}")
     torch_dtype = resolve_dtype(dtype, target, device)
@@ -256,7 +273,16 @@ def make_plans(
         return Plans(plan, None, graphs=graphs)
     return Plans(
         plan,
-        draft_plan(draft.config(), torch_dtype, device, context=tokens, window=window, batch=batch, options=options),
+        draft_plan(
+            draft.config(),
+            torch_dtype,
+            device,
+            context=tokens,
+            window=window,
+            batch=batch,
+            options=options,
+            tree_nodes=tree_nodes,
+        ),
         graphs=graphs,
     )
 
@@ -281,12 +307,13 @@ def draft_plan(
     window: int,
     options: SpeculationOptions,
     batch: int = 1,
+    tree_nodes: int | None = None,
 ) -> ModelPlan:
-    """Plan of a draft model. A full cache ends where the draft's own positions do.
+    """Plan of a draft model. A full cache ends where the draft's own positions do, and has room for trees.
 
     Raises:
         OptionError: The cache that was asked for needs positions that the draft does not have, or would retrieve more
-            than there can be.
+            than there can be; or trees were asked for and the cache is not a full one.
     """
     longest = longest_context(config)
     plan = ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
@@ -294,10 +321,16 @@ def draft_plan(
     if kind == "auto":
         kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "retrieval"
         kind = "streaming" if context > longest or (kind == "retrieval" and options.budget_tokens > context) else kind
+    if tree_nodes is not None and kind != "full":
+        raise OptionError(
+            f"--tree-nodes {tree_nodes} needs a draft with a full KV cache, and in a context of {context} tokens this "
+            f"one has a {kind} cache: use --draft-cache full, lower --context, or drop --tree-nodes"
+        )
     if kind == "streaming":
         return _with_streaming_cache(plan, options)
     if kind == "full":
-        return replace(plan, context_tokens=min(context, longest))
+        slots = 0 if tree_nodes is None else tree_slots(tree_nodes)
+        return replace(plan, context_tokens=min(context, longest), tree_slots=slots)
     if context > longest:
         raise OptionError(
             f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "

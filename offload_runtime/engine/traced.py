@@ -107,6 +107,12 @@ class TracedProposer:
         self._told("propose", started_s, started, args)
         return proposals
 
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        """As `Proposer.ahead`: seen from the host, for the device does it beside the pass."""
+        started_s = time.perf_counter()
+        self._proposer.ahead(pending)
+        self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
+
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         """As `Proposer.counts`."""
         return self._proposer.counts(sequence)

@@ -67,6 +67,9 @@ class ScriptedProposer:
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         return [self._propose(turn) for turn in turns]
 
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
+
     def _propose(self, turn: Turn) -> Proposal:
         chain = self._guess(len(turn.tokens), self._random.randint(1, turn.longest_chain))
         room = turn.most_nodes - len(chain)

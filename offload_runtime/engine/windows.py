@@ -50,6 +50,7 @@ class WindowLimits:
             )
         if params.tree_nodes is not None and not proposer.makes_trees:
             raise OptionError(
-                f"tree_nodes {nodes} does nothing where nobody proposes branches: drop it, or choose --draft ngram"
+                f"tree_nodes {nodes} does nothing where nobody proposes branches: drop it, choose --draft ngram, or "
+                f"load a draft model with tree_nodes={nodes} (--tree-nodes {nodes}), which makes room for them"
             )
         return WindowSize(gamma, nodes)

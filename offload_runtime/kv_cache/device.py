@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention
+from offload_runtime_kernels.compact_rows import compact_rows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv_cache.protocol import BlockObserver
-from offload_runtime.kv_cache.tree_path import compact_path
+from offload_runtime.kv_cache.tree_path import compact_path, upload_slots
 from offload_runtime.memory import DeviceBudget
 
 
@@ -28,20 +29,24 @@ class DeviceKVCache:
         batch: Sequences.
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
+        spare_slots: Places behind all tokens of each sequence, for keys and values of what may become part of it.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
-        name: str = "KV cache",
+        name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
+        first = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.spare_slots = range(first, first + spare_slots)
         self._lengths = [0] * batch
         self._tables: dict[int, BlockTable] = {}
         self._rows = slice(None)  # of the batch, that the running pass is about
         self._ends = [0] * batch  # tokens that the running pass reaches
         self.observers: list[BlockObserver] = []
-        shape = (config.num_layers, batch, num_blocks(capacity_tokens), *block_shape(config))
-        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
+        blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+        shape = (config.num_layers, batch, blocks, *block_shape(config))
+        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch, spare_slots=spare_slots)
         # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
         try:
             self._data = budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
@@ -88,6 +93,14 @@ class DeviceKVCache:
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
         self.commit(sequence, len(rows))
+
+    def adopt(self, sequence: int, slots: Sequence[int], first: int) -> None:
+        """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:
+        one launch on the current stream, however many. Commits nothing."""
+        assert all(slot in self.spare_slots for slot in slots) and first + len(slots) <= self.capacity_tokens
+        if slots:
+            sources = upload_slots(slots, self._data.device)
+            compact_rows(KVBlocks(self._data[:, sequence]), sources, first)
 
     def recent_blocks(self, sequence: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""
@@ -139,6 +152,9 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
 
 
-def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int) -> int:
+def kv_cache_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_slots: int = 0
+) -> int:
     """Bytes of a `DeviceKVCache`."""
-    return config.num_layers * batch * num_blocks(capacity_tokens) * block_bytes(config, dtype)
+    blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+    return config.num_layers * batch * blocks * block_bytes(config, dtype)

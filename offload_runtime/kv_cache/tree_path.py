@@ -27,11 +27,11 @@ def compact_path(caches: Iterable[torch.Tensor], committed: int, rows: Sequence[
     for data in caches:
         if data.numel():
             if sources is None:
-                sources = _upload([committed + row for row in rows[kept:]], data.device)
+                sources = upload_slots([committed + row for row in rows[kept:]], data.device)
             compact_rows(KVBlocks(data), sources, committed + kept)
 
 
-def _upload(numbers: list[int], device: torch.device) -> torch.Tensor:
+def upload_slots(slots: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 on the device, on the current stream; without page-locked memory the host would wait for the pass."""
-    there = torch.tensor(numbers, dtype=torch.int32)
+    there = torch.tensor(list(slots), dtype=torch.int32)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there

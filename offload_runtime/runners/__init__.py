@@ -3,13 +3,18 @@
 from offload_runtime.runners.device_window import DeviceWindow, Known, Said, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_texts import DraftRunner
+from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree, tree_input_bytes, tree_slots
 from offload_runtime.runners.passes import ModelRunner, PassShape
 from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes, step_graph_bytes
 
 __all__ = [
+    "Asked",
+    "Branch",
+    "Children",
     "DeviceWindow",
     "DraftModel",
     "DraftRunner",
+    "DraftTree",
     "Known",
     "ModelRunner",
     "PassShape",
@@ -18,4 +23,6 @@ __all__ = [
     "device_window_bytes",
     "step_activation_bytes",
     "step_graph_bytes",
+    "tree_input_bytes",
+    "tree_slots",
 ]

@@ -71,7 +71,7 @@ class DraftModel:
         self.window = window or DeviceWindow(device, batch=batch)
         fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
         self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
-        self._texts = DraftTexts(runner, self._rope, last_token=self._last_token, batch=batch)
+        self.texts = DraftTexts(runner, self._rope, last_token=self._last_token, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.
@@ -96,7 +96,7 @@ class DraftModel:
 
     def num_keys(self, length: int) -> int:
         """Tokens of a sequence of `length` tokens that its next one is guessed from."""
-        return length - self._texts.start_for(length)
+        return length - self.texts.start_for(length)
 
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context
@@ -126,11 +126,11 @@ class DraftModel:
 
     def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
-        self._texts.catch_up(sequence, tokens)
+        self.texts.catch_up(sequence, tokens)
 
     def learned(self, sequence: int, newest: Sequence[int]) -> None:
         """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
-        self._texts.learned(sequence, newest)
+        self.texts.learned(sequence, newest)
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
@@ -146,7 +146,7 @@ class DraftModel:
         cache, known = self._runner.cache, self.window.known
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + count, known[sequence].last) - 1 - self._texts.start(sequence)
+            sequence: min(end + count, known[sequence].last) - 1 - self.texts.start(sequence)
             for sequence, end in longest.items()
         }
         assert count > 0 and max(lengths.values()) <= self._capacity_tokens
@@ -209,7 +209,7 @@ class DraftModel:
             return
         places = list(self._place_host)
         for sequence in sequences:
-            places[sequence] = [self._texts.start(sequence), self._texts.rope_shift(sequence)]
+            places[sequence] = [self.texts.start(sequence), self.texts.rope_shift(sequence)]
         if places != self._place_host:
             host = torch.tensor(places, dtype=torch.int32)
             self._place.copy_(host.pin_memory() if self._place.is_cuda else host, non_blocking=True)

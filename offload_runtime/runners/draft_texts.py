@@ -76,7 +76,27 @@ class DraftTexts:
     def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
         target = max(0, len(tokens) - REWRITTEN_TOKENS)
-        known = min(_common_prefix(self._cached[sequence], tokens), target)
+        self._bring(sequence, tokens, min(_common_prefix(self._cached[sequence], tokens), target), target)
+
+    @torch.inference_mode()
+    def catch_up_but(self, sequence: int, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Bring a cache that keeps everything to all of `tokens` but those, at most `most`, that a step feeds itself.
+
+        Returns:
+            These: the last of `tokens` without keys, perhaps none.
+        """
+        assert self._streaming is None
+        known = _common_prefix(self._cached[sequence], tokens)
+        target = max(known, len(tokens) - most)
+        self._bring(sequence, tokens, known, target)
+        return tokens[target:]
+
+    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+        """Whether the cache has the keys of exactly these tokens."""
+        return self._cached[sequence] == list(tokens)
+
+    def _bring(self, sequence: int, tokens: Sequence[int], known: int, target: int) -> None:
+        """Bring the cache to the first `target` of `tokens`, of which it keeps the first `known`."""
         # First, so that an interruption never leaves it longer than the cache.
         cached, self._cached[sequence] = self._cached[sequence], []
         del cached[known:]

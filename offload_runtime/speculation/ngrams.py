@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation.acceptance import Acceptance
@@ -143,6 +143,9 @@ class NgramProposer:
             self.prepare(turn.sequence, turn.tokens)
             proposals.append(self._lookups[turn.sequence].propose(turn.tokens, turn.gamma, turn.most_nodes))
         return proposals
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()

@@ -6,7 +6,7 @@ serves all sequences of a round at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,9 @@ class Proposer(Protocol):
         The turns are of different sequences, in any order; sequences without one have finished or wait.
         """
 
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        """What was proposed is being verified: go on for as long as `pending` says yes, asked between short steps."""
+
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         """What levels of its own have decided about a sequence since `start`, the first level first. May wait for the
         device."""
@@ -84,6 +87,9 @@ class NoProposer:
 
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         return [Proposal() for _ in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
@@ -115,6 +121,9 @@ class DraftProposer:
         texts = {turn.sequence: turn.tokens for turn in turns}
         guesses = self.model.propose(texts, {turn.sequence: turn.longest_chain for turn in turns})
         return [Proposal.chain(guesses[turn.sequence], self.name) for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()

@@ -7,7 +7,7 @@ by the target's samples: the child that says what the target says behind a node,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,8 +87,35 @@ def accepted_path(proposal: Proposal, samples: Sequence[int]) -> list[int]:
     return path
 
 
-def play_round(target: Target, params: SamplingParams, proposer: Proposer, turns: Sequence[Turn]) -> list[Round]:
+Watch = Callable[[torch.Tensor], Callable[[], bool]]
+
+
+def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
+    """Whether a pass that was just enqueued on the current stream is still running; asking waits for nothing.
+
+    On the CPU it never is: a pass is over when its logits are there, so what is drafted then delays the next one.
+    """
+    if not logits.is_cuda:
+        return lambda: False
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(logits.device))
+    return lambda: not done.query()
+
+
+def play_round(
+    target: Target, params: SamplingParams, proposer: Proposer, turns: Sequence[Turn], *,
+    watch: Watch = still_computing,
+) -> list[Round]:  # fmt: skip
     """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
+
+    While the pass runs the proposer goes on.
+
+    Args:
+        target: Verifies windows.
+        params: How it chooses tokens.
+        proposer: Guesses.
+        turns: One of each sequence that takes part.
+        watch: From the logits of a pass to the question whether it is still running.
 
     Returns:
         For each turn at least one new token: those accepted and the target's next one.
@@ -103,6 +130,8 @@ def play_round(target: Target, params: SamplingParams, proposer: Proposer, turns
     proposals = _proposals(proposer, [_fitting(turn, cache.capacity_tokens) for turn in turns])
     windows = [_window(turn.tokens[-1], proposal) for turn, proposal in zip(turns, proposals, strict=True)]
     logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
+    if any(proposals):
+        proposer.ahead(watch(logits))
     samples = _sample_windows(logits, params, turns, proposals)
     rounds = []
     for turn, proposal, row in zip(turns, proposals, samples, strict=True):
@@ -199,13 +228,18 @@ class SpeculativeDecoder:
         proposer: Guesses.
         params: How the target, and with the same noise the draft, choose tokens.
         sequence: Batch row in the target's cache, and the noise's sequence.
+        watch: As for `play_round`.
     """
 
-    def __init__(self, target: Target, proposer: Proposer, params: SamplingParams, *, sequence: int = 0) -> None:
+    def __init__(
+        self, target: Target, proposer: Proposer, params: SamplingParams, *, sequence: int = 0,
+        watch: Watch = still_computing,
+    ) -> None:  # fmt: skip
         self._target = target
         self._proposer = proposer
         self._params = params
         self._sequence = sequence
+        self._watch = watch
 
     def first_token(self, logits: torch.Tensor) -> int:
         """The token that follows a prefill, from the last row's logits [1, V]."""
@@ -229,4 +263,4 @@ class SpeculativeDecoder:
             NumericalError: The target's logits are NaN; nothing was committed.
         """
         turn = Turn(self._sequence, tokens, gamma, tree_nodes)
-        return play_round(self._target, self._params, self._proposer, [turn])[0]
+        return play_round(self._target, self._params, self._proposer, [turn], watch=self._watch)[0]

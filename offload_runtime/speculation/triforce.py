@@ -9,7 +9,7 @@ A step of either level is one of all sequences; those that have enough stand sti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from offload_runtime.config import SamplingParams
@@ -131,6 +131,9 @@ class TriForceProposer:
             guesses = [] if one is None else self._proposals(turn.sequence, one, said[turn.sequence])
             proposals.append(Proposal.chain(guesses, self.name))
         return proposals
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         """What the middle level decided about the draft's proposals, those behind what was asked for included."""

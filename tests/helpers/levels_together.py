@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,9 @@ class Recorder:
             assert len(answer) <= turn.gamma and answer.is_chain
             self._played[turn.sequence].proposals.append(list(answer.tokens))
         return answers
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        self._inner.ahead(pending)
 
 
 def play(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -52,6 +52,9 @@ class TreeScript:
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         self._rounds += 1

@@ -92,6 +92,13 @@ def test_any_path(compact: Compact, data: st.DataObject) -> None:
     _check(compact, sources, first, num_blocks=slot // BLOCK_TOKENS + 1, head_dim=4, num_kv_heads=1, num_layers=2)
 
 
+@compacts
+def test_sources_behind_all_targets_may_come_in_any_order(compact: Compact) -> None:
+    """Nodes of a tree lie where there was room for them."""
+    sources = [900, 514, 901, 513, 700, *range(899, 820, -2)]
+    _check(compact, sources, 250, num_blocks=4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

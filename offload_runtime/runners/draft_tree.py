@@ -1,0 +1,331 @@
+"""The draft over a tree: one step says for up to 32 nodes of all sequences together what may follow each of them.
+
+Where keys lie: those of the known text, its last token included, at their own places; those of a node of the tree in a
+spare slot behind all places of the cache, for as long as the node lives. So a tree that grows and a text that grows
+never touch, nodes that survive are never written again, and a path that came true is copied to its places in one launch
+(`adopt`). What is known of a text but has no keys yet rides along in the first step behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.rope_store import RopeRows
+
+from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.model import PassRows, RopeTable
+from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
+from offload_runtime.runners.passes import window_pass
+from offload_runtime.runners.step_graph import StepGraphs
+from offload_runtime.sampling import perturbed_logits, sample
+
+# Rows of a step: what the products of few rows take.
+STEP_ROWS = 32
+# Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
+CHILDREN = 8
+# Deepest node below the text.
+MOST_DEPTH = 256
+# Known tokens that a step feeds besides the nodes; more go through the draft on their own.
+_MOST_KNOWN = 3
+_LEAST_ROWS = 4  # of a sequence, on CUDA: fewer would only mean more graphs
+_ROW_PARTS = 4  # token, position, slot, sequence
+_ALIGNED_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A node to be expanded: what it says, and the slots of the nodes from below the root to itself, by their numbers.
+
+    Without slots it is the root, the text's last token.
+    """
+
+    token: int
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step is to find out about one sequence: its text, and nodes of its tree, parents before their children."""
+
+    text: Sequence[int]
+    branches: Sequence[Branch]
+
+
+@dataclass(frozen=True)
+class Children:
+    """What may follow a node, the best first, and the scores (logits / T + noise) that say so."""
+
+    tokens: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The rows of one sequence in a step: `known` tokens that are only fed, then `asked` nodes."""
+
+    sequence: int
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    paths: list[list[int]]
+    known: int
+    committed: int
+
+
+@dataclass(frozen=True)
+class _StepShape:
+    """All that a step depends on besides device memory."""
+
+    batch: int
+    rows: int
+    depth: int
+    reach: int
+    committed: int
+    params: SamplingParams
+
+
+class DraftTree:
+    """A small model with a full cache that says what may follow many nodes at once, with the target's own noise.
+
+    The first child of a node is what the draft itself would say there. Everything is enqueued on the current stream,
+    which must be the same from call to call; only `expand` waits, for what it asked.
+
+    Args:
+        runner: Of the small model, all layers resident; its cache has spare slots.
+        texts: What the cache holds, shared with whoever else drafts with it.
+        vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        draft_vocab_size: Rows of the draft's embedding.
+        batch: Sequences.
+        graphs: False runs every step launch by launch on CUDA too.
+    """
+
+    def __init__(
+        self, runner: DraftRunner, texts: DraftTexts, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
+        graphs: bool = True,
+    ) -> None:  # fmt: skip
+        cache = runner.cache
+        assert isinstance(cache, DeviceKVCache) and cache.spare_slots, "trees need a full cache with spare slots"
+        self._runner, self._cache, self.texts = runner, cache, texts
+        self._vocab_size, self._last_token = vocab_size, draft_vocab_size - 1
+        self._children = min(CHILDREN, vocab_size, draft_vocab_size)
+        self._params = SamplingParams()
+        self._device = device = cache.store(0).data.device
+        self._rope = RopeTable(runner.decoder.config, device)
+        captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
+        self._graphs = StepGraphs(device if captured else torch.device("cpu"))
+        rows = max(STEP_ROWS, batch)
+        # What steps read and write; the tensors never move.
+        self._inputs = torch.zeros(_input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
+        self._outputs = torch.zeros(rows, 2 * self._children, dtype=torch.int32, device=device)
+        self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
+        self._frequency_sets = [0] * rows
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of a text, and of a path with the text before it, that have keys."""
+        return self._cache.capacity_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Nodes of a sequence that can have keys at a time."""
+        return len(self._cache.spare_slots)
+
+    def width(self, num_sequences: int) -> int:
+        """Most rows of a sequence in a step about so many."""
+        return max(1, STEP_ROWS // num_sequences)
+
+    def start(self, params: SamplingParams) -> None:
+        """Score this way from now on."""
+        self._params = params
+
+    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+        """Whether the cache has the keys of exactly these tokens."""
+        return self.texts.holds(sequence, tokens)
+
+    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """The text whose keys the cache holds has gone on with nodes of the tree: move their keys to their places."""
+        self._cache.adopt(sequence, [self._cache.spare_slots[slot] for slot in slots], self._cache.length(sequence))
+        self.texts.learned(sequence, tokens)
+
+    @torch.inference_mode()
+    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
+        """What may follow some nodes, in one step. Waits for it.
+
+        Args:
+            asked: By sequence. A root that has not been expanded comes first; what was is not asked again.
+
+        Returns:
+            For each sequence what follows its nodes, or the first of them that there was room for. A node whose logits
+            are NaN has no children.
+        """
+        width = self.width(len(asked))
+        lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
+        self._cache.begin_window(list(asked), [line.known for line in lines])
+        shape = self._shape(lines, width)
+        self._upload(lines, shape)
+        self._graphs.run(shape, partial(self._step, shape))
+        said = self._outputs[: shape.batch * shape.rows].cpu()
+        tokens = said[:, : self._children].tolist()
+        scores = said[:, self._children :].contiguous().view(torch.float32).tolist()
+        answers: dict[int, list[Children]] = {}
+        for number, line in enumerate(lines):
+            if line.known:
+                self.texts.learned(line.sequence, asked[line.sequence].text[-line.known :])
+            # The last of the known tokens is the root where that is asked about.
+            first = number * shape.rows + line.known - (1 if line.known else 0)
+            last = number * shape.rows + len(line.tokens)
+            answers[line.sequence] = [_children(tokens[row], scores[row]) for row in range(first, last)]
+        return answers
+
+    def _line(self, sequence: int, asked: Asked, width: int) -> _Line:
+        """Rows of one sequence, after the cache has caught up with most of its text."""
+        text, branches = asked.text, asked.branches
+        end = len(text)
+        known: Sequence[int] = ()
+        if not branches[0].slots:
+            # The root's own keys are written in any case, so that it always is the last of these rows.
+            before = self.texts.catch_up_but(sequence, text[:-1], min(_MOST_KNOWN, width - 1))
+            known, branches = [*before, text[-1]], branches[1:]
+        branches = branches[: width - len(known)]
+        slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
+        assert all(path and len(path) <= MOST_DEPTH for path in slots)
+        places = list(range(end - len(known), end))
+        return _Line(
+            sequence,
+            tokens=[min(token, self._last_token) for token in (*known, *(branch.token for branch in branches))],
+            positions=[*places, *(end - 1 + len(path) for path in slots)],
+            slots=[*places, *(path[-1] for path in slots)],
+            paths=[*([] for _ in places), *slots],
+            known=len(known),
+            committed=end,
+        )
+
+    def _shape(self, lines: Sequence[_Line], width: int) -> _StepShape:
+        rows = max(len(line.tokens) for line in lines)
+        depth = max(1, *(len(path) for line in lines for path in line.paths))
+        reach = max(max(line.positions) for line in lines) + 1
+        committed = min(line.committed for line in lines)
+        if self._device.type == "cuda":  # few shapes, so that few graphs are needed
+            rows = min(max(_LEAST_ROWS, _power_of_two(rows)), width)
+            depth = max(16, _power_of_two(depth))
+            most = -(-self.capacity_tokens // BLOCK_TOKENS)
+            blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
+            reach = blocks * BLOCK_TOKENS
+            # Keys that all queries of a program read together, in quarters of the reach.
+            quarter = max(1, blocks // 4) * BLOCK_TOKENS
+            committed = committed // quarter * quarter
+        return _StepShape(len(lines), rows, depth, reach, committed, self._params)
+
+    def _upload(self, lines: Sequence[_Line], shape: _StepShape) -> None:
+        """Tell the device what the step is about: one copy on the current stream."""
+        batch, rows, depth = shape.batch, shape.rows, shape.depth
+        columns: list[list[int]] = [[] for _ in range(_ROW_PARTS)]
+        ancestors: list[int] = []
+        for line in lines:
+            padding = rows - len(line.tokens)
+            parts = (line.tokens, line.positions, line.slots, [line.sequence] * len(line.tokens))
+            for column, part, filler in zip(columns, parts, (0, -1, 0, line.sequence), strict=True):
+                column += part + [filler] * padding
+            for path in line.paths:
+                ancestors += path + [0] * (depth - len(path))
+            ancestors += [0] * (depth * padding)
+        self._set_frequencies(columns[1])
+        flat: list[int] = []
+        for part in (*columns, [line.sequence for line in lines], [line.committed for line in lines], ancestors):
+            flat += part + [0] * (-len(part) % _ALIGNED_WORDS)
+        assert len(flat) == _input_words(batch, batch * rows, depth)
+        host = torch.tensor(flat, dtype=torch.int32)
+        if self._device.type == "cuda":
+            host = host.pin_memory()  # the allocator keeps it until the copy is done
+        self._inputs[: len(flat)].copy_(host, non_blocking=True)
+
+    def _set_frequencies(self, positions: Sequence[int]) -> None:
+        """Rotate every row by the frequencies of a sequence that ends with it."""
+        wanted = [self._rope.frequency_set(position + 1) for position in positions]
+        if wanted != self._frequency_sets[: len(wanted)]:
+            tables = {number: self._rope.frequencies(p + 1) for number, p in zip(wanted, positions, strict=True)}
+            self._frequencies[: len(wanted)].copy_(torch.stack([tables[number] for number in wanted]))
+            self._frequency_sets[: len(wanted)] = wanted
+
+    def _step(self, shape: _StepShape) -> None:
+        """Feed the rows, and write the best children of each. Captured: no tensor of the host."""
+        batch, num_rows = shape.batch, shape.batch * shape.rows
+        tokens, positions, slots, owners, sequences, committed, ancestors = _cut(self._inputs, shape)
+        angle = positions.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
+        cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
+        query = QueryRows(
+            positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
+            ancestors=ancestors.view(batch, shape.rows, shape.depth), min_committed=shape.committed,
+        )  # fmt: skip
+        rows = PassRows(
+            tokens, query, RopeRows(cos, sin, positions, slots, owners), RopeRows(None, None, positions, slots, owners),
+            prefill=False,
+        )  # fmt: skip
+        runner = self._runner
+        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None).view(num_rows, -1)
+        ahead = positions + 1
+        scores = perturbed_logits(logits[:, : self._vocab_size], shape.params, ahead, owners)  # [R, V] fp32
+        # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
+        first = sample(scores, SamplingParams(), ahead, owners)
+        place = first.clamp_min(0)[:, None]
+        first_score = scores.gather(1, place)
+        others, tokens_of_others = scores.scatter_(1, place, -torch.inf).topk(self._children - 1, dim=1)
+        out = self._outputs[:num_rows]
+        out[:, 0] = first
+        out[:, 1 : self._children] = tokens_of_others
+        out[:, self._children :] = torch.cat((first_score, others), dim=1).view(torch.int32)
+
+
+def _children(tokens: list[int], scores: list[float]) -> Children:
+    """What is allowed of a row of the output; nothing where its logits were NaN."""
+    if tokens[0] < 0:
+        return Children([], [])
+    told = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
+    return Children([token for token, _ in told], [score for _, score in told])
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNED_WORDS) * _ALIGNED_WORDS
+
+
+def _input_words(batch: int, rows: int, depth: int) -> int:
+    """Words of the inputs of a step about `rows` rows in all."""
+    return _ROW_PARTS * _aligned(rows) + 2 * _aligned(batch) + _aligned(rows * depth)
+
+
+def _cut(inputs: torch.Tensor, shape: _StepShape) -> list[torch.Tensor]:
+    """The parts of a step's inputs: tokens, positions, slots and sequences by row, sequences, committed, ancestors."""
+    rows = shape.batch * shape.rows
+    sizes = [rows] * _ROW_PARTS + [shape.batch] * 2 + [rows * shape.depth]
+    parts, offset = [], 0
+    for size in sizes:
+        parts.append(inputs[offset : offset + size])
+        offset += _aligned(size)
+    return parts
+
+
+def tree_slots(tree_nodes: int) -> int:
+    """Spare slots of each sequence for proposals of `tree_nodes`.
+
+    Nodes of a window, at most as many as it has and a step's worth besides, and as many again of what is drafted past
+    it while it is verified.
+    """
+    return 2 * tree_nodes + STEP_ROWS
+
+
+def tree_input_bytes(config: ModelConfig, *, batch: int) -> int:
+    """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
+    rows = max(STEP_ROWS, batch)
+    return 4 * (_input_words(batch, rows, MOST_DEPTH) + rows * 2 * CHILDREN + rows * config.head_dim // 2)

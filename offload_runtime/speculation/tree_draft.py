@@ -1,0 +1,343 @@
+"""A draft model that grows a tree of candidates, and goes on growing it while the target verifies.
+
+Best first: what is expanded next is always what the text most probably becomes, whoever thought of it, so a window
+holds the most probable candidates there are. The tree outlives the round: a branch that came true is the next window,
+or the beginning of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from heapq import heappush, heappushpop
+from typing import Protocol
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.runners import Asked, Branch, Children
+from offload_runtime.runners.draft_tree import MOST_DEPTH
+from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
+from offload_runtime.speculation.candidates import CandidateTree
+from offload_runtime.speculation.ngrams import NgramProposer
+from offload_runtime.speculation.proposal import Proposal
+from offload_runtime.speculation.proposers import Proposer, Turn
+
+# Less probable than this is not drafted past a window: it would hardly ever be of use.
+_NEGLIGIBLE = math.log(1e-4)
+
+
+class TreeModel(Protocol):
+    """What is needed of a `DraftTree`."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of a text, and of a path with the text before it, that have keys."""
+
+    @property
+    def num_slots(self) -> int:
+        """Nodes of a sequence that can have keys at a time."""
+
+    def width(self, num_sequences: int) -> int:
+        """Most rows of a sequence in a step about so many."""
+
+    def start(self, params: SamplingParams) -> None:
+        """Score this way from now on."""
+
+    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+        """Whether there are keys of exactly these tokens at their own places."""
+
+    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """The text has gone on with nodes of the tree: move their keys to their places."""
+
+    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
+        """What may follow some nodes of each sequence, or the first of them, in one step."""
+
+
+@dataclass
+class _Grown:
+    """A sequence's tree, and what it stands behind."""
+
+    turn: Turn
+    tree: CandidateTree
+    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text; its last one is the root."""
+        return len(self.text)
+
+    def __post_init__(self) -> None:
+        self.text = list(self.turn.tokens)  # the turn's own list grows
+
+
+class _LeastOfBest:
+    """The least of the `count` largest numbers so far: what a candidate has to exceed to be among the best."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._best: list[float] = []
+
+    def add(self, number: float) -> None:
+        """One more."""
+        if len(self._best) < self._count:
+            heappush(self._best, number)
+        else:
+            heappushpop(self._best, number)
+
+    @property
+    def value(self) -> float:
+        """-inf as long as there are fewer."""
+        return self._best[0] if len(self._best) == self._count else -math.inf
+
+
+class TreeDraftProposer:
+    """Grows trees for turns that ask for them, and leaves the others to a proposer of chains.
+
+    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
+    starts: draft and target share nothing that either of them writes.
+
+    Args:
+        chains: Of the same draft.
+        model: Of the same draft.
+        device: Where it computes.
+        ngrams: Whose guesses join the trees; None for nobody's.
+    """
+
+    name = "draft"
+    makes_trees = True
+
+    def __init__(
+        self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None
+    ) -> None:
+        self._chains, self._model, self._ngrams = chains, model, ngrams
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._params: SamplingParams | None = None
+        self._probabilities, self._hits = ChildProbabilities(), HitRate()
+        self._grown: dict[int, _Grown] = {}
+        self._going_on: list[int] = []  # sequences whose windows are being verified
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self._forget()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        before = self._params
+        if before is None or replace(before, seed=0) != replace(params, seed=0):
+            self._probabilities = ChildProbabilities()  # other scores
+        self._params = params
+        self._model.start(params)
+        self._chains.start(params, num_sequences)
+        if self._ngrams is not None:
+            self._ngrams.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        with self._at_work():
+            self._chains.prepare(sequence, tokens)
+        if self._ngrams is not None:
+            self._ngrams.prepare(sequence, tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        chains = [turn for turn in turns if turn.tree_nodes is None]
+        trees = [turn for turn in turns if turn.tree_nodes is not None]
+        self._going_on = []
+        answers: dict[int, Proposal] = {}
+        with self._at_work():
+            if chains:
+                for turn in chains:
+                    self._grown.pop(turn.sequence, None)
+                said = self._chains.propose(chains)
+                answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
+            if trees:
+                grown = [self._follow(turn) for turn in trees]
+                self._fill_windows(grown)
+                answers |= {one.turn.sequence: _window(one)[0] for one in grown}
+                self._going_on = [turn.sequence for turn in trees]
+        return [answers[turn.sequence] for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
+        with self._at_work():
+            while self._going_on and pending():
+                asked = {}
+                for sequence in self._going_on:
+                    one = self._grown[sequence]
+                    # So deep that a window behind the deepest of this one is full.
+                    nodes = self._next(one, 2 * one.turn.gamma)
+                    probable = [node for node in nodes if one.tree.log_probability(node) > _NEGLIGIBLE]
+                    if probable:
+                        asked[sequence] = probable
+                if not asked:
+                    return
+                self._expand(asked)
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around work of the draft: on its own stream, and what is cut off is not trusted afterwards."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                yield
+            except BaseException:
+                self._forget()
+                raise
+
+    def _forget(self) -> None:
+        self._grown.clear()
+        self._going_on = []
+
+    def _follow(self, turn: Turn) -> _Grown:
+        """The tree behind a turn's text: what is left of the one before, or a new one, with what n-grams say."""
+        before = self._grown.pop(turn.sequence, None)
+        one = _Grown(turn, CandidateTree(turn.tokens[-1]))
+        if before is not None and list(turn.tokens[: before.length]) == before.text:
+            new = turn.tokens[before.length :]
+            self._learn(before, new)
+            if self._adopt(before, new) and before.tree.follow(new):
+                one.tree = before.tree
+                one.children = {node: said for node, said in before.children.items() if node in one.tree}
+        if self._ngrams is not None:
+            self._add_ngrams(one)
+        self._grown[turn.sequence] = one
+        return one
+
+    def _learn(self, before: _Grown, new: Sequence[int]) -> None:
+        """What the target has said tells how much scores and n-grams are worth."""
+        tree, node = before.tree, before.tree.root
+        for token in new:
+            said = before.children.get(node)
+            if said is not None:
+                self._probabilities.observe(said.scores, said.tokens.index(token) if token in said.tokens else None)
+            guessed = [child for child in tree.children(node) if tree.source(child) == NgramProposer.name]
+            if guessed:
+                self._hits.observe(tree.token(guessed[0]) == token)
+            path = tree.walk([token], node)
+            if not path:
+                return
+            node = path[0]
+
+    def _adopt(self, before: _Grown, new: Sequence[int]) -> bool:
+        """Bring the keys of the path that came true to their places, as far as it was expanded.
+
+        Returns:
+            Whether the keys before it are at theirs, without which the tree is of no use.
+        """
+        if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.turn.sequence, before.text):
+            return False
+        slots = []
+        for node in before.tree.walk(new):
+            slot = before.tree.slot(node)
+            if slot is None:
+                break
+            slots.append(slot)
+        if slots:
+            self._model.adopt(before.turn.sequence, new[: len(slots)], slots)
+        return True
+
+    def _add_ngrams(self, one: _Grown) -> None:
+        """Let what followed earlier occurrences of the text's ending take part."""
+        assert self._ngrams is not None
+        guess = self._ngrams.propose([one.turn])[0]
+        nodes: list[int] = []
+        siblings: dict[int, int] = {}
+        for token, parent, source in zip(guess.tokens, guess.parents, guess.sources, strict=True):
+            above = nodes[parent] if parent >= 0 else one.tree.root
+            rank = siblings.get(above, 0)
+            siblings[above] = rank + 1
+            nodes.append(one.tree.add(above, token, self._hits.log_probability(rank), source))
+
+    def _fill_windows(self, grown: Sequence[_Grown]) -> None:
+        """Expand until no node that could still be has a chance to be among the most probable of its window."""
+        least: dict[int, _LeastOfBest] = {}
+        for one in grown:
+            best = least[one.turn.sequence] = _LeastOfBest(one.turn.most_nodes)
+            for node in _window(one)[1]:
+                best.add(one.tree.log_probability(node))
+        while True:
+            asked = {}
+            for one in grown:
+                # Children are less probable than their parent.
+                bar = least[one.turn.sequence].value
+                nodes = self._next(one, one.turn.gamma - 1, len(grown))
+                promising = [node for node in nodes if one.tree.log_probability(node) > bar]
+                if promising:
+                    asked[one.turn.sequence] = promising
+            if not asked:
+                return
+            for sequence, found in self._expand(asked).items():
+                one = self._grown[sequence]
+                for node in found:
+                    if one.tree.depth(node) <= one.turn.gamma:
+                        least[sequence].add(one.tree.log_probability(node))
+
+    def _next(self, one: _Grown, depth: int, num_sequences: int | None = None) -> list[int]:
+        """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
+        # A node's keys need a position.
+        depth = min(depth, self._model.capacity_tokens - one.length, MOST_DEPTH)
+        if depth < 0:
+            return []
+        width = self._model.width(num_sequences or len(self._going_on))
+        # The root needs no slot, but is expanded alone or first.
+        room = self._model.num_slots - one.tree.num_slots
+        return one.tree.next_to_expand(min(width, room), depth)
+
+    def _expand(self, asked: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Ask the draft what follows some nodes of each sequence, in one step, and put it into the trees.
+
+        Returns:
+            By sequence the nodes that are new.
+        """
+        placed = {sequence: _placed(self._grown[sequence].tree, nodes) for sequence, nodes in asked.items()}
+        said = self._model.expand(
+            {sequence: Asked(self._grown[sequence].text, _branches(self._grown[sequence].tree, slots))
+             for sequence, slots in placed.items()}
+        )  # fmt: skip
+        found: dict[int, list[int]] = {}
+        for sequence, slots in placed.items():
+            one = self._grown[sequence]
+            found[sequence] = []
+            for (node, slot), children in zip(slots.items(), said[sequence], strict=False):
+                known = set(one.tree.children(node))
+                chances = self._probabilities.log_probabilities(children.scores)
+                for token, chance in zip(children.tokens, chances, strict=True):
+                    child = one.tree.add(node, token, chance, self.name)
+                    if child not in known:
+                        found[sequence].append(child)
+                one.children[node] = children
+                one.tree.set_expanded(node, slot)
+        return found
+
+
+def _window(one: _Grown) -> tuple[Proposal, list[int]]:
+    """The most probable candidates that a turn may propose, and their nodes."""
+    return one.tree.best(one.turn.most_nodes, one.turn.gamma)
+
+
+def _placed(tree: CandidateTree, nodes: Sequence[int]) -> dict[int, int | None]:
+    """A free slot for every node; None for the root, whose keys have a place."""
+    taken, slot = tree.slots, 0
+    placed: dict[int, int | None] = {}
+    for node in nodes:
+        if node == tree.root:
+            placed[node] = None
+            continue
+        while slot in taken:
+            slot += 1
+        placed[node] = slot
+        slot += 1
+    return placed
+
+
+def _branches(tree: CandidateTree, placed: Mapping[int, int | None]) -> list[Branch]:
+    """Nodes with the slots on their paths, of which some have been given only now."""
+    branches = []
+    for node in placed:
+        slots = [placed[above] if above in placed else tree.slot(above) for above in tree.path(node)]
+        branches.append(Branch(tree.token(node), tuple(slot for slot in slots if slot is not None)))
+        assert len(branches[-1].slots) == len(slots), "what comes before a node has keys"
+    return branches

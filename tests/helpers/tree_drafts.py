@@ -1,0 +1,76 @@
+"""A draft model with room for trees, and what it should say by the book."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots
+from offload_runtime.sampling import perturbed_logits
+from offload_runtime.speculation import DraftProposer, NgramProposer, TreeDraftProposer
+from tests.helpers.assembly import CPU, Assembled, make_runner
+from tests.helpers.models import VOCAB_SIZE, all_logits, random_model
+
+SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
+BATCH = 3
+
+
+@dataclass(frozen=True)
+class TreeDraft:
+    """A small random model whose cache has spare slots, and the transformers model that it was made of."""
+
+    hf_model: Any
+    made: Assembled
+    runner: ModelRunner
+
+    def parts(self, *, graphs: bool = True, vocab_size: int = VOCAB_SIZE) -> tuple[DraftProposer, DraftTree]:
+        """Chains and trees that know nothing yet."""
+        for sequence in range(BATCH):
+            self.runner.cache.truncate(sequence, 0)
+        chains = DraftProposer(self.runner, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+        tree = DraftTree(
+            self.runner, chains.model.texts, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH,
+            graphs=graphs,
+        )  # fmt: skip
+        return chains, tree
+
+    def proposer(self, params: SamplingParams, *, num_sequences: int = 1, ngrams: bool = False) -> TreeDraftProposer:
+        """A proposer that has started."""
+        chains, tree = self.parts()
+        device = self.runner.cache.store(0).data.device
+        proposer = TreeDraftProposer(chains, tree, device=device, ngrams=NgramProposer() if ngrams else None)
+        proposer.start(params, num_sequences)
+        return proposer
+
+
+def make_tree_draft(
+    directory: Path, *, name: str = "llama-gqa", seed: int = 7, capacity_tokens: int = 300, tree_nodes: int = 64,
+    device: torch.device = CPU, dtype: torch.dtype = torch.float32, hf_model: Any = None,
+) -> TreeDraft:  # fmt: skip
+    """A draft whose trees may have `tree_nodes`."""
+    hf_model = hf_model or random_model(name, seed=seed)
+    made = make_runner(hf_model, directory, shape=SHAPE, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
+    config = made.runner.decoder.config
+    cache = DeviceKVCache(
+        config, dtype, capacity_tokens=capacity_tokens, batch=BATCH, budget=DeviceBudget(device, None),
+        spare_slots=tree_slots(tree_nodes),
+    )  # fmt: skip
+    rows = RowBuilder(RopeTable(config, device), device)
+    return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, SHAPE))
+
+
+def scores_by_the_book(
+    draft: TreeDraft, text: Sequence[int], params: SamplingParams, *, sequence: int = 0
+) -> torch.Tensor:
+    """[V] fp32: what decides on the token behind `text`, from transformers' logits of it as a plain sequence."""
+    place = torch.tensor([len(text)])
+    logits = all_logits(draft.hf_model, text)[-1:]
+    return perturbed_logits(logits, params, place, torch.full_like(place, sequence))[0]

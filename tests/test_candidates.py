@@ -1,0 +1,175 @@
+"""The tree of candidates against one that is kept as a plain list of paths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.speculation import CandidateTree
+from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
+
+Path = tuple[int, ...]
+
+
+@dataclass
+class Entry:
+    """A candidate by the book; `chance` is given its parent."""
+
+    chance: float
+    source: str
+    slot: int | None = None
+    expanded: bool = False
+
+
+class ListedTree:
+    """Every candidate under its whole path, the root's empty one included."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Path, Entry] = {(): Entry(0.0, "")}
+
+    def add(self, path: Path, chance: float, source: str) -> None:
+        known = self.entries.setdefault(path, Entry(chance, source))
+        known.chance = max(known.chance, chance)
+
+    def log_probability(self, path: Path) -> float:
+        return math.fsum(self.entries[path[: end + 1]].chance for end in range(len(path)))
+
+    def follow(self, tokens: Path) -> bool:
+        count = len(tokens)
+        if tokens not in self.entries:
+            self.entries = {(): Entry(0.0, "")}
+            return False
+        self.entries = {path[count:]: entry for path, entry in self.entries.items() if path[:count] == tokens}
+        if tokens:
+            self.entries[()].slot = None
+        return True
+
+
+def path_of(tree: CandidateTree, node: int) -> Path:
+    return tuple(tree.token(above) for above in tree.path(node))
+
+
+def node_of(tree: CandidateTree, path: Path) -> int:
+    nodes = tree.walk(path)
+    assert len(nodes) == len(path)
+    return nodes[-1] if nodes else tree.root
+
+
+def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> None:
+    """Everything that can be asked of both."""
+    assert len(tree) == len(listed.entries) - 1
+    assert sorted(tree.slots) == sorted(entry.slot for entry in listed.entries.values() if entry.slot is not None)
+    for path, entry in listed.entries.items():
+        node = node_of(tree, path)
+        assert tree.depth(node) == len(path) and path_of(tree, node) == path
+        assert tree.log_probability(node) == pytest.approx(listed.log_probability(path), abs=1e-9)
+        assert (tree.slot(node), tree.is_expanded(node)) == (entry.slot, entry.expanded)
+        assert not path or tree.source(node) == entry.source
+    count, depth = draw.draw(st.integers(0, 12)), draw.draw(st.integers(0, 5))
+    waiting = sorted(
+        (listed.log_probability(path) for path, entry in listed.entries.items()
+         if not entry.expanded and len(path) <= depth), reverse=True
+    )  # fmt: skip
+    picked = tree.next_to_expand(count, depth)
+    assert len(set(picked)) == len(picked) and all(not tree.is_expanded(node) for node in picked)
+    assert [tree.log_probability(node) for node in picked] == pytest.approx(waiting[:count], abs=1e-9)
+    ranked = sorted((listed.log_probability(path) for path in listed.entries if 0 < len(path) <= depth), reverse=True)
+    proposal, nodes = tree.best(count, depth)
+    assert [tree.log_probability(node) for node in nodes] == pytest.approx(ranked[:count], abs=1e-9)
+    assert len(set(nodes)) == len(nodes) == len(proposal)
+    for index, node in enumerate(nodes):  # a `Proposal` checks by itself that parents come first
+        parent = proposal.parents[index]
+        assert path_of(tree, node) == (*(path_of(tree, nodes[parent]) if parent >= 0 else ()), proposal.tokens[index])
+        assert proposal.sources[index] == tree.source(node) and tree.depth(node) <= depth
+
+
+@given(st.data())
+def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
+    tree, listed, free = CandidateTree(7), ListedTree(), iter(range(10_000))
+    for _ in range(draw.draw(st.integers(1, 8))):
+        for _ in range(draw.draw(st.integers(0, 10))):
+            path = draw.draw(st.sampled_from(sorted(listed.entries)))
+            token = draw.draw(st.integers(0, 3))
+            chance, source = draw.draw(st.floats(-5, 0)), draw.draw(st.sampled_from("ab"))
+            listed.add((*path, token), chance, source)
+            child = tree.add(node_of(tree, path), token, chance, source)
+            assert path_of(tree, child) == (*path, token)
+        for node in tree.next_to_expand(draw.draw(st.integers(0, 4)), 3):
+            slot = None if node == tree.root else next(free)
+            entry = listed.entries[path_of(tree, node)]
+            entry.expanded, entry.slot = True, slot
+            tree.set_expanded(node, slot)
+        compare(tree, listed, draw)
+        if draw.draw(st.booleans()):
+            known = draw.draw(st.sampled_from(sorted(listed.entries)))
+            tokens = (*known, *draw.draw(st.lists(st.integers(0, 3), max_size=1)))
+            assert tree.follow(tokens) == listed.follow(tokens)
+            assert tree.token(tree.root) == (tokens[-1] if tokens else tree.token(tree.root))
+            compare(tree, listed, draw)
+
+
+def test_a_node_that_became_likelier_takes_its_branch_with_it() -> None:
+    tree = CandidateTree(1)
+    rare, likely = tree.add(tree.root, 5, -3.0, "a"), tree.add(tree.root, 6, -1.0, "a")
+    below = tree.add(rare, 7, -0.25, "a")
+    tree.set_expanded(tree.root, None)
+    assert tree.next_to_expand(3, 9) == [likely, rare, below]
+    assert tree.add(tree.root, 5, -0.5, "b") == rare and tree.source(rare) == "a"
+    assert tree.next_to_expand(3, 9) == [rare, below, likely]
+    assert tree.log_probability(below) == -0.75
+    assert tree.add(tree.root, 5, -2.0, "b") == rare and tree.log_probability(rare) == -0.5
+
+
+@pytest.mark.parametrize(("sharpness", "missed", "scale"), [(0.4, 0.1, 1.0), (2.5, 0.35, 1.0), (0.03, 0.1, 10.0)])
+def test_probabilities_converge_to_what_happens(sharpness: float, missed: float, scale: float) -> None:
+    """A target that says a child with probabilities of a softmax of unknown sharpness, or none of them."""
+    import random
+
+    chance = random.Random(3)
+    learnt = ChildProbabilities()
+    for _ in range(4000):
+        scores = sorted((chance.gauss(0, 3 * scale) for _ in range(8)), reverse=True)
+        said = None
+        if chance.random() >= missed:
+            said = chance.choices(range(8), [math.exp(sharpness * score) for score in scores])[0]
+        learnt.observe(scores, said)
+    assert learnt.missed == pytest.approx(missed, abs=0.1)
+    assert learnt.sharpness == pytest.approx(sharpness, rel=0.25)
+    # And so a path of three is right as often as it is said to be.
+    hits, expected = 0, 0.0
+    for _ in range(3000):
+        right, log_probability = True, 0.0
+        for _ in range(3):
+            scores = sorted((chance.gauss(0, 3 * scale) for _ in range(8)), reverse=True)
+            log_probability += learnt.log_probabilities(scores)[0]
+            said = chance.choices(range(8), [math.exp(sharpness * score) for score in scores])[0]
+            right = right and chance.random() >= missed and said == 0
+        hits += right
+        expected += math.exp(log_probability)
+    assert hits / expected == pytest.approx(1, abs=0.3)
+
+
+def test_probabilities_are_some_whatever_is_said() -> None:
+    learnt = ChildProbabilities()
+    for said in (None, 0, 1):
+        for _ in range(2000):
+            learnt.observe([900.0, -900.0], said)
+            learnt.observe([], None)
+            chances = learnt.log_probabilities([900.0, -900.0])
+            assert all(chance < 0 for chance in chances) and sum(map(math.exp, chances)) < 1
+    assert learnt.log_probabilities([]) == []
+
+
+def test_a_rate_follows_what_comes_true() -> None:
+    hits = HitRate()
+    for turn in range(1000):
+        hits.observe(turn % 4 == 0)
+    assert hits.rate == pytest.approx(0.25, abs=0.05)
+    assert math.exp(hits.log_probability(1)) == pytest.approx(hits.rate * (1 - hits.rate))
+    for _ in range(5000):
+        hits.observe(True)
+    assert hits.log_probability(0) < 0, "never certain"

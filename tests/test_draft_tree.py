@@ -1,0 +1,196 @@
+"""Steps of a draft over trees: every node is answered as if the path to it were a plain sequence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.runners import Asked, Branch, Children, DraftTree
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import VOCAB_SIZE, random_tokens
+from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, seed=5),
+    SamplingParams(temperature=1.0, top_k=3, seed=6),
+    SamplingParams(temperature=1.0, top_p=0.7, seed=(1 << 40) + 7),
+]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
+    made = make_tree_draft(tmp_path_factory.mktemp("draft"))
+    yield made
+    made.made.close()
+
+
+class Growing:
+    """A tree that grows at random: paths as lists of tokens, and the slots of those that were expanded."""
+
+    def __init__(self, text: Sequence[int], seed: int) -> None:
+        self.text = list(text)
+        self.slots: dict[tuple[int, ...], int] = {}
+        self._random = random.Random(seed)
+        self._root_expanded = False
+
+    def choose(self, count: int, num_slots: int) -> dict[tuple[int, ...], Branch]:
+        """Up to `count` nodes by their paths, of which some follow each other."""
+        chosen: dict[tuple[int, ...], Branch] = {}
+        slots = dict(self.slots)
+        free = [slot for slot in range(num_slots) if slot not in slots.values()]
+        self._random.shuffle(free)
+        if not self._root_expanded:
+            chosen[()] = Branch(self.text[-1])
+        while len(chosen) < count:
+            above = self._random.choice([(), *slots])
+            path = (*above, self._random.randrange(VOCAB_SIZE))
+            if path not in slots:
+                slots[path] = free.pop()
+                chosen[path] = Branch(path[-1], tuple(slots[path[: end + 1]] for end in range(len(path))))
+        return chosen
+
+    def answered(self, chosen: Mapping[tuple[int, ...], Branch]) -> None:
+        """These have keys now."""
+        self._root_expanded = True
+        self.slots |= {path: branch.slots[-1] for path, branch in chosen.items() if path}
+
+    def go_on(self) -> tuple[list[int], list[int]]:
+        """The text becomes a path of expanded nodes: the tokens, and their slots."""
+        path = max(self.slots, key=len)
+        slots = [self.slots[path[: end + 1]] for end in range(len(path))]
+        self.slots = {other[len(path) :]: slot for other, slot in self.slots.items() if other[: len(path)] == path}
+        self.slots.pop((), None)
+        self.text += path
+        return list(path), slots
+
+
+def check(
+    draft: TreeDraft, text: Sequence[int], paths: Sequence[tuple[int, ...]], said: Sequence[Children],
+    params: SamplingParams, sequence: int,
+) -> None:  # fmt: skip
+    """Answers against transformers, node by node."""
+    for path, children in zip(paths, said, strict=True):
+        expected = scores_by_the_book(draft, [*text, *path], params, sequence=sequence)
+        best = expected.topk(8)
+        allowed = int((best.values > -torch.inf).sum())
+        assert len(children.tokens) == allowed
+        torch.testing.assert_close(torch.tensor(children.scores), best.values[:allowed], atol=2e-3, rtol=1e-4)
+        torch.testing.assert_close(expected[children.tokens], best.values[:allowed], atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams) -> None:
+    """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
+    _, tree = draft.parts()
+    tree.start(params)
+    growing = {
+        sequence: Growing(random_tokens(length, seed=sequence), sequence)
+        for sequence, length in enumerate((250, 1, 70))
+    }
+    for turn in range(7):
+        taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
+        chosen = {sequence: growing[sequence].choose(3 + 2 * sequence, tree.num_slots) for sequence in taking_part}
+        asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
+        for sequence, said in tree.expand(asked).items():
+            check(draft, growing[sequence].text, list(chosen[sequence]), said, params, sequence)
+            growing[sequence].answered(chosen[sequence])
+        if turn % 2:
+            for sequence in taking_part:
+                tree.adopt(sequence, *growing[sequence].go_on())
+
+
+def test_a_step_answers_as_many_as_it_has_room_for(draft: TreeDraft) -> None:
+    _, tree = draft.parts()
+    growing = Growing(random_tokens(40, seed=1), 1)
+    chosen = growing.choose(40, tree.num_slots)
+    said = tree.expand({0: Asked(growing.text, list(chosen.values()))})[0]
+    assert 28 <= len(said) <= tree.width(1) == 32
+    check(draft, growing.text, list(chosen)[: len(said)], said, SamplingParams(), 0)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: SamplingParams) -> None:
+    chains, tree = draft.parts()
+    chains.start(params, BATCH)
+    tree.start(params)
+    text = random_tokens(30, seed=2)
+    chain = chains.model.propose({2: text}, {2: 9})[2]
+    branch, said = Branch(text[-1]), []
+    for slot in range(9):
+        said.append(tree.expand({2: Asked(text, [branch])})[2][0].tokens[0])
+        branch = Branch(said[-1], tuple(range(slot + 1)))
+    assert said == chain
+    # And the other way round: what trees have left in the cache, chains go on from.
+    assert chains.model.propose({2: [*text, *chain[:4]]}, {2: 5})[2] == chain[4:]
+
+
+def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tree = draft.parts()
+    head = torch.zeros_like(draft.runner.decoder.lm_head)
+    monkeypatch.setattr(draft.runner.decoder, "lm_head", head)
+    (children,) = tree.expand({0: Asked([5, 6], [Branch(6)])})[0]
+    assert children.tokens[0] == 0 and len(set(children.tokens)) == 8 and set(children.scores) == {0.0}
+
+
+def test_tokens_beyond_either_vocabulary(draft: TreeDraft) -> None:
+    _, tree = draft.parts(vocab_size=20)
+    tree.start(PARAMS[1])
+    (children,) = tree.expand({0: Asked([5, VOCAB_SIZE + 9], [Branch(VOCAB_SIZE + 9)])})[0]
+    assert len(children.tokens) == 8 and max(children.tokens) < 20
+
+
+def test_nodes_with_nan_have_no_children(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tree = draft.parts()
+    honest = draft.runner.decoder.attend
+    text = random_tokens(12, seed=4)
+    chosen = Growing(text, 4).choose(5, tree.num_slots)
+
+    def attend(index: int, weights: Any, qkv: torch.Tensor, rows: Any, cache: Any) -> torch.Tensor:
+        mixed = honest(index, weights, qkv, rows, cache)
+        if index + 1 == draft.runner.decoder.config.num_layers and rows.query.ancestors is not None:
+            mixed = mixed.clone()
+            mixed[-2] = float("nan")
+        return mixed
+
+    monkeypatch.setattr(draft.runner.decoder, "attend", attend)
+    said = tree.expand({0: Asked(text, list(chosen.values()))})[0]
+    assert [len(children.tokens) for children in said] == [8, 8, 8, 0, 8]
+    check(draft, text, [path for n, path in enumerate(chosen) if n != 3], [*said[:3], said[4]], SamplingParams(), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, params: SamplingParams) -> None:
+    """The same questions to a draft that captures its steps and to one that does not, often enough for replays."""
+    device = torch.device("cuda")
+    answers = []
+    for graphs in (True, False):
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device)
+        _, tree = draft.parts(graphs=graphs)
+        tree.start(params)
+        answers.append(list(_grow(tree)))
+        if graphs:
+            assert tree._graphs.num_graphs > 0, "nothing was captured"
+        draft.made.close()
+    for one, other in zip(*answers, strict=True):
+        assert one.tokens == other.tokens
+        torch.testing.assert_close(torch.tensor(one.scores), torch.tensor(other.scores), atol=1e-5, rtol=1e-5)
+
+
+def _grow(tree: DraftTree) -> Iterator[Children]:
+    """Twelve steps over two sequences, of which one moves on now and then."""
+    growing = {sequence: Growing(random_tokens(200 + 45 * sequence, seed=sequence), sequence) for sequence in (0, 2)}
+    for turn in range(12):
+        chosen = {sequence: one.choose(6, tree.num_slots) for sequence, one in growing.items()}
+        asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
+        for sequence, said in tree.expand(asked).items():
+            growing[sequence].answered(chosen[sequence])
+            yield from said
+        if turn % 4 == 3:
+            tree.adopt(2, *growing[2].go_on())

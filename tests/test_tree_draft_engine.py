@@ -1,0 +1,152 @@
+"""Trees of a draft model through `Runtime`: the same tokens, planned memory, and refusals that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.placing import memory_needs
+from offload_runtime.engine.planning import PlannedDevice
+from offload_runtime.engine.plans import Plans, make_plans
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import OptionError
+from offload_runtime.kv_cache import DeviceKVCache, block_bytes
+from offload_runtime.runners import tree_slots
+from offload_runtime.speculation import DraftProposer, TreeDraftProposer
+from offload_runtime.weights import describe_model
+from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.6, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 4},
+]
+PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
+COUNT = 30
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Runtime]:
+    with load(target, draft="none", max_batch=3) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def trees(target: Path, draft: Path) -> Iterator[Runtime]:
+    """Most layers streamed, and room for trees of 24."""
+    with load(target, draft=draft, resident_layers=1, tree_nodes=24, max_batch=3) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(("gamma", "tree_nodes"), [(None, None), (6, 1), (3, 24)])
+def test_trees_change_nothing_but_the_passes(
+    plain: Runtime, trees: Runtime, sampling: dict[str, Any], gamma: int | None, tree_nodes: int | None
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
+    result = trees.generate(PROMPT, gamma=gamma, tree_nodes=tree_nodes, **options)
+    assert result.tokens == plain.generate(PROMPT, **options).tokens
+    assert set(result.stats.accepted_by_source) <= {"draft", "ngram"} and "draft" in result.stats.accepted_by_source
+    said = trees.generate_batch(PROMPTS, gamma=gamma, tree_nodes=tree_nodes, **options)
+    assert [one.tokens for one in said] == [one.tokens for one in plain.generate_batch(PROMPTS, **options)]
+
+
+def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) -> None:
+    """A second question is no sample of the target, and the cache of the draft goes on from the first answer."""
+    answers = []
+    for runtime in (plain, trees):
+        talk = runtime.conversation()
+        answers.append([
+            "".join(talk.say(text, max_new_tokens=20, temperature=0.6, seed=5, ignore_eos=True)) for text in PROMPTS[:2]
+        ])  # fmt: skip
+    assert answers[0] == answers[1] and all(answers[0])
+
+
+def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: Runtime) -> None:
+    assert isinstance(trees._parts.proposer, TreeDraftProposer)
+    with load(target, draft=draft) as runtime:
+        assert isinstance(runtime._parts.proposer, DraftProposer)
+        cache = runtime._models.draft.runner.cache
+        assert isinstance(cache, DeviceKVCache) and not cache.spare_slots
+        with pytest.raises(
+            OptionError, match=r"tree_nodes 8 .*load a draft model with tree_nodes=8 \(--tree-nodes 8\)"
+        ):
+            runtime.generate(PROMPT, max_new_tokens=4, tree_nodes=8)
+    with pytest.raises(OptionError, match="tree_nodes 99 exceeds the"):
+        trees.generate(PROMPT, max_new_tokens=4, tree_nodes=99)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"speculation": SpeculationOptions(draft_cache="streaming")},
+            "--tree-nodes 8 needs a draft with a full KV cache, .* has a streaming",
+        ),
+        ({"speculation": SpeculationOptions("triforce")}, "--tree-nodes 8 does nothing with --speculation triforce"),
+        ({"draft": "none"}, "--tree-nodes 8 does nothing with --draft none"),
+        (
+            {"draft": "none", "speculation": SpeculationOptions("none")},
+            "--tree-nodes 8 does nothing with --speculation none",
+        ),
+    ],
+)
+def test_trees_that_nobody_would_grow_are_refused(
+    target: Path, draft: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        Runtime.load(target, device="cpu", tree_nodes=8, **{"draft": draft, **options})
+
+
+def planned(target: Path, draft: Path, tree_nodes: int | None, *, batch: int = 2) -> Plans:
+    """For a GPU that need not be here."""
+    return make_plans(
+        describe_model(target), describe_model(draft), "bf16", torch.device("cuda"), context=CONTEXT_TOKENS, window=64,
+        kv="auto", options=SpeculationOptions(), batch=batch, tree_nodes=tree_nodes,
+    )  # fmt: skip
+
+
+def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
+    """Slots for the nodes, graphs of their own, and a workspace beside the target's, not in turns with it."""
+    without, with_trees = planned(target, draft, None), planned(target, draft, 500)
+    assert without.draft is not None and with_trees.draft is not None
+    config = with_trees.draft.config
+    blocks = -(-tree_slots(500) // BLOCK_TOKENS)
+    slots_bytes = 2 * config.num_layers * blocks * block_bytes(config, torch.bfloat16)
+    assert with_trees.draft.kv_bytes - without.draft.kv_bytes == slots_bytes
+    assert with_trees.graph_bytes > without.graph_bytes + (32 << 20)
+    limits = PlannedDevice(None, 0)
+    lean, full = memory_needs(without, limits), memory_needs(with_trees, limits)
+    assert lean.workspace_bytes == max(without.target.workspace_bytes, without.draft.workspace_bytes)
+    assert full.workspace_bytes == with_trees.target.workspace_bytes + with_trees.draft.workspace_bytes
+    assert replace(with_trees, graphs=False).graph_bytes == 0
+
+
+def test_the_cache_takes_what_was_planned(target: Path, draft: Path) -> None:
+    plans: list[RunPlan] = []
+    with load(target, draft=draft, tree_nodes=300, on_plan=plans.append) as runtime:
+        runner = runtime._models.draft.runner
+        layers = range(runner.decoder.config.num_layers)
+        held_bytes = sum(runner.cache.store(layer).data.nbytes for layer in layers)
+        assert len(runner.cache.spare_slots) == tree_slots(300)
+        assert runner.cache.capacity_tokens == CONTEXT_TOKENS
+    (part,) = (part for part in plans[-1].device if part.name == "draft KV cache")
+    assert part.nbytes == held_bytes > 2 * CONTEXT_TOKENS * runner.decoder.config.kv_bytes_per_token(4)
