@@ -54,8 +54,10 @@ class Watch:
         self.rounds: list[rounds.Round] = []
         honest = rounds.play_round
 
-        def watched(target: Any, params: Any, proposer: Any, turns: list[Turn]) -> list[rounds.Round]:
-            found = honest(target, params, proposer, turns)
+        def watched(
+            target: Any, params: Any, proposer: Any, turns: list[Turn], *, watch: rounds.Watch = rounds.still_computing
+        ) -> list[rounds.Round]:
+            found = honest(target, params, proposer, turns, watch=watch)
             self.turns += turns
             self.rounds += found
             return found
