@@ -144,7 +144,6 @@ class TestBeforeLoading:
             ({"max_batch": 0}, "max_batch must be at least 1"),
             ({"tree_nodes": 0}, "tree_nodes must be at least 1"),
             ({"tree_nodes": 30, "draft": "none"}, "--tree-nodes 30 does nothing with --draft none"),
-            ({"tree_nodes": 30, "draft": "some/model"}, "a draft model, which proposes chains: drop it, or take"),
             ({"tree_nodes": 30, "speculation": SpeculationOptions("none")}, "nothing with --speculation none"),
             ({"kv": "disk"}, "auto, gpu or host"),
             (
