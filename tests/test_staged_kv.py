@@ -24,7 +24,7 @@ from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.runners import ModelRunner
 from offload_runtime.staging import StagingWriteEngine
 from tests.helpers.assembly import Assembled, HostKV, StagedKV, make_runner
-from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
 
 CAPACITY = 1600
@@ -288,18 +288,6 @@ def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Pat
 
 
 # --- what fails
-
-
-def failing(after: int) -> Callable[[], None]:
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError("the memory is gone")
-
-    return call
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes, stag
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.page_locking import CudaRegistrar
 from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar
 
 NUM_LAYERS = 6
@@ -265,18 +265,6 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(
 # --- what fails
 
 
-def _failing(after: int) -> Callable[[], None]:
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError("the memory is gone")
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("way", "after"), [("forth", 0), ("forth", 20), ("forth", 150), ("back", 0), ("back", 8), ("back", 15)]
 )
@@ -284,7 +272,7 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Any = StagingCopyEngine if way == "forth" else StagingWriteEngine
-    hook = {"before_fill" if way == "forth" else "before_landing": _failing(after)}
+    hook = {"before_fill" if way == "forth" else "before_landing": failing(after)}
     monkeypatch.setattr(
         staged_layers, made.__name__, lambda *arguments, **options: made(*arguments, **options, **hook)
     )  # fmt: skip

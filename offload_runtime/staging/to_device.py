@@ -6,7 +6,6 @@ the order in which it was asked for. Bytes cross the link once and are counted o
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import Counter, deque
@@ -20,7 +19,7 @@ import torch
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.staging.ring import FEWEST_PIECES
-from offload_runtime.staging.workers import Workers
+from offload_runtime.staging.workers import Workers, move_bytes
 from offload_runtime.tracing import CopyLog, Label
 
 _FAILED = (
@@ -170,8 +169,7 @@ class StagingCopyEngine:
 
     def drain(self) -> None:
         with self._workers.lock:
-            self._issued.wait_for(lambda: not self._pending or self._workers.is_over)
-            self._workers.raise_failure(_FAILED)
+            self._workers.wait_for(self._issued, lambda: not self._pending, _FAILED)
         self._engine.drain()
 
     def close(self) -> None:
@@ -182,8 +180,7 @@ class StagingCopyEngine:
         """A copy that is not in the queue below has fired no event that could be waited for."""
         started = time.perf_counter()
         with self._workers.lock:
-            self._issued.wait_for(lambda: not self._unissued[id(ready)] or self._workers.is_over)
-            self._workers.raise_failure(_FAILED)
+            self._workers.wait_for(self._issued, lambda: not self._unissued[id(ready)], _FAILED)
         ended = time.perf_counter()
         self._waited_s += ended - started
         if self._log is not None:
@@ -201,8 +198,7 @@ class StagingCopyEngine:
         """Fill pieces, each with the oldest part that no other thread has begun."""
         while True:
             with self._workers.lock:
-                self._to_fill.wait_for(lambda: (self._fills and (self._unused or self._used)) or self._workers.is_over)
-                if self._workers.is_over:
+                if not self._workers.wait_for_work(self._to_fill, lambda: self._fills and (self._unused or self._used)):
                     return
                 copy = self._fills.popleft()
                 in_flight = not self._unused
@@ -211,8 +207,7 @@ class StagingCopyEngine:
                 self._engine.wait(piece.free)
             if self._before_fill is not None:
                 self._before_fill()
-            # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
-            ctypes.memmove(piece.buffer.data_ptr(), copy.src.data_ptr(), copy.src.nbytes)
+            move_bytes(piece.buffer, copy.src)
             self._pageable.end_read()
             with self._workers.lock:
                 copy.piece = piece
@@ -222,8 +217,9 @@ class StagingCopyEngine:
         """Hand parts to the queue below in their order, each as soon as it is filled."""
         while True:
             with self._workers.lock:
-                self._to_issue.wait_for(lambda: (self._pending and self._pending[0].is_filled) or self._workers.is_over)
-                if self._workers.is_over:
+                if not self._workers.wait_for_work(
+                    self._to_issue, lambda: self._pending and self._pending[0].is_filled
+                ):
                     return
                 copy = self._pending[0]
             piece = copy.piece

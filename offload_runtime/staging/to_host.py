@@ -5,7 +5,6 @@ A copy of the driver's own to pageable memory would hold the calling thread unti
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.page_locking import PageableMemory
-from offload_runtime.staging.workers import Workers
+from offload_runtime.staging.workers import Workers, move_bytes
 from offload_runtime.tracing import CopyLog, Label
 
 _FAILED = (
@@ -109,8 +108,7 @@ class StagingWriteEngine:
     def _take_piece(self) -> _Piece:
         started = time.perf_counter()
         with self._workers.lock:
-            self._landed.wait_for(lambda: self._free or self._workers.is_over)
-            self._workers.raise_failure(_FAILED)
+            self._workers.wait_for(self._landed, lambda: self._free, _FAILED)
             piece = self._free.popleft()
         ended = time.perf_counter()
         self._waited_s += ended - started
@@ -132,8 +130,7 @@ class StagingWriteEngine:
 
     def wait(self, ready: Any) -> None:
         with self._workers.lock:
-            self._landed.wait_for(lambda: id(ready) not in self._unlanded or self._workers.is_over)
-            self._workers.raise_failure(_FAILED)
+            self._workers.wait_for(self._landed, lambda: id(ready) not in self._unlanded, _FAILED)
         self._engine.wait(ready)
 
     def copy_seconds(self) -> float:
@@ -145,8 +142,7 @@ class StagingWriteEngine:
 
     def drain(self) -> None:
         with self._workers.lock:
-            self._landed.wait_for(lambda: not self._unlanded or self._workers.is_over)
-            self._workers.raise_failure(_FAILED)
+            self._workers.wait_for(self._landed, lambda: not self._unlanded, _FAILED)
         self._engine.drain()
 
     def close(self) -> None:
@@ -157,15 +153,13 @@ class StagingWriteEngine:
         """Move pieces to where they belong, each when it has come over the link."""
         while True:
             with self._workers.lock:
-                self._to_land.wait_for(lambda: self._landings or self._workers.is_over)
-                if self._workers.is_over:
+                if not self._workers.wait_for_work(self._to_land, lambda: self._landings):
                     return
                 landing = self._landings.popleft()
             self._engine.wait(landing.piece.filled)
             if self._before_landing is not None:
                 self._before_landing()
-            # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
-            ctypes.memmove(landing.dst.data_ptr(), landing.piece.buffer.data_ptr(), landing.dst.nbytes)
+            move_bytes(landing.dst, landing.piece.buffer[: landing.dst.nbytes])
             with self._workers.lock:
                 self._free.append(landing.piece)
                 self._unlanded[id(landing.ready)] -= 1

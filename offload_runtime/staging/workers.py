@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 
+import torch
+
 from offload_runtime.errors import CopyError
+
+
+def move_bytes(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy `src`, uint8 [n] on the host, to the beginning of `dst`.
+
+    Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
+    """
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
 
 class Workers:
@@ -42,6 +53,16 @@ class Workers:
         if self._failure is not None:
             raise CopyError(what.format(error=self._failure)) from self._failure
         assert not self._closed, "the queue is closed"
+
+    def wait_for(self, condition: threading.Condition, ready: Callable[[], object], what: str) -> None:
+        """Wait, with the lock held, until `ready` says yes; raise as `raise_failure` does where it never will."""
+        self.wait_for_work(condition, ready)
+        self.raise_failure(what)
+
+    def wait_for_work(self, condition: threading.Condition, ready: Callable[[], object]) -> bool:
+        """Wait, with the lock held, until `ready` says yes; False where the threads are over."""
+        condition.wait_for(lambda: ready() or self.is_over)
+        return not self.is_over
 
     def close(self, finish: Callable[[], None]) -> None:
         """End the threads, then do `finish`. In one of these threads itself that is left to another one."""

@@ -108,3 +108,16 @@ def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Ca
         return then(*args, **kwargs)
 
     return call
+
+
+def failing(after: int) -> Callable[[], None]:
+    """A hook that fails at every call but the first `after`."""
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise OSError("the memory is gone")
+
+    return call
