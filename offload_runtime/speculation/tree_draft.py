@@ -212,7 +212,7 @@ class TreeDraftProposer:
         for token in new:
             said = before.children.get(node)
             if said is not None:
-                self._probabilities.observe(said.scores, said.tokens.index(token) if token in said.tokens else None)
+                self._learn_rank(said.scores, said.tokens.index(token) if token in said.tokens else None)
             guessed = [child for child in tree.children(node) if tree.source(child) == NgramProposer.name]
             if guessed:
                 self._hits.observe(tree.token(guessed[0]) == token)
@@ -220,6 +220,10 @@ class TreeDraftProposer:
             if not path:
                 return
             node = path[0]
+
+    def _learn_rank(self, scores: Sequence[float], rank: int | None) -> None:
+        """The target said the child of this rank, or none of them (None)."""
+        self._probabilities.observe(scores, rank)
 
     def _adopt(self, before: _Grown, new: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TreeDraftProposer, TriForceProposer
 
 
 def models_of(runtime: Runtime) -> LoadedModels:
@@ -157,3 +158,22 @@ def _full_blocks(
             host = cache.blocks.block(place, sequence, run.first_block, run.num_blocks)
             piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
             yield KVBlocks(piece, run.first_block), 0, range(run.first_block, run.first_block + run.num_blocks)
+
+
+@contextmanager
+def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
+    """The rank among a draft's children of each token that the target then says, None where it is none of them: a list
+    that grows while the runtime proposes trees."""
+    proposer = proposer_of(runtime)
+    assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
+    told, ranks = proposer._learn_rank, []
+
+    def learn(scores: Sequence[float], rank: int | None) -> None:
+        ranks.append(rank)
+        told(scores, rank)
+
+    proposer._learn_rank = learn  # type: ignore[method-assign]
+    try:
+        yield ranks
+    finally:
+        proposer._learn_rank = told  # type: ignore[method-assign]
