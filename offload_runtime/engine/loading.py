@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, require_positive
+from offload_runtime.config import GB, SpeculationOptions, require_positive
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
+from offload_runtime.engine.costs import lookahead_bytes
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
 from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer
@@ -132,7 +133,11 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
+            link_gbps = models.target.link_peak_gbps
+            free_s = 0.0 if link_gbps is None else lookahead_bytes(placed) / (link_gbps * GB)
+            proposer = make_proposer(
+                kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
+            )  # fmt: skip
             proposes = not isinstance(proposer, NoProposer)
             gamma = min(default_gamma(chosen.type, placed), max_gamma) if proposes else 0
             return LoadedRuntime(

@@ -22,13 +22,15 @@ class Turn:
 
     `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
     proposed in a row, and up to `tree_nodes` in all, where None asks for a chain. `sequence` is its batch row in every
-    cache, and the noise's sequence.
+    cache, and the noise's sequence. A `thrifty` turn takes fewer where more of them are not worth the time that it
+    takes to think of them.
     """
 
     sequence: int
     tokens: Sequence[int]
     gamma: int
     tree_nodes: int | None = None
+    thrifty: bool = False
 
     @property
     def most_nodes(self) -> int:
