@@ -271,6 +271,7 @@ def make_proposer(
     tree = DraftTree(
         runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
     )  # fmt: skip
+    tree.warm_up()
     tree.recorder = recorder
     return TreeDraftProposer(
         chains, tree, device=budget.device, ngrams=NgramProposer(), worth=StepWorth(free_s)

@@ -41,6 +41,8 @@ _DEFAULT_GAMMA = {
     ("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 12, ("cuda", "triforce, streamed"): 24,
 }  # fmt: skip
 _CPU_DEFAULT_GAMMA = 7
+# Of the time in which the rings fill up behind a pass: the rest goes by until the next one is launched.
+_FREE_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def load_runtime(
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             link_gbps = models.target.link_peak_gbps
-            free_s = 0.0 if link_gbps is None else lookahead_bytes(placed) / (link_gbps * GB)
+            free_s = 0.0 if link_gbps is None else _FREE_SHARE * lookahead_bytes(placed) / (link_gbps * GB)
             proposer = make_proposer(
                 kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
             )  # fmt: skip

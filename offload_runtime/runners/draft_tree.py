@@ -158,6 +158,16 @@ class DraftTree:
         self._cache.adopt(sequence, [self._cache.spare_slots[slot] for slot in slots], self._cache.length(sequence))
         self.texts.learned(sequence, tokens)
 
+    def warm_up(self) -> None:
+        """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
+        if self._device.type != "cuda":
+            return
+        for depth in _DEPTHS:
+            path = tuple(range(min(depth, self.num_slots, self.capacity_tokens - 1)))
+            for count in (1, STEP_ROWS):
+                self.expand({0: Asked([0], [Branch(0, path)] * count)})
+        self._cache.truncate(0, 0)
+
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         """What may follow some nodes, in one step. Waits for it.
