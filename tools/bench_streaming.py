@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from comparing.systems import SYSTEMS as COMPARED
-from comparing.systems import System, measured, run_system
+from comparing.systems import System, measured, outcome, run_system
 
 SYSTEMS = {
     "ours": System("ours.py", takes=("windows",)),
@@ -36,8 +36,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'system':18} {'s/token':>8} {'tok/s':>7} {'GB/s':>6} {'of peak':>8} {'TTFT s':>7} {'VRAM GB':>8}"]
     for name, result in results.items():
         if name not in measured(results):
-            reason = next(iter(result))
-            lines.append(f"{name:18} {reason}: {result[reason].splitlines()[-1][:90]}")
+            lines.append(f"{name:18} {outcome(result)[:100]}")
             continue
         share = f"{result['bound']['share']:.1%}" if result["bound"] else "-"
         driver = (result["peak_vram_bytes"] or {}).get("driver", 0) / 1e9

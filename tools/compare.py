@@ -30,8 +30,9 @@ from comparing.report import agreements, link_bound, succeeded, table, times_our
 from comparing.systems import SYSTEMS, measured, run_system
 from sources import SHAPES
 
-from offload_runtime.config import require_positive
+from offload_runtime.config import SPECULATION_MODES, require_positive
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.memory import resolve_device
 from offload_runtime.weights import open_checkpoint
 
 
@@ -58,9 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="auto", help="host: so do the peers' caches")
-    parser.add_argument("--speculation", help="of `ours`: auto, chain, triforce or none")
-    parser.add_argument("--gamma", help="of `ours`: most tokens proposed in a row")
-    parser.add_argument("--tree-nodes", help="of `ours`: most tokens proposed in all, as a tree")
+    parser.add_argument("--speculation", choices=SPECULATION_MODES, help="of `ours`")
+    parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
+    parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
     parser.add_argument(
         "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
     )
@@ -111,9 +112,14 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
     return prompts
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Refuse what makes no sense. Raises `OptionError`."""
+def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse what makes no sense for these systems. Raises `OptionError`, and `DeviceError` without the device."""
     require_positive("timeout", int(arguments.timeout))
+    resolve_device(arguments.device)
+    taken = {option for name in names for option in SYSTEMS[name].takes}
+    for option in ("draft", "speculation", "gamma", "tree_nodes", "assistant_tokens"):
+        if getattr(arguments, option) is not None and option not in taken:
+            raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
     if arguments.target is not None and not arguments.prompt_file:
         raise OptionError("--target needs a prompt: name a text with --prompt-file")
     if arguments.target is not None and arguments.layers is not None:
@@ -145,7 +151,7 @@ def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     names = ("draft", "speculation", "gamma", "tree_nodes", "kv", "assistant_tokens")
     given = {name: getattr(arguments, name) for name in names}
     own: dict[str, Sequence[str]] = {
-        name: ("--" + name.replace("_", "-"), value) for name, value in given.items() if value is not None
+        name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
     }
     return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
 
@@ -160,7 +166,7 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, di
         common, own = common_options(arguments, prompts), own_options(arguments)
         results = {}
         for number, name in enumerate(names):
-            print(f"{name} ({number + 1} of {len(names)})", file=sys.stderr, flush=True)
+            print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
             results[name] = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
     return results
 
@@ -175,7 +181,7 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
         "results": results,
         "times_ours_over": times_ours_over(results),
         "bound": link_bound(results),
-        "agreement": agreements(results) if arguments.temperature == 0 else None,
+        "agreement": agreements(results, greedy=arguments.temperature == 0),
         "configuration": {**settings, "prompt_file": [path.name for path in arguments.prompt_file]},
         # Only now: what this process would hold of the GPU, the systems could not have.
         **provenance(torch.device(arguments.device), commit=arguments.commit),
@@ -187,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         names = chosen_systems(arguments.systems)
-        check(arguments)
+        check(arguments, names)
         results = run_all(arguments, names)
         report = make_report(arguments, results)
         print(table(report))

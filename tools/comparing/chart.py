@@ -41,11 +41,13 @@ def draw(report: Mapping[str, Any], base: Path) -> list[Path]:
 
     found = measured(dict(report["results"]))
     speeds = {name: result["tok_per_s"] for name, result in found.items()}
-    figure = Figure(figsize=(7.2, 1.3 + 0.42 * len(speeds)), layout="constrained")
+    figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(speeds)), layout="constrained")
     axes = figure.add_subplot()
     colours = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in speeds]
     bars = axes.barh(list(speeds), list(speeds.values()), color=colours)
-    axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds.values()], padding=3)
+    # The line of the bound crosses some of the labels.
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds.values()], padding=4, bbox=white)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("tokens per second")
@@ -54,7 +56,7 @@ def draw(report: Mapping[str, Any], base: Path) -> list[Path]:
     if bound is not None:
         label = f"bytes / link, one token a pass: {bound['tok_per_s']:.3g}"
         axes.axvline(bound["tok_per_s"], color="tab:red", linestyle="--", label=label)
-        axes.legend(loc="lower right", fontsize="small")
+        figure.legend(loc="outside lower center", frameon=False, fontsize="small")
     paths = [base.with_suffix(ending) for ending in FORMATS]
     try:
         base.parent.mkdir(parents=True, exist_ok=True)

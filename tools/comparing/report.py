@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comparing.systems import measured
+from comparing.systems import measured, outcome
 
 from offload_runtime.config import GB
 
@@ -24,8 +24,12 @@ def leading_agreement(expected: Sequence[int], said: Sequence[int]) -> int:
     return min(len(expected), len(said))
 
 
-def agreements(results: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """How far every system's answers begin as those of a reference do, which decodes without speculation.
+def agreements(results: Mapping[str, dict[str, Any]], *, greedy: bool) -> dict[str, Any] | None:
+    """How far systems' answers begin as those of a reference do, which decodes without speculation.
+
+    Args:
+        results: Of all systems.
+        greedy: Whether all say the likeliest token. Else only those are compared that draw the reference's noise.
 
     Returns:
         `reference`, and for every system `leading` tokens by prompt `of` the reference's; None without a reference.
@@ -34,7 +38,8 @@ def agreements(results: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
     reference = next((name for name in REFERENCES if name in found), None)
     if reference is None:
         return None
-    expected = found[reference]["tokens"]
+    expected, software = found[reference]["tokens"], found[reference]["system"]
+    found = {name: result for name, result in found.items() if greedy or result["system"] == software}
     systems = {
         name: {
             "leading": [leading_agreement(one, other) for one, other in zip(expected, result["tokens"], strict=True)],
@@ -77,18 +82,16 @@ def _agreement_text(agreement: Mapping[str, Any] | None, name: str) -> str:
         return "-"
     if name == agreement["reference"]:
         return "reference"
-    row = agreement["systems"][name]
-    return f"{sum(row['leading'])} of {sum(row['of'])}"
+    row = agreement["systems"].get(name)
+    return "other noise" if row is None else f"{sum(row['leading'])} of {sum(row['of'])}"
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The figures for people."""
     lines = [_HEAD]
     for name, result in report["results"].items():
-        for reason in ("error", "missing", "skipped"):
-            if reason in result:
-                lines.append(f"{name:28} {reason}: {result[reason].splitlines()[-1]}")
         if "tok_per_s" not in result:
+            lines.append(f"{name:28} {outcome(result)}")
             continue
         times = report["times_ours_over"].get(name)
         token_ms = " ".join(f"{1e3 * result['token_s'][share]:8.1f}" for share in ("p50", "p90", "p99"))

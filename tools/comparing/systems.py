@@ -77,7 +77,7 @@ def run_script(script: str, options: Sequence[str], timeout_s: float) -> tuple[d
             result: dict[str, Any] = json.loads(out.read_text())
             return result, done.returncode
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        return {"error": printed[-_SHOWN_CHARACTERS:]}, done.returncode
+        return {"error": printed[-_SHOWN_CHARACTERS:].removeprefix("error: ")}, done.returncode
 
 
 def left_out(system: System, *, draft: str | None) -> dict[str, str] | None:
@@ -113,6 +113,14 @@ def run_system(
     if "error" in result and system.whole_model and code == _NO_ROOM_CODE:
         return {"skipped": result["error"].splitlines()[-1].removeprefix("error: ")}
     return result
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """What became of a system, in a line: its speed, or why there is none."""
+    if "tok_per_s" in result:
+        return f"{result['tok_per_s']:.3f} tok/s"
+    reason = next(iter(result))
+    return f"{reason}: {result[reason].splitlines()[-1]}"
 
 
 def measured(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -83,6 +83,8 @@ def build_partitioned(deepspeed: ModuleType, options: PeerOptions, config: dict[
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make_module(transformers_config(options.source, options.dtype), options.dtype)
     fill_rotary(model, options.device)
+    if options.source.config().tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     weights = NamedWeights(options.source)
     for name, parameter in model.named_parameters():
         weights.fill(name, parameter.ds_tensor.view(parameter.ds_shape))
