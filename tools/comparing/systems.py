@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def run_script(script: str, options: Sequence[str], timeout_s: float) -> tuple[d
 
 def left_out(system: System, *, draft: str | None) -> dict[str, str] | None:
     """Why a system is not run at all: `{"missing": …}` or `{"skipped": …}`; None where it is."""
-    if system.package is not None and importlib.util.find_spec(system.package) is None:
+    if system.package is not None and find_spec(system.package) is None:
         return {"missing": f"{system.package} is not installed: {system.install}"}
     if system.needs_draft and draft is None:
         return {"skipped": "no draft model: name one with --draft"}

@@ -89,8 +89,11 @@ class RoundClock:
 
 
 def generation_config(options: PeerOptions) -> GenerationConfig:
-    """What every generation asks of transformers: the asked number of tokens, of all of the vocabulary."""
-    config = GenerationConfig(max_new_tokens=options.new_tokens, use_cache=True, pad_token_id=0)
+    """What every generation asks of transformers: the asked number of tokens, of all of the vocabulary.
+
+    No padding token is named: transformers 5.23 would hide it from an assistant wherever it is in the prompt.
+    """
+    config = GenerationConfig(max_new_tokens=options.new_tokens, use_cache=True)
     if options.temperature:
         config.update(do_sample=True, temperature=options.temperature, top_k=0, top_p=1.0)
     else:

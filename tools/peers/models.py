@@ -83,8 +83,18 @@ def resident_model(source: CheckpointSource, options: PeerOptions) -> PreTrained
 
 
 def load_draft(options: PeerOptions) -> PreTrainedModel | None:
-    """The draft on the device; None where none is asked for."""
-    return None if options.draft is None else resident_model(open_checkpoint(options.draft), options)
+    """The draft on the device; None where none is asked for.
+
+    transformers 5.17 and 5.23 divide the logits of an assistant by the temperature twice: once themselves, once by the
+    processors of the target that they hand on. The tokens stay right and fewer are accepted, which would be unfair:
+    they are multiplied by it here.
+    """
+    if options.draft is None:
+        return None
+    draft = resident_model(open_checkpoint(options.draft), options)
+    if options.temperature:
+        draft.lm_head.register_forward_hook(lambda module, inputs, logits: logits * options.temperature)
+    return draft
 
 
 def free_bytes(options: PeerOptions) -> int:
