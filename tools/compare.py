@@ -1,6 +1,6 @@
 """This runtime beside others on one model, with the same memory, prompts, lengths and dtype.
 
-    python tools/compare.py --target wide-13b --draft SmolLM2.gguf --prompt-file story.txt --out comparison.json
+    python tools/compare.py --target wide-13b --draft demo --prompt-file story.txt --out comparison.json
     python tools/compare.py --synthetic llama2-7b --systems ours-plain,deepspeed,accelerate --out comparison.json
 
 Every system runs in its own process. A peer that is not installed is reported as missing, one that lacks what it needs
@@ -33,7 +33,7 @@ from sources import SHAPES
 from offload_runtime.config import SPECULATION_MODES, require_positive
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights import fetch_demo_model, open_checkpoint
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -194,6 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         names = chosen_systems(arguments.systems)
         check(arguments, names)
+        if arguments.draft == "demo":
+            arguments.draft = str(fetch_demo_model())
         results = run_all(arguments, names)
         report = make_report(arguments, results)
         print(table(report))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def require_matplotlib() -> None:
     Raises:
         OptionError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         raise OptionError("the chart needs matplotlib: pip install 'offload-runtime[plots]', or --no-chart")
 
 
