@@ -27,7 +27,7 @@ import torch
 from bench_report import emit, provenance
 from comparing.chart import draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
-from comparing.systems import SYSTEMS, measured, run_system
+from comparing.systems import SYSTEMS, measured, outcome, run_system
 from sources import SHAPES
 
 from offload_runtime.config import SPECULATION_MODES, require_positive
@@ -168,6 +168,7 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, di
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
             results[name] = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
+            print(outcome(results[name]), file=sys.stderr, flush=True)
     return results
 
 

@@ -23,8 +23,8 @@ from bench_report import emit, provenance  # isort: skip (`common` sets the path
 
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.memory import current_device
 from offload_runtime.speculation import Round, SpeculativeDecoder
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -88,7 +88,7 @@ def generate_all(runtime: Runtime, options: PeerOptions, own: OurOptions) -> tup
     order = [run % len(options.prompts) for run in range(options.warmup)]
     order += [prompt for _ in range(options.repeats) for prompt in range(len(options.prompts))]
     runs, rounds = [], []
-    with current_device(runtime.device):
+    with device_errors(runtime.device):
         for number, prompt in enumerate(order):
             run, played = generate(runtime, options, own, prompt)
             runs.append(run)
