@@ -129,7 +129,13 @@ def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     assert outcome.out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     drawn = outcome.out.with_suffix(".svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn
-    assert outcome.report["configuration"]["prompt_file"] == ["0.txt", "1.txt"]
+    configuration = outcome.report["configuration"]
+    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
+
+
+def test_a_report_names_no_directory_of_this_machine(outcome: Outcome, models: Models) -> None:
+    written = outcome.out.read_text()
+    assert str(models.target.parent) not in written and str(outcome.out.parent) not in written
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from bench_report import emit, provenance
+from common import model_name
 from comparing.chart import draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
@@ -174,16 +175,19 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, di
 
 def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The measurements and what they say together."""
-    model = arguments.target or f"random {arguments.synthetic}"
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    model = model_name(arguments.target) or f"random {arguments.synthetic}"
+    settings = {
+        **vars(arguments), "target": model_name(arguments.target), "draft": model_name(arguments.draft),
+        "prompt_file": [path.name for path in arguments.prompt_file], "out": arguments.out.name,
+    }  # fmt: skip
     return {
         "benchmark": "comparison",
-        "title": arguments.title or f"{Path(model).name}, {arguments.dtype}, --vram {arguments.vram}",
+        "title": arguments.title or f"{model}, {arguments.dtype}, --vram {arguments.vram}",
         "results": results,
         "times_ours_over": times_ours_over(results),
         "bound": link_bound(results),
         "agreement": agreements(results, greedy=arguments.temperature == 0),
-        "configuration": {**settings, "prompt_file": [path.name for path in arguments.prompt_file]},
+        "configuration": settings,
         # Only now: what this process would hold of the GPU, the systems could not have.
         **provenance(torch.device(arguments.device), commit=arguments.commit),
     }

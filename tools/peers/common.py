@@ -94,11 +94,17 @@ class PeerOptions:
     def as_settings(self) -> dict[str, Any]:
         """The options as JSON values, for the report."""
         return {
-            "target": self.source.reference, "layers": self.layers, "prompt_tokens": [len(p) for p in self.prompts],
+            "target": model_name(self.source.reference), "draft": model_name(self.draft), "layers": self.layers,
+            "prompt_tokens": [len(p) for p in self.prompts],
             "new_tokens": self.new_tokens, "warmup": self.warmup, "repeats": self.repeats, "dtype": self.dtype_name,
             "vram_bytes": self.vram_bytes, "resident_layers": self.resident_layers, "seed": self.seed, "batch": 1,
-            "temperature": self.temperature, "draft": self.draft, "eos": "disabled",
+            "temperature": self.temperature, "eos": "disabled",
         }  # fmt: skip
+
+
+def model_name(reference: str | None) -> str | None:
+    """What a report calls a model: no directories, which mean nothing elsewhere."""
+    return None if reference is None else Path(reference).name
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:

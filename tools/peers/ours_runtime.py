@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import PeerOptions, options_from, peer_parser
+from common import PeerOptions, model_name, options_from, peer_parser
 from long_context.decoding import target_acceptance
 from long_context.internals import budget_of, link_peak_gbps, pinned_bytes, proposer_for, runner_of, window_of
 from measurement import ERROR_CODE, NO_ROOM_CODE
@@ -112,7 +112,7 @@ def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
             "pinned_bytes": pinned_bytes(runtime),
             "vram_limit_bytes": budget.limit_bytes,
             "placement": runtime.placement,
-            "settings": {**options.as_settings(), **vars(own)},
+            "settings": {**options.as_settings(), **vars(own), "draft": model_name(own.draft)},
             "notes": [],
             "differing_generations": num_differing(runs),
             "tokens": answers(runs),
