@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
+from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.assembly import LoadedModels
+from offload_runtime.engine.windows import WindowSize
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
 from offload_runtime.kv_cache.device import block_shape
 from offload_runtime.memory import DeviceBudget
@@ -44,6 +46,21 @@ def budget_of(runtime: Runtime) -> DeviceBudget:
 def proposer_of(runtime: Runtime) -> Proposer:
     """The one that the runtime was loaded with."""
     return runtime._parts.proposer
+
+
+def window_of(runtime: Runtime, params: GenerationParams) -> WindowSize:
+    """What a generation proposes per round."""
+    return runtime._window(params, speculate=True)
+
+
+def proposer_for(runtime: Runtime, window: WindowSize) -> Proposer:
+    """Who proposes such windows: nobody where there is nothing to propose."""
+    return runtime._parts.proposing(window)
+
+
+def link_peak_gbps(runtime: Runtime) -> float | None:
+    """Bandwidth of back-to-back copies, measured when the runtime was loaded."""
+    return runtime._parts.link_peak_gbps
 
 
 def batch_of(runtime: Runtime) -> int:
