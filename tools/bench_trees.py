@@ -37,7 +37,7 @@ from offload_runtime.memory import resolve_device
 from offload_runtime.runners.draft_tree import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
-_WARM_UP_TOKENS = 24
+_WARM_UP_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def answer_row(case: Case, result: GenerationResult, plain: GenerationResult | N
         "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s, "s_per_pass": stats.measured_s_per_pass,
         "bytes_per_pass": stats.bytes_per_pass, "hidden_draft_share": stats.hidden_draft_share,
         "link_idle_share": stats.link_idle_share, "accepted_by_source": stats.accepted_by_source,
-        "accepted_by_depth": list(stats.accepted_by_depth),
+        "accepted_by_depth": list(stats.accepted_by_depth), "windows": stats.windows,
     }  # fmt: skip
     if stats.link_peak_gbps and stats.measured_s_per_pass:
         row["times_link"] = stats.measured_s_per_pass / (stats.bytes_per_pass / (stats.link_peak_gbps * GB))
@@ -94,10 +94,10 @@ def answer_row(case: Case, result: GenerationResult, plain: GenerationResult | N
 
 
 def generate(
-    runtime: Runtime, prompts: dict[str, list[int]], case: Case, count: int, *, depth: int, nodes: int | None
+    runtime: Runtime, prompts: dict[str, list[int]], case: Case, count: int, *, depth: int | None, nodes: int | None
 ) -> GenerationResult:
-    """One answer; `nodes` None decodes plainly, 0 proposes chains of `depth`."""
-    how: dict[str, Any] = {"speculate": False} if nodes is None else {"gamma": depth, "tree_nodes": nodes}
+    """One answer; `nodes` 0 proposes chains of `depth`, `depth` 0 nothing at all, and None of both what is chosen."""
+    how: dict[str, Any] = {"speculate": False} if depth == 0 else {"gamma": depth, "tree_nodes": nodes}
     return runtime.generate(
         prompts[case.prompt], max_new_tokens=count, temperature=case.temperature, ignore_eos=True, **how
     )
@@ -116,19 +116,20 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)
-        for nodes in (None, 0, options.nodes):  # compiles, captures
-            depth = options.gamma if nodes == 0 else options.depth
+        for depth, nodes in ((options.gamma, 0), (options.depth, options.nodes)):  # compiles, captures
             generate(runtime, prompts, Case("prose", 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
         for temperature in options.temperatures:
             for prompt in prompts:
                 case = Case(prompt, temperature)
-                plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=None)
+                plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=0)
                 shared = {"noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps}
                 yield {**shared, "how": "plain", **answer_row(case, plain, None)}
                 chain = generate(runtime, prompts, case, options.tokens, depth=options.gamma, nodes=0)
                 yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, plain)}
                 tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=options.nodes)
                 yield {**shared, "how": f"tree {options.nodes}", **answer_row(case, tree, plain)}
+                chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
+                yield {**shared, "how": "auto", **answer_row(case, chosen, plain)}
 
 
 def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -142,7 +143,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
         for temperature in options.temperatures:
             for prompt in prompts:
                 case = Case(prompt, temperature)
-                plain = generate(runtime, prompts, case, options.size_tokens, depth=0, nodes=None)
+                plain = generate(runtime, prompts, case, options.size_tokens, depth=0, nodes=0)
                 with ranks_of(runtime) as ranks:
                     found = [
                         (nodes, generate(runtime, prompts, case, options.size_tokens, depth=options.depth, nodes=nodes))
