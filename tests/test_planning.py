@@ -17,8 +17,9 @@ from offload_runtime.config import GB, ModelConfig, SpeculationOptions, format_b
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.forecast import forecast, upgrades
+from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError

@@ -34,8 +34,9 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.emulation import Emulation, emulation_of
 from offload_runtime.engine.hierarchy import place_batch
+from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.placing import memory_needs
-from offload_runtime.engine.planning import PlannedDevice, machine_figures
+from offload_runtime.engine.planning import PlannedDevice
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.errors import OffloadError
 from offload_runtime.machine_profile import load_profile

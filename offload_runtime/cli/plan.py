@@ -42,9 +42,10 @@ def run_plan_command(
             # Libraries print to stdout now and then; a reader of JSON must not meet it.
             stack.enter_context(redirect_stdout(sys.stderr))
         from offload_runtime.engine.forecast import forecast, upgrades
-        from offload_runtime.engine.hierarchy import describe_speculation
+        from offload_runtime.engine.levels import describe_speculation
+        from offload_runtime.engine.machines import machine_figures
         from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-        from offload_runtime.engine.planning import machine_figures, ram_limit_bytes
+        from offload_runtime.engine.planning import ram_limit_bytes
 
         figures, request = machine_figures(machine), plan_request(options, gamma=gamma)
         outcome = plan_or_refuse(request, figures)

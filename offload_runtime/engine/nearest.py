@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload_runtime.config import format_bytes, format_bytes_up, parse_bytes, size_option_down
-from offload_runtime.engine.host_memory import least_pinned_bytes
-from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
+from offload_runtime.engine.planning import PlanRequest, least_pinned_bytes, plan_run, ram_limit_bytes
 from offload_runtime.engine.plans import longest_context, resolve_context
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
@@ -197,7 +196,7 @@ class _Search:
 
     def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Proposal]:
         machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
-        needed_pinned, pinnable = least_pinned_bytes(plan_run(request, self._ample)), self._pinned_limit
+        needed_pinned, pinnable = least_pinned_bytes(request, self._ample), self._pinned_limit
         larger_pinnable = None if pinnable is None else max(pinnable, needed_pinned)
         plan = plan_run(request, replace(self._ample, pinnable_bytes=larger_pinnable))
         kinds = [

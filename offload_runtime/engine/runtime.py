@@ -22,7 +22,7 @@ from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.emulation import emulation_of
-from offload_runtime.engine.expectation import expect, known_figures
+from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
@@ -34,8 +34,6 @@ from offload_runtime.engine.traced import TracedTarget, TraceOutput
 from offload_runtime.engine.windows import WindowSize
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
-from offload_runtime.memory import resolve_device
-from offload_runtime.planner import MachineFigures
 from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
 
@@ -44,8 +42,7 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(
-        self, loaded: LoadedRuntime, *, machine: MachineFigures | None = None,
-        emulated: str | None = None, trace: Path | None = None,
+        self, loaded: LoadedRuntime, *, emulated: str | None = None, trace: Path | None = None
     ) -> None:  # fmt: skip
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
@@ -83,7 +80,7 @@ class Runtime:
             pageable=None if target.staged is None else target.staged.pageable,
             traced=traced,
         )
-        self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
+        self._expected = expect(loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
 
     @classmethod
     def load(
@@ -138,24 +135,16 @@ class Runtime:
             require_writable(Path(trace))
         emulation = None if emulate is None else emulation_of(emulate)
         given = load_profile(profile) if isinstance(profile, str | Path) else profile
-        machine: MachineFigures | None = None
-
-        def planned(plan: RunPlan) -> None:
-            nonlocal machine
-            machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
-            if on_plan is not None:
-                on_plan(plan)
-
         loaded = load_runtime(
             target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
             resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
-            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=planned, emulation=emulation,
-            tree_nodes=tree_nodes, trace=trace is not None,
+            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, emulation=emulation,
+            tree_nodes=tree_nodes, trace=trace is not None, profile=given,
         )  # fmt: skip
         return cls(
-            loaded, machine=machine, emulated=None if emulation is None else emulation.name,
+            loaded, emulated=None if emulation is None else emulation.name,
             trace=None if trace is None else Path(trace),
         )  # fmt: skip
 
