@@ -168,7 +168,7 @@ def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
 def lookahead_bytes(placed: PlacedLevels, costs: PassCosts) -> int:
     """Bytes that the rings take while nothing computes: of each kind, no more than a pass brings."""
     target = placed.plans.target
-    weights = sum(layer.streamed_weight_bytes for layer in costs.layers)
-    kv = sum(layer.streamed_kv_bytes for layer in costs.layers)
+    weights = sum(count * layer.streamed_weight_bytes for layer, count in costs.kinds)
+    kv = sum(count * layer.streamed_kv_bytes for layer, count in costs.kinds)
     rings = placed.placement.num_slots * target.layer_bytes, target.kv.num_slots * target.kv.piece_bytes
     return min(weights, rings[0]) + min(kv, rings[1])

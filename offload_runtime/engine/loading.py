@@ -46,8 +46,8 @@ class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
     `proposer` serves up to `batch` sequences at once, in `windows` whose default gamma is 0 where it proposes nothing;
-    `placement` says in a line what lives where, and `plan` in bytes. `machine` is what is known of this one; `recorder` is
-    told what the copy queues and steps of proposers do.
+    `placement` says in a line what lives where, and `plan` in bytes. `machine` is what is known of this one. `recorder`
+    is told what the copy queues and steps of proposers do.
     """
 
     sources: assembly.Sources

@@ -66,22 +66,23 @@ def _on_host(
         held = len(most.resident_layers) + most.num_slots
         for count in range(min(len(most.resident_layers), held - slots + 1) - 1, -1, -1):
             ways.append(Placement(spread(count, most.num_layers), slots, most.num_layers))
-    return [(_with_kv_layers(plans, budget, way), way) for way in ways]
+    spare_bytes = None
+    if budget.limit_bytes is not None:
+        spare_bytes = budget.limit_bytes - memory_needs(plans, budget).fixed_bytes
+    return [(_with_kv_layers(plans, spare_bytes, way), way) for way in ways]
 
 
-def _with_kv_layers(plans: Plans, budget: Limits, placement: Placement) -> Plans:
-    """As many layers of the KV cache on the device as fit beside a placement of the weights.
+def _with_kv_layers(plans: Plans, spare_bytes: int | None, placement: Placement) -> Plans:
+    """As many layers of the KV cache on the device as fit into `spare_bytes` beside a placement of the weights.
 
     None before the ring is whole: its last slot comes before anything that stays, or the memory that lets it in would
     take layers away from the device.
     """
-    target, spare_bytes = plans.target, None
+    target = plans.target
     if placement.num_slots < min(RING_SLOTS, placement.num_streamed):
         return plans
-    if budget.limit_bytes is not None:
-        taken = memory_needs(plans, budget).fixed_bytes
-        held = placement.num_layers - placement.num_streamed + placement.num_slots
-        spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
+    if spare_bytes is not None:
+        spare_bytes -= (len(placement.resident_layers) + placement.num_slots) * target.layer_bytes
     count = len(place_kv_layers(target.host_kv_needs, spare_bytes))
     layers = layers_to_keep(count, streamed_blocks(target))
     return replace(plans, target=replace(target, kv=replace(target.kv, resident_layers=layers)))

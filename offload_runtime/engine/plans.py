@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -129,12 +130,12 @@ class ModelPlan:
     retrieval: RetrievalPlan | None = None
     tree_slots: int = 0  # of a draft that grows trees: places for what may become part of a sequence
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """One packed layer."""
         return layer_layout(self.config, self.dtype).total_bytes
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Embedding, final norm and head."""
         return shared_layout(self.config, self.dtype).total_bytes
