@@ -41,6 +41,11 @@ class Candidates:
     hierarchies: tuple[PlacedLevels, ...] = ()
     obstacle: str = ""
 
+    @property
+    def all(self) -> tuple[PlacedLevels, ...]:
+        """Of both kinds."""
+        return self.chains + self.hierarchies
+
 
 def find_candidates(asked: Asked) -> Candidates:
     """All ways that fit, within device and page-locked memory; at least one.

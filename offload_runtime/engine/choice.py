@@ -39,15 +39,14 @@ def choose(asked: Asked, host: HostMemory, speed: Speed) -> RunPlan:
         one = chain or hierarchy
         assert one is not None
         return _because(one, found.obstacle)
-    fits = [plan.host_bytes <= host.ram_bytes for plan in (hierarchy, chain)]
-    speeds = [speed(plan.placed) for plan in (hierarchy, chain)]
-    figures = f"tokens/s by the figures of {speed.machine.name}"
-    if (fits[0], speeds[0]) > (fits[1], speeds[1]):
-        return _because(hierarchy, f"predicted to be faster: {speeds[0]:.3g} against {speeds[1]:.3g} {figures}")
-    if fits[1] > fits[0]:
-        more = format_bytes_up(hierarchy.host_bytes - host.ram_bytes)
-        return _because(chain, f"it takes {more} more than the {format_bytes(host.ram_bytes)} of host memory")
-    return _because(chain, f"predicted to be slower: {speeds[0]:.3g} against {speeds[1]:.3g} {figures}")
+    speeds = speed(hierarchy.placed), speed(chain.placed)
+    compared = f"{_digits(speeds[0])} against {_digits(speeds[1])} tokens/s by the figures of {speed.machine.name}"
+    if hierarchy.host_bytes > max(host.ram_bytes, chain.host_bytes):
+        missing = format_bytes_up(hierarchy.host_bytes - host.ram_bytes)
+        return _because(chain, f"it takes {missing} more than the {format_bytes(host.ram_bytes)} of host memory")
+    if chain.host_bytes > host.ram_bytes or speeds[0] > speeds[1]:
+        return _because(hierarchy, f"predicted to be faster: {compared}")
+    return _because(chain, f"predicted to be slower: {compared}")
 
 
 def _of_batch(asked: Asked) -> Candidates:
@@ -71,15 +70,21 @@ def _of_batch(asked: Asked) -> Candidates:
 
 
 def _fastest(ways: Sequence[PlacedLevels], asked: Asked, host: HostMemory, speed: Speed) -> RunPlan | None:
-    """Of equally fast ones that whose passes bring the fewest bytes, and the first of those."""
-
-    def described(way: PlacedLevels) -> RunPlan:
-        return describe_run(way, asked.budget, speed.device_type, page_locks=host.page_locks)
-
+    """Of equally fast ones that whose passes bring the fewest bytes, and the first of those. Where host memory has room
+    for none, what takes the least of it."""
     ranked = sorted(ways, key=lambda way: (-speed(way), link_bytes(way.plans, way.placement)))
-    fitting = (plan for plan in map(described, ranked) if plan.host_bytes <= host.ram_bytes)
-    return next(fitting, described(ranked[0]) if ranked else None)
+    plans: list[RunPlan] = []
+    for way in ranked:
+        plans.append(describe_run(way, asked.budget, speed.device_type, page_locks=host.page_locks))
+        if plans[-1].host_bytes <= host.ram_bytes:
+            return plans[-1]
+    return min(plans, key=lambda plan: plan.host_bytes, default=None)
 
 
 def _because(plan: RunPlan, reason: str) -> RunPlan:
     return replace(plan, placed=replace(plan.placed, reason=reason))
+
+
+def _digits(tok_per_s: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{tok_per_s:.3g}" if tok_per_s < 100 else f"{tok_per_s:.0f}"

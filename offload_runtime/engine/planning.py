@@ -12,7 +12,7 @@ from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
 from offload_runtime.engine.loading import check_proposals
 from offload_runtime.engine.plans import make_plans
-from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.errors import BudgetError
@@ -109,8 +109,18 @@ def least_pinned_bytes(request: PlanRequest, machine: MachineFigures) -> int:
         BudgetError, OptionError, ContextLengthError: It cannot be in any case.
     """
     unlimited = replace(machine, pinnable_bytes=None)
-    found = find_candidates(_asked(replace(request, pinned_bytes=None), unlimited, request.context))
-    return min(least_pinned_bytes_of(placed) for placed in (*found.chains, *found.hierarchies))
+    asked = _asked(replace(request, pinned_bytes=None), unlimited, request.context)
+    return min(map(least_pinned_bytes_of, find_candidates(asked).all))
+
+
+def least_host_bytes(request: PlanRequest, machine: MachineFigures) -> int:
+    """Host memory without which no plan of a request can be on this machine, whatever it has of it.
+
+    Raises:
+        BudgetError, OptionError, ContextLengthError: It cannot be in any case.
+    """
+    asked = _asked(request, machine, request.context)
+    return min(describe_run(way, asked.budget, _DEVICE.type).host_bytes for way in find_candidates(asked).all)
 
 
 def _asked(request: PlanRequest, machine: MachineFigures, context: int | str) -> Asked:
