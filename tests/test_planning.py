@@ -143,9 +143,9 @@ def test_no_step_of_vram_makes_a_pass_longer() -> None:
 
 
 def test_rings_hold_no_more_than_a_pass_brings() -> None:
-    """Of sliding windows a pass brings little: as layers of them stay, less is hidden, but never more than is copied."""
+    """Of sliding windows a pass brings little: as layers stay, less is hidden, but never more than is copied."""
     machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
-    config = replace(describe_model(CONFIGS / "llama-3.1-8b").config(), layer_windows=(1024,) * 32)
+    config = replace(describe_model(CONFIGS / "llama-3.1-8b").config(), layer_windows=(4096,) * 32)
     request = PlanRequest(DescribedModel(config, torch.bfloat16), context=65536, kv="host", resident_layers=32)
     hidden = []
     for vram_bytes in range(20 * GB, 32 * GB, GB // 5):
