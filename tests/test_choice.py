@@ -19,6 +19,7 @@ from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level
+from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import describe_model, packed_bytes
@@ -183,7 +184,7 @@ def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
 
 # --- a run chooses as its plan does
 
-CONTEXT = 9000
+CONTEXT, GAMMA = 9000, 12
 
 
 @pytest.fixture(scope="module")
@@ -210,17 +211,52 @@ def test_a_run_chooses_what_its_plan_does(target: Path, draft: Path, kv: str) ->
     seen = set()
     for name, profile in MACHINES.items():
         planned = plan_of(target, draft, profile, kv)
-        with load(target, draft=draft, dtype="fp32", context=CONTEXT, kv=kv, vram=20 * GB, profile=profile) as runtime:
+        with load(
+            target, draft=draft, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA, vram=20 * GB, profile=profile
+        ) as runtime:
             assert chosen(runtime.plan) == chosen(planned), name
             assert "by the figures of " + profile.name in runtime.placement
         seen.add(chosen(planned))
     assert len(seen) > 1, "the figures make no difference"
 
 
+def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Path) -> None:
+    """Chunks that a middle level fetches from host memory are waited for."""
+
+    def said(**options: Any) -> str:
+        with load(target, draft=draft, context=CONTEXT, kv="host", vram=1 << 30, profile=CARD, **options) as runtime:
+            return runtime.placement
+
+    played = replace(CARD, name="played", link_gbps=0.01, vram_bytes=3 * GB)
+    assert "TriForce: the draft, then" in said()
+    assert "not TriForce: predicted to be slower" in said(emulate=played)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 0}, "gamma must be at least 1, not 0"),
+        ({"gamma": 64}, "gamma 64 exceeds the room for 63 proposals: raise max_gamma"),
+        ({"gamma": 4, "draft": "none"}, "gamma 4 does nothing where nobody proposes"),
+    ],
+)
+def test_a_default_of_proposals_that_makes_no_sense(target: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Runtime.load(target, device="cpu", **options)
+
+
+def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    with load(target, draft=draft, gamma=3, context=256) as runtime:
+        by_default = runtime.generate([5, 6, 7] * 9, **asked).stats
+        said = runtime.generate([5, 6, 7] * 9, gamma=3, **asked).stats
+        more = runtime.generate([5, 6, 7] * 9, gamma=9, **asked).stats
+    assert by_default.acceptance == said.acceptance != more.acceptance
+
+
 def plan_of(target: Path, draft: Path, profile: MachineProfile, kv: str) -> RunPlan:
-    """Of a GPU that proposes as many tokens as a CPU does by itself."""
     models = describe_model(str(target)), "the draft", describe_model(str(draft))
-    request = PlanRequest(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=7)
+    request = PlanRequest(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
     return plan_run(request, replace(machine_figures(profile), ram_bytes=400 * GB, pinnable_bytes=None))
 
 

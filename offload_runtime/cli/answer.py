@@ -84,6 +84,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             kv=options.kv,
             speculation=options.speculation,
             max_batch=options.max_batch,
+            gamma=options.gamma,
             max_gamma=options.max_gamma,
             tree_nodes=options.tree_nodes,
             emulate=options.emulate,

@@ -24,7 +24,6 @@ def run_plan_command(
     options: LoadOptions,
     *,
     profile: str | None,
-    gamma: int | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -47,7 +46,7 @@ def run_plan_command(
         from offload_runtime.engine.nearest import Refusal, plan_or_refuse
         from offload_runtime.engine.planning import ram_limit_bytes
 
-        figures, request = machine_figures(machine), plan_request(options, gamma=gamma)
+        figures, request = machine_figures(machine), plan_request(options)
         outcome = plan_or_refuse(request, figures)
     if isinstance(outcome, Refusal):
         _refuse(outcome, machine, as_json=as_json)
@@ -104,7 +103,7 @@ def choose_profile(name: str | None) -> MachineProfile:
     return found
 
 
-def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:
+def plan_request(options: LoadOptions) -> PlanRequest:
     """Read the configuration files of target and draft."""
     from offload_runtime.engine.loading import parse_resident_layers
     from offload_runtime.engine.planning import PlanRequest, describe_pair
@@ -119,7 +118,7 @@ def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:
         kv=options.kv,
         batch=options.max_batch,
         resident_layers=parse_resident_layers(options.resident_layers),
-        gamma=gamma,
+        gamma=options.gamma,
         max_gamma=options.max_gamma,
         speculation=options.speculation,
         vram_bytes=options.vram_bytes,

@@ -70,6 +70,7 @@ def load_runtime(
     ram_bytes: int | None = None, pinned_bytes: int | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
     tree_nodes: int | None = None, trace: bool = False, profile: MachineProfile | None = None,
+    gamma: int | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -81,10 +82,12 @@ def load_runtime(
         emulation: A smaller machine to play.
         trace: Record what the copy queues and the steps of proposers do.
         profile: Figures to choose and to predict by; None for what is known of this machine.
+        gamma: Tokens to propose per pass where nothing else is asked for; None for what suits device and draft.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
     check_tree_nodes(tree_nodes, kind, options.mode)
+    check_gamma(gamma, max_gamma, kind, options.mode)
     most_nodes = max(max_gamma, tree_nodes or 0)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
@@ -104,7 +107,7 @@ def load_runtime(
         torch_dtype = resolve_dtype(dtype, sources.target, chosen)
         require_dtype(torch_dtype, chosen)
         machine = known_figures(profile, chosen, torch_dtype)
-        speed = _speed(machine, emulation, chosen, proposes=kind != "none", max_gamma=max_gamma)
+        speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", gamma, max_gamma)
 
         def planned(context: int | str) -> RunPlan:
             plans = make_plans(
@@ -137,10 +140,10 @@ def load_runtime(
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
             proposes = not isinstance(proposer, NoProposer)
-            gamma = min(default_gamma(chosen.type, placed), max_gamma) if proposes else 0
+            default = min(default_gamma(chosen.type, placed), max_gamma) if gamma is None else gamma
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
-                windows=WindowLimits(max_gamma, most_nodes, WindowSize(gamma, tree_nodes)),
+                windows=WindowLimits(max_gamma, most_nodes, WindowSize(default if proposes else 0, tree_nodes)),
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
@@ -148,14 +151,10 @@ def load_runtime(
             )  # fmt: skip
 
 
-def _speed(
-    machine: MachineFigures | None, emulation: Emulation | None, device: torch.device, *, proposes: bool, max_gamma: int
-) -> Speed:
+def _figures(machine: MachineFigures | None, emulation: Emulation | None) -> MachineFigures:
     """What plans are compared by: the figures that are known, or common ones, with the link that is played."""
     figures = common_figures() if machine is None else machine
-    if emulation is not None:
-        figures = replace(figures, link_gbps=emulation.link_gbps)
-    return Speed(figures, device.type, proposes, max_gamma=max_gamma)
+    return figures if emulation is None else replace(figures, link_gbps=emulation.link_gbps)
 
 
 def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngine:
@@ -207,6 +206,22 @@ def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
             f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
             "a model"
         )
+
+
+def check_gamma(gamma: int | None, max_gamma: int, draft: str, mode: str) -> None:
+    """Refuse a default of proposals where there is no room for them or nobody to propose. `draft` and `mode` as of
+    `check_proposals`.
+
+    Raises:
+        OptionError: The number makes no sense, or would be ignored.
+    """
+    if gamma is None:
+        return
+    require_positive("gamma", gamma)
+    if gamma > max_gamma:
+        raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
+    if mode == "none" or (draft == "none" and mode != "triforce"):
+        raise OptionError(f"gamma {gamma} does nothing where nobody proposes: drop it or name a draft")
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class Runtime:
         vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, tree_nodes: int | None = None, emulate: str | Path | MachineProfile | None = None,
+        max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
+        emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, trace: str | Path | None = None,
     ) -> Runtime:  # fmt: skip
@@ -109,17 +110,20 @@ class Runtime:
             context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
                 `host`.
             kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
-                which takes whatever brings fewer bytes over the link.
+                which takes what is predicted to be faster.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
+                what suits device and draft.
             tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
                 for another number; None proposes chains. Windows have room for this many, or `max_gamma`.
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.
-            profile: The figures by which passes are predicted, for `stats`, but for the link, which is measured; None
-                takes a profile of this GPU, your own or a shipped one.
+            profile: The figures to choose by what is left to be chosen, and to predict passes by for `stats`, there with
+                the link as it is measured. None takes a profile of this GPU, your own or a shipped one; where there is
+                none, that of an RTX 4090 is chosen by and nothing is predicted.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
@@ -141,7 +145,7 @@ class Runtime:
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
             pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, emulation=emulation,
-            tree_nodes=tree_nodes, trace=trace is not None, profile=given,
+            tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
         )  # fmt: skip
         return cls(
             loaded, emulated=None if emulation is None else emulation.name,
