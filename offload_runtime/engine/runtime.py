@@ -121,9 +121,9 @@ class Runtime:
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.
-            profile: The figures to choose by what is left to be chosen, and to predict passes by for `stats`, there with
-                the link as it is measured. None takes a profile of this GPU, your own or a shipped one; where there is
-                none, that of an RTX 4090 is chosen by and nothing is predicted.
+            profile: The figures by which what is left to be chosen is chosen, and by which `stats` predicts passes (but
+                for the link, which is measured). None takes a profile of this GPU, your own or a shipped one; where
+                there is none, it is chosen by that of an RTX 4090 and nothing is predicted.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
