@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offload_runtime.config import SpeculationOptions, format_bytes, format_bytes_up
@@ -78,25 +79,18 @@ def _chains(asked: Asked) -> tuple[PlacedLevels, ...]:
             placed += [PlacedLevels(*way) for way in found]
     if not placed:
         raise refused
-    staged = tuple(_that_succeed(placed, lambda way: _staged(way, asked.locking)))
+    staged: list[PlacedLevels] = []
+    for way in placed:
+        with suppress(BudgetError):
+            staged.append(_staged(way, asked.locking))
     if not staged:
         _staged(min(placed, key=least_pinned_bytes_of), asked.locking)  # whose refusal names the least
-    return staged
+    return tuple(staged)
 
 
 def _staged(placed: PlacedLevels, locking: LockLimit) -> PlacedLevels:
     placement = place_staged(placed.plans.target, placed.placement, locking.nbytes, locking.name)
     return replace(placed, placement=placement)
-
-
-def _that_succeed(
-    placed: Sequence[PlacedLevels], attempt: Callable[[PlacedLevels], PlacedLevels]
-) -> Iterator[PlacedLevels]:
-    for way in placed:
-        try:
-            yield attempt(way)
-        except BudgetError:
-            continue
 
 
 def least_pinned_bytes_of(placed: PlacedLevels) -> int:
@@ -133,10 +127,10 @@ def _hierarchies(asked: Asked) -> tuple[PlacedLevels, ...] | _Obstacle:
             except BudgetError as error:
                 obstacle = _Obstacle(f"its {format_bytes(middle.nbytes)} do not fit the device", error)
                 continue
-            for way in ways:
-                kept_out = _obstacle(PlacedLevels(*way, middle), asked)
-                if kept_out is None:
-                    found.append(_staged(PlacedLevels(*way, middle), asked.locking))
+            for way in (PlacedLevels(*way, middle) for way in ways):
+                kept_out = _obstacle(way, asked)
+                if kept_out is None:  # then nothing has to be staged
+                    found.append(way)
                 else:
                     obstacle = kept_out
     return tuple(found) or obstacle
