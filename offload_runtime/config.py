@@ -224,13 +224,12 @@ class SpeculationOptions:
     """How tokens are proposed. None of it changes the output.
 
     `mode`: `chain` proposes from the draft, `triforce` puts the target over retrieved chunks between draft and target,
-    `auto` takes `triforce` where the KV cache is in host memory, all weights are on the device and there is a draft
-    model. `draft_cache`: the draft's own cache, `full`, `retrieval` (all of it, of which steps read chunks of their
-    choice) or `streaming` (`sink_tokens` first and `recent_tokens` newest tokens); `auto` is `full` up to 8192 tokens
-    and beyond them `retrieval` where the draft's positions and the device's memory allow it. Of the middle level:
-    `budget_tokens` per layer and KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its
-    steps; the draft proposes `gamma_draft` tokens to each step. A draft that retrieves does so with the same
-    `budget_tokens` and `chunk_size`.
+    `auto`, with a draft model, takes the one that is predicted to be faster. `draft_cache`: the draft's own cache,
+    `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
+    `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
+    tokens and `retrieval` beyond them, by what is predicted as well. Of the middle level: `budget_tokens` per layer and
+    KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its steps; the draft proposes
+    `gamma_draft` tokens to each step. A draft that retrieves does so with the same `budget_tokens` and `chunk_size`.
     """
 
     mode: str = "auto"

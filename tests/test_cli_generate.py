@@ -84,7 +84,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
             "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host", "emulate": "rtx3090",
             "profile": "rtx4090", "ram": 60_000_000_000, "pinned": 30_000_000_000, "trace": Path("t.json"),
-            "tree_nodes": 40,
+            "tree_nodes": 40, "gamma": 90,
             "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
         })
     ]  # fmt: skip

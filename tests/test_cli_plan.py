@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.config import parse_bytes
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE
 from offload_runtime.machine_profile import MachineProfile, load_profile, save_profile
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
@@ -76,6 +77,8 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     verify = record["pass"]["verify"]
     assert verify["bound_by"] == "link" and verify["seconds"] == pytest.approx(verify["bytes_streamed"] / 25e9)
     assert [row["acceptance"] for row in record["by_acceptance"]] == [0.7, 0.8, 0.85, 0.9, 0.95, 0.98]
+    assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
+    assert {gain["before_tok_per_s"] for gain in record["upgrades"]} == {record["usual"]["tok_per_s"]}
     assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
 
 
@@ -200,7 +203,8 @@ def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
         assert text in result.stderr
     assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
-    assert "no profile of this machine is known: nothing is predicted" in result.stderr
+    assert "no profile of this machine is known: nothing is predicted, and " in result.stderr
+    assert "was chosen by the figures of rtx4090" in result.stderr
     toy = tmp_path / "toy.toml"
     toy.write_text(
         'name = "toy"\nsource = "made up"\ngpus = 1\nram_bytes = 1000000000\ngpu_name = "toy"\n'

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.engine.costs import pass_costs, prefill_costs
-from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.machines import machine_figures
+from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import load_profile

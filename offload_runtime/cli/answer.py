@@ -84,6 +84,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             kv=options.kv,
             speculation=options.speculation,
             max_batch=options.max_batch,
+            gamma=options.gamma,
             max_gamma=options.max_gamma,
             tree_nodes=options.tree_nodes,
             emulate=options.emulate,
@@ -98,9 +99,13 @@ def _explain(plan: RunPlan, *, options: LoadOptions) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
     from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.engine.machines import COMMON_PROFILE
 
     machine = planned_figures(plan, device=options.device, profile=options.profile, emulate=options.emulate)
-    unknown = "no profile of this machine is known: nothing is predicted"
+    unknown = (
+        "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
+        f"figures of {COMMON_PROFILE}"
+    )
     print_tables([*memory_tables(plan), unknown if machine is None else speed_line(plan, machine)], sys.stderr)
 
 

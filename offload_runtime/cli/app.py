@@ -281,7 +281,7 @@ def plan(
         )  # fmt: skip
         check_gamma(gamma, draft=draft, mode=proposing.mode)
         run_plan_command(
-            load, profile=profile, gamma=gamma,
+            load, profile=profile,
             picture=None if plot is None else user_path(plot), as_json=as_json,
         )  # fmt: skip
 

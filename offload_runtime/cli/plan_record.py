@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, RunForecast, Upgrade
+from offload_runtime.engine.forecast import RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import MemoryPart, RunPlan
 from offload_runtime.machine_profile import MachineProfile
@@ -30,7 +30,8 @@ def plan_record(
         "draft_step_s": predicted.draft_step_s,
         "middle_step_s": predicted.middle_step_s,
         "plain_tok_per_s": predicted.plain_tok_per_s,
-        "draft_acceptance": DRAFT_ACCEPTANCE if predicted.middle_step_s is not None else None,
+        "draft_acceptance": predicted.draft_acceptance,
+        "usual": asdict(predicted.usual),
         "by_acceptance": [asdict(row) for row in predicted.rounds],
         "upgrades": [asdict(gain) for gain in gains],
     }
@@ -58,7 +59,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         },
         "prefill_attention": plan.prefill_attention,
         "middle_level": placed.middle is not None,
-        "why_no_middle_level": placed.reason or None,
+        "why_no_middle_level": None if placed.middle is not None else placed.reason or None,
     }  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `max_gamma` is the deepest window to make room for; the default is the runtime's own. `tree_nodes` None proposes
-    chains. `emulate` and `profile` name machines. With `explain` the plan is printed before anything is loaded. `trace`
-    is the file for what happened when.
+    `gamma` is what a pass proposes by default and `max_gamma` the deepest window to make room for. `tree_nodes` None
+    proposes chains. `emulate` and `profile` name machines. With `explain` the plan is printed before anything is
+    loaded. `trace` is the file for what happened when.
     """
 
     target: str
@@ -35,6 +35,7 @@ class LoadOptions:
     context: int | str = "auto"
     kv: str = "auto"
     max_batch: int = 1
+    gamma: int | None = None
     max_gamma: int = 63
     tree_nodes: int | None = None
     emulate: str | None = None
@@ -88,6 +89,7 @@ def load_options(
         kv=kv.value,
         speculation=speculation,
         max_batch=max_batch,
+        gamma=gamma,
         max_gamma=max(LoadOptions.max_gamma, gamma or 0),
         tree_nodes=tree_nodes,
         emulate=emulate,

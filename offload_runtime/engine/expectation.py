@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-import torch
-
 from offload_runtime.config import GB
-from offload_runtime.engine.costs import DTYPE_NAMES, draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
 from offload_runtime.engine.emulation import emulation_of
-from offload_runtime.engine.hierarchy import PlacedLevels
-from offload_runtime.engine.planning import machine_figures
+from offload_runtime.engine.levels import PlacedLevels
+from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.errors import OptionError, ProfileError
-from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import MachineFigures, RoundCosts, predict_pass, predict_round, predict_step
 from offload_runtime.speculation import Acceptance
@@ -79,12 +76,13 @@ def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFi
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
     length = min(sum(lengths) // len(lengths), target.context_tokens - rows)
-    verify = predict_pass(pass_costs(placed, length_tokens=length, rows=rows), machine)
+    passed = pass_costs(placed, length_tokens=length, rows=rows)
+    verify = predict_pass(passed, machine)
     # A step serves all of them, and who needs the most steps keeps the others waiting.
     drafting_s = max(_drafting_s(placed, answer, machine) for answer in answers)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
-        lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
+        lookahead_s=lookahead_bytes(placed, passed) / (machine.link_gbps * GB),
         gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
     )  # fmt: skip
     return predict_round(costs, 0.0).seconds
@@ -107,34 +105,6 @@ def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -
     return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
 
 
-def known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineFigures | None:
-    """Figures of the machine to predict with: of the profile given, or of one that knows this GPU.
-
-    The user's own profiles come before those that are shipped. Nothing is known of a CPU unless it is given.
-
-    Args:
-        profile: What to go by; None looks for one.
-        device: Where the target runs.
-        dtype: Of the target, in which the machine's arithmetic has to be known.
-
-    Raises:
-        OptionError: The profile leaves out what is needed.
-    """
-    if profile is not None:
-        return _figures(profile, dtype)
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
-        try:
-            found = load_profile(entry.path)
-            if found.gpu_name == name:
-                return _figures(found, dtype)
-        except (ProfileError, OptionError):  # nobody asked for this one
-            continue
-    return None
-
-
 def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
     """The figures to predict a run with before anything of it is measured; arguments and errors as of `Runtime.load`.
 
@@ -147,12 +117,6 @@ def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate:
     if machine is None or emulate is None:
         return machine
     return replace(machine, link_gbps=emulation_of(emulate).link_gbps)
-
-
-def _figures(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
-    figures = machine_figures(profile)
-    figures.flops(DTYPE_NAMES[str(dtype)])
-    return figures
 
 
 def expect(

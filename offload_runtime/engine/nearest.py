@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload_runtime.config import format_bytes, format_bytes_up, parse_bytes, size_option_down
-from offload_runtime.engine.host_memory import least_pinned_bytes
-from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
+from offload_runtime.engine.planning import PlanRequest, least_host_bytes, least_pinned_bytes, plan_run, ram_limit_bytes
 from offload_runtime.engine.plans import longest_context, resolve_context
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
@@ -197,12 +196,12 @@ class _Search:
 
     def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Proposal]:
         machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
-        needed_pinned, pinnable = least_pinned_bytes(plan_run(request, self._ample)), self._pinned_limit
+        needed_pinned, pinnable = least_pinned_bytes(request, self._ample), self._pinned_limit
         larger_pinnable = None if pinnable is None else max(pinnable, needed_pinned)
-        plan = plan_run(request, replace(self._ample, pinnable_bytes=larger_pinnable))
+        needed_host = least_host_bytes(request, replace(self._ample, pinnable_bytes=larger_pinnable))
         kinds = [
             ("device memory", vram_bytes, self._vram_limit),
-            ("host memory", plan.host_bytes, ram_limit),
+            ("host memory", needed_host, ram_limit),
             ("page-locked memory", needed_pinned, needed_pinned if pinnable is None else pinnable),
         ]
         self.short_bytes = {name: needed - limit for name, needed, limit in kinds if needed > limit}
@@ -213,10 +212,10 @@ class _Search:
         needed_by = {name: needed for name, needed, _ in kinds}
         listed = " and ".join(f"{format_bytes_up(needed_by[name])} of {name}" for name in self.short_bytes)
         larger = replace(
-            machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, plan.host_bytes),
+            machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, needed_host),
             pinnable_bytes=larger_pinnable,
         )  # fmt: skip
-        asked = replace(request, ram_bytes=max(ram_limit, plan.host_bytes))
+        asked = replace(request, ram_bytes=max(ram_limit, needed_host))
         proposal = self._attempt(f"{prefix}{listed}", asked, larger)
         if proposal is not None:
             yield proposal
