@@ -1,0 +1,102 @@
+"""What windows bring, by their size: learnt from every window that is verified. Pure data, no clock."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from offload_runtime.speculation.window_sizes import SIZES, steps_within
+
+# Rounds that a mean looks back on; as it forgets by degrees, it holds about twice as many. Texts change their nature.
+_MEMORY = 32
+# What is expected before anything is seen counts as much of a round: three rounds without a hit settle it.
+_FIRST_WEIGHT = 0.25
+# A family that sits out is forgotten faster, so that a few rounds tell when it has become good.
+_IDLE_MEMORY = 24
+_LEAST_WEIGHT = 5.0
+# Larger windows that were seen so much more seldom than small ones are foreseen from those instead.
+_SEEN_SHARE = 0.25
+_MOST_RATIO = 0.98
+
+
+class Gains:
+    """How many proposals of a family the target accepts.
+
+    The first proposals of a window are those of a smaller one, so a window tells about all sizes up to its own. Kept is
+    for each step from one of `SIZES` to the next how many of the proposals between them are accepted, on average.
+
+    Args:
+        largest: Most proposals of a window.
+        at_first: Accepted proposals of a window by its size, before any was seen.
+        in_depth: Whether proposals stand behind each other, so that what lies behind those seen falls geometrically;
+            otherwise they are ordered by probability, which falls like 1 / number.
+    """
+
+    def __init__(self, largest: int, at_first: Callable[[int], float], *, in_depth: bool) -> None:
+        self.steps = steps_within(largest)
+        self._in_depth = in_depth
+        sizes = SIZES[: self.steps + 1]
+        self._means = [at_first(high) - at_first(low) for low, high in zip(sizes, sizes[1:], strict=False)]
+        self._weights = [_FIRST_WEIGHT] * self.steps
+        self._last_round = 0
+        self._curve: list[float] | None = None
+        self.num_rounds = 0  # observed
+
+    def observe(self, size: int, windows: Sequence[Sequence[int]], *, number: int) -> None:
+        """Windows of up to `size` proposals were verified.
+
+        Args:
+            size: Proposals asked for, on the grid; what was not proposed counts as rejected.
+            windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
+            number: Of the round, counted over all families.
+        """
+        idle = number - self._last_round - 1
+        if idle > 0 and self.num_rounds:
+            kept = (1 - 1 / _IDLE_MEMORY) ** idle
+            self._weights = [max(weight * kept, min(weight, _LEAST_WEIGHT)) for weight in self._weights]
+        self._last_round, self._curve = number, None
+        self.num_rounds += 1
+        hits = [0] * (self.steps + 1)
+        for path in windows:
+            for node in path:
+                hits[min(bisect_right(SIZES, node) - 1, self.steps)] += 1
+        seen = min(steps_within(size), self.steps)
+        for step in range(seen):
+            weight = self._weights[step] = min(self._weights[step] + 1, _MEMORY)
+            self._means[step] += (hits[step] / len(windows) - self._means[step]) / weight
+        for step in range(seen, self.steps):
+            self._weights[step] *= 1 - 1 / _MEMORY
+
+    def curve(self) -> list[float]:
+        """Accepted proposals to be expected of a window of each size, beginning with none of size 0."""
+        if self._curve is None:
+            found = [0.0]
+            for mean in self._foreseen():
+                found.append(found[-1] + mean)
+            self._curve = found
+        return self._curve
+
+    def _foreseen(self) -> list[float]:
+        """Of every step, as far as it was seen, and beyond that by how it falls."""
+        least = _SEEN_SHARE * self._weights[0] if self.steps else 0.0
+        seen = next((step for step in range(self.steps) if self._weights[step] < least), self.steps)
+        if seen == self.steps:
+            return self._means
+        known = self._means[:seen]
+        later = [(SIZES[step], SIZES[step + 1]) for step in range(seen, self.steps)]
+        if self._in_depth:
+            # Behind each other: what stands later is never accepted more often.
+            last = min(mean / (SIZES[step + 1] - SIZES[step]) for step, mean in enumerate(known))
+            at, apart = _middle(seen - 1), _middle(seen - 1) - _middle(0)
+            ratio = (last / known[0]) ** (1 / apart) if apart and last > 0 else last
+            ratio = min(ratio, _MOST_RATIO)
+            return known + [last * sum(ratio ** (node - at) for node in range(low, high)) for low, high in later]
+        begin = max(0, seen - 2)
+        per_ratio = sum(known[begin:]) / math.log((1 + SIZES[seen]) / (1 + SIZES[begin]))
+        return known + [per_ratio * math.log((1 + high) / (1 + low)) for low, high in later]
+
+
+def _middle(step: int) -> float:
+    """Number of the proposal in the middle of a step."""
+    return (SIZES[step] + SIZES[step + 1] - 1) / 2
