@@ -21,13 +21,13 @@ _PROBING_SHARE = 0.005
 _FIRST_LOSS = 0.5
 _MOST_CREDIT = 4.0
 # A single round that took exceptionally long may not keep proposals off for longer than this lasts.
-_LEAST_CREDIT = -1.0
+_LEAST_CREDIT = -0.25
 # The same of finding out; against plain decoding this is lost too only as far as that allows.
 _MOST_PROBING = 3.0
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
 # Rounds of a family before its figures are believed, and more while they might still turn out the best.
-_TRIED, _WELL_TRIED = 3, 8
+_TRIED, _WELL_TRIED = 3, 12
 # Rounds until what lost is looked at again, each time twice as many.
 _LOSER_ROUNDS = 16
 # The same for the sizes next to the best one: while little is known, and later.
@@ -148,15 +148,10 @@ class Chooser:
     def _best_of(self, family: str, times: RoundTimes, largest: int, loss: float) -> _Standing | None:
         """The best window of a family of which no more than `loss` plain rounds are lost if nothing is accepted."""
         curve, gains = times.curve(family, largest), self._gains[family].curve()
-        plain_s = curve[0]
-        if plain_s is None or len(curve) < 2:
-            return None
-        if curve[1] is None:  # nobody knows what even one proposal takes
-            return _Standing(Choice(family, 1), 1.0, 1 + gains[1]) if loss >= _FIRST_LOSS / 4 else None
         standings = [
-            _Standing(Choice(family, size), seconds / plain_s, 1 + gained)
+            _Standing(Choice(family, size), seconds / curve[0], 1 + gained)
             for size, seconds, gained in zip(SIZES[1:], curve[1:], gains[1:], strict=False)
-            if seconds is not None and seconds / plain_s - 1 <= loss
+            if seconds / curve[0] - 1 <= loss
         ]
         return max(standings, key=lambda standing: standing.advantage, default=None)
 
@@ -186,7 +181,7 @@ class Chooser:
                     return found.choice
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
-                luckier = standing.advantage * (1 + rounds**-0.5)
+                luckier = standing.advantage * (1 + 1.5 * rounds**-0.5)
                 if luckier > self._best.advantage > 1 and self._pay(standing):
                     return standing.choice
         return None
@@ -216,18 +211,14 @@ class Chooser:
         return found.choice
 
     def _neighbour(self, times: RoundTimes, limits: Mapping[str, int]) -> _Standing | None:
-        """The next size above or below the best, in turns; None where there is none, or nothing is known of its
-        time."""
+        """The next size above or below the best, in turns; None where there is none."""
         self._upwards = not self._upwards
         family, at = self._best.choice.family, steps_within(self._best.choice.size)
         to = at + 1 if self._upwards else at - 1
         if not 0 < to <= steps_within(limits[family]):
             return None
         curve = times.curve(family, SIZES[to])
-        plain_s, seconds = curve[0], curve[-1]
-        if plain_s is None or seconds is None:
-            return None
-        return _Standing(Choice(family, SIZES[to]), seconds / plain_s, 1 + self._gains[family].curve()[to])
+        return _Standing(Choice(family, SIZES[to]), curve[-1] / curve[0], 1 + self._gains[family].curve()[to])
 
     def _pay(self, standing: _Standing) -> bool:
         """Take what playing this in place of the best is expected to lose out of the allowance, if it suffices."""

@@ -14,33 +14,39 @@ Foreseen = Callable[[Choice], float | None]
 _MEMORY = 32
 # A first time so much longer than expected may have captured a graph or compiled a kernel: it is measured again.
 _SUSPICIOUS = 1.5
-# Where nobody foresees times, they are taken to go on as a line this far beyond the largest window played.
-_REACH = 2
+
+# Of a round, in whatever unit: only proportions count.
+Foreseen = Callable[[Choice], float]
+
+
+def guessed_cost(choice: Choice) -> float:
+    """Plain rounds that a round may take where nobody knows the machine: the draft's steps cost, rows hardly do."""
+    per_proposal = {"chain": 0.04, "tree": 0.01}
+    return 1 + 0.002 * choice.size + per_proposal.get(choice.family, 0.0) * choice.size
 
 
 class RoundTimes:
     """Seconds of rounds, from before anything is proposed until the target's tokens are on the host.
 
     Args:
-        foreseen: Times to expect of what was not played yet, whose proportions count; None of anything nobody knows.
+        foreseen: Times to expect of what was not played yet.
+        sure: Whether they come from figures of the machine, so that plain decoding need not be played to hold others
+            against it.
     """
 
-    def __init__(self, foreseen: Foreseen = lambda choice: None) -> None:
-        self._foreseen_of = foreseen
-        self._foreseen: dict[Choice, float | None] = {}
+    def __init__(self, foreseen: Foreseen = guessed_cost, *, sure: bool = False) -> None:
+        self._foreseen_of, self._sure = foreseen, sure
+        self._foreseen: dict[Choice, float] = {}
         self._samples: dict[Choice, deque[float]] = {}
         self._means: dict[Choice, float] = {}
         self._suspected: set[Choice] = set()
-        self._curves: dict[tuple[str, int], list[float | None]] = {}
+        self._curves: dict[tuple[str, int], list[float]] = {}
 
     def observe(self, choice: Choice, seconds: float) -> None:
         """A round was played."""
         samples = self._samples.get(choice)
         if samples is None:
-            # At the least that of a smaller one; before anything was timed, nothing is out of the ordinary.
-            known = [time for time in self.curve(choice.family, choice.size) if time is not None]
-            expected = known[-1] if known and self._means else None
-            if expected is not None and seconds > _SUSPICIOUS * expected and choice not in self._suspected:
+            if self._means and choice not in self._suspected and seconds > _SUSPICIOUS * self.seconds(choice):
                 self._suspected.add(choice)
                 return
             samples = self._samples[choice] = deque(maxlen=_MEMORY)
@@ -48,7 +54,7 @@ class RoundTimes:
         self._means[choice] = _mean_of_most(samples)
         self._curves = {key: curve for key, curve in self._curves.items() if choice != PLAIN and key[0] != choice.family}
 
-    def seconds(self, choice: Choice) -> float | None:
+    def seconds(self, choice: Choice) -> float:
         """To be expected of a choice of `SIZES`."""
         return self.curve(choice.family, choice.size)[-1]
 
@@ -61,17 +67,15 @@ class RoundTimes:
         """
         curve = self.curve(choice.family, choice.size)
         plain_s, usual_s = self._means.get(PLAIN, curve[0]), curve[-1]
-        if plain_s is None or usual_s is None:
-            return 1.0
         return (usual_s if seconds is None or seconds > _SUSPICIOUS * usual_s else seconds) / plain_s
 
     @property
     def knows_plain(self) -> bool:
-        """Whether others can be held against plain decoding: somebody foresees its time, or it was played twice, as
-        a single time may be an exception."""
-        return len(self._samples.get(PLAIN, ())) > 1 or self._foresee(PLAIN) is not None
+        """Whether others can be held against plain decoding: what was foreseen is sure, or it was played twice, as a
+        single time may be an exception."""
+        return self._sure or len(self._samples.get(PLAIN, ())) > 1
 
-    def curve(self, family: str, largest: int) -> list[float | None]:
+    def curve(self, family: str, largest: int) -> list[float]:
         """Seconds of windows of each size of a family, beginning with plain decoding, never falling.
 
         Times of sizes between those played are in proportion to what was foreseen.
@@ -82,21 +86,18 @@ class RoundTimes:
             known = self._curves[family, steps] = self._drawn(family, steps)
         return known
 
-    def _drawn(self, family: str, steps: int) -> list[float | None]:
+    def _drawn(self, family: str, steps: int) -> list[float]:
         choices = [PLAIN, *(Choice(family, size) for size in SIZES[1 : steps + 1])]
         foreseen = [self._foresee(choice) for choice in choices]
         played = [step for step, choice in enumerate(choices) if choice in self._means]
         if not played:
-            return list(foreseen)
+            return foreseen
         rising = _never_falling(
             [self._means[choices[step]] for step in played], [len(self._samples[choices[step]]) for step in played]
         )
-        times = dict(zip(played, rising, strict=True))
-        if all(seconds is not None for seconds in foreseen):
-            return _in_proportion(times, [seconds or 0.0 for seconds in foreseen])
-        return _as_lines(times, steps)
+        return _in_proportion(dict(zip(played, rising, strict=True)), foreseen)
 
-    def _foresee(self, choice: Choice) -> float | None:
+    def _foresee(self, choice: Choice) -> float:
         if choice not in self._foreseen:
             self._foreseen[choice] = self._foreseen_of(choice)
         return self._foreseen[choice]
@@ -121,35 +122,15 @@ def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float
     return [mean for mean, _, members in pools for _ in range(members)]
 
 
-def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float]) -> list[float | None]:
+def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float]) -> list[float]:
     """Foreseen times, by the proportion that the played ones next to them have to what was foreseen of these."""
     played = sorted(times)
     ratios = {step: times[step] / foreseen[step] for step in played}
-    drawn: list[float | None] = []
+    drawn: list[float] = []
     for step, seconds in enumerate(foreseen):
         before = max((at for at in played if at <= step), default=played[0])
         after = min((at for at in played if at >= step), default=played[-1])
         drawn.append(seconds * _between(before, after, step, ratios))
-    return drawn
-
-
-def _as_lines(times: Mapping[int, float], steps: int) -> list[float | None]:
-    """Lines between played times, and the last of them a little further; nothing is known of what lies beyond."""
-    played = sorted(times)
-    drawn: list[float | None] = []
-    for step in range(steps + 1):
-        before = max((at for at in played if at <= step), default=None)
-        after = min((at for at in played if at >= step), default=None)
-        if before is None:
-            drawn.append(None)
-        elif after is not None:
-            drawn.append(_between(before, after, step, times))
-        elif len(played) > 1 and SIZES[step] <= _REACH * SIZES[before]:
-            low = played[-2]
-            slope = (times[before] - times[low]) / (SIZES[before] - SIZES[low])
-            drawn.append(times[before] + slope * (SIZES[step] - SIZES[before]))
-        else:
-            drawn.append(None)
     return drawn
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from offload_runtime.speculation.window_sizes import SIZES, steps_within
 
@@ -15,8 +16,8 @@ _FIRST_WEIGHT = 0.25
 # A family that sits out is forgotten faster, so that a few rounds tell when it has become good.
 _IDLE_MEMORY = 24
 _LEAST_WEIGHT = 5.0
-# Larger windows that were seen so much more seldom than small ones are foreseen from those instead.
-_SEEN_SHARE = 0.25
+# What the smaller sizes let expect of a larger one counts as so many rounds of it.
+_FORESEEN_WEIGHT = 4.0
 _MOST_RATIO = 0.98
 
 
@@ -29,7 +30,7 @@ class Gains:
     Args:
         largest: Most proposals of a window.
         at_first: Accepted proposals of a window by its size, before any was seen.
-        in_depth: Whether proposals stand behind each other, so that what lies behind those seen falls geometrically;
+        in_depth: Whether proposals stand behind each other, so that they are accepted geometrically less often;
             otherwise they are ordered by probability, which falls like 1 / number.
     """
 
@@ -71,30 +72,32 @@ class Gains:
     def curve(self) -> list[float]:
         """Accepted proposals to be expected of a window of each size, beginning with none of size 0."""
         if self._curve is None:
-            found = [0.0]
-            for mean in self._foreseen():
-                found.append(found[-1] + mean)
-            self._curve = found
+            steps = list(self._means[:1])
+            for step in range(1, self.steps):
+                weight = self._weights[step]
+                foreseen = (_geometrically if self._in_depth else _harmonically)(steps)
+                steps.append((weight * self._means[step] + _FORESEEN_WEIGHT * foreseen) / (weight + _FORESEEN_WEIGHT))
+            self._curve = [0.0, *accumulate(steps)]
         return self._curve
 
-    def _foreseen(self) -> list[float]:
-        """Of every step, as far as it was seen, and beyond that by how it falls."""
-        least = _SEEN_SHARE * self._weights[0] if self.steps else 0.0
-        seen = next((step for step in range(self.steps) if self._weights[step] < least), self.steps)
-        if seen == self.steps:
-            return self._means
-        known = self._means[:seen]
-        later = [(SIZES[step], SIZES[step + 1]) for step in range(seen, self.steps)]
-        if self._in_depth:
-            # Behind each other: what stands later is never accepted more often.
-            last = min(mean / (SIZES[step + 1] - SIZES[step]) for step, mean in enumerate(known))
-            at, apart = _middle(seen - 1), _middle(seen - 1) - _middle(0)
-            ratio = (last / known[0]) ** (1 / apart) if apart and last > 0 else last
-            ratio = min(ratio, _MOST_RATIO)
-            return known + [last * sum(ratio ** (node - at) for node in range(low, high)) for low, high in later]
-        begin = max(0, seen - 2)
-        per_ratio = sum(known[begin:]) / math.log((1 + SIZES[seen]) / (1 + SIZES[begin]))
-        return known + [per_ratio * math.log((1 + high) / (1 + low)) for low, high in later]
+
+def _geometrically(steps: Sequence[float]) -> float:
+    """Accepted proposals of the next step, where each proposal stands behind the one before."""
+    count = len(steps)
+    # What stands later is never accepted more often.
+    last = min(mean / (SIZES[step + 1] - SIZES[step]) for step, mean in enumerate(steps))
+    at = _middle(count - 1)
+    ratio = (last / steps[0]) ** (1 / (at - _middle(0))) if count > 1 and last > 0 else last
+    ratio = min(ratio, _MOST_RATIO)
+    return last * sum(ratio ** (node - at) for node in range(SIZES[count], SIZES[count + 1]))
+
+
+def _harmonically(steps: Sequence[float]) -> float:
+    """The same where proposals are ordered by how probable they are."""
+    count = len(steps)
+    begin = max(0, count - 2)
+    per_ratio = sum(steps[begin:]) / math.log((1 + SIZES[count]) / (1 + SIZES[begin]))
+    return per_ratio * math.log((1 + SIZES[count + 1]) / (1 + SIZES[count]))
 
 
 def _middle(step: int) -> float:
