@@ -6,8 +6,7 @@ from one context length to the next. Nothing here can change a token: the target
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_runtime.speculation.round_times import RoundTimes
@@ -18,37 +17,32 @@ from offload_runtime.speculation.window_sizes import PLAIN, SIZES, Choice, steps
 _LOST_SHARE = 0.005
 _PROBING_SHARE = 0.005
 # Plain rounds that may be lost before any time has passed, and the most that earlier gains give credit for.
-_FIRST_LOSS = 0.5
+_FIRST_LOSS = 0.4
 _MOST_CREDIT = 4.0
 # A single round that took exceptionally long may not keep proposals off for longer than this lasts.
-_LEAST_CREDIT = -0.25
+_LEAST_CREDIT = -0.1
 # The same of finding out; against plain decoding this is lost too only as far as that allows.
 _MOST_PROBING = 3.0
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
 # Rounds of a family before its figures are believed, and more while they might still turn out the best.
 _TRIED, _WELL_TRIED = 3, 12
-# Rounds until what lost is looked at again, each time twice as many.
-_LOSER_ROUNDS = 16
+# Rounds until what lost is looked at again, each time twice as many up to a limit.
+_LOSER_ROUNDS, _MOST_LOSER_ROUNDS = 16, 128
 # The same for the sizes next to the best one: while little is known, and later.
 _NEIGHBOUR_ROUNDS, _LATER_NEIGHBOUR_ROUNDS, _LITTLE_KNOWN = 6, 32, 64
 # Rounds that a choice stands once a while has been played: choosing costs the host time.
 _STANDING_ROUNDS = 4
 
-# Accepted proposals of a window by its size where nothing is known: a draft is right three times of four, its likeliest
-# candidates bring a token more with every doubling of their number, and a third of all endings of a text come again.
-_AT_FIRST: Mapping[str, tuple[Callable[[int], float], bool]] = {
-    "chain": (lambda size: 3 * (1 - 0.75**size), True),
-    "tree": (lambda size: 0.8 * math.log2(1 + size), False),
-    "ngram": (lambda size: 2 * (1 - 0.85**size), True),
-}
-FAMILIES = tuple(_AT_FIRST)
+# By family how often the first proposal is expected to be accepted before anything is known, and whether proposals stand
+# behind each other: a draft is right three times of four, and what followed the same tokens before half of the time.
+_AT_FIRST: Mapping[str, tuple[float, bool]] = {"chain": (0.75, True), "tree": (0.8, False), "ngram": (0.5, True)}
 
 
 def new_gains(family: str, largest: int) -> Gains:
     """Of a family about which nothing is known yet, in windows of up to `largest` proposals."""
-    at_first, in_depth = _AT_FIRST[family]
-    return Gains(largest, at_first, in_depth=in_depth)
+    first, in_depth = _AT_FIRST[family]
+    return Gains(largest, first=first, in_depth=in_depth)
 
 
 @dataclass
@@ -113,7 +107,9 @@ class Chooser:
             for family, largest in limits.items()
             if (found := self._best_of(family, times, largest, self._credit)) is not None
         }
-        self._best = self._settled(standings)
+        before, self._best = self._best, self._settled(standings)
+        if self._best.choice != before.choice and self._round < _LITTLE_KNOWN:
+            self._neighbour_due = min(self._neighbour_due, self._round + 1)
         self._standing = (key, self._round + _STANDING_ROUNDS) if self._round >= _LITTLE_KNOWN else None
         if not times.knows_plain:
             return PLAIN  # what all others are held against
@@ -150,7 +146,7 @@ class Chooser:
         curve, gains = times.curve(family, largest), self._gains[family].curve()
         standings = [
             _Standing(Choice(family, size), seconds / curve[0], 1 + gained)
-            for size, seconds, gained in zip(SIZES[1:], curve[1:], gains[1:], strict=False)
+            for size, seconds, gained in zip(SIZES[1 : steps_within(largest) + 1], curve[1:], gains[1:], strict=False)
             if seconds / curve[0] - 1 <= loss
         ]
         return max(standings, key=lambda standing: standing.advantage, default=None)
@@ -198,7 +194,7 @@ class Chooser:
                 found = self._best_of(name, times, limits[name], min(self._credit, self._probing))
             if found is not None and self._pay(found):
                 revisits = self._revisits[name]
-                revisits.interval *= 2
+                revisits.interval = min(2 * revisits.interval, _MOST_LOSER_ROUNDS)
                 revisits.due = self._round + revisits.interval
                 return found.choice
         if self._best.choice == PLAIN or self._round < self._neighbour_due:
@@ -218,7 +214,7 @@ class Chooser:
         if not 0 < to <= steps_within(limits[family]):
             return None
         curve = times.curve(family, SIZES[to])
-        return _Standing(Choice(family, SIZES[to]), curve[-1] / curve[0], 1 + self._gains[family].curve()[to])
+        return _Standing(Choice(family, SIZES[to]), curve[to] / curve[0], 1 + self._gains[family].curve()[to])
 
     def _pay(self, standing: _Standing) -> bool:
         """Take what playing this in place of the best is expected to lose out of the allowance, if it suffices."""

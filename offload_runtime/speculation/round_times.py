@@ -12,17 +12,21 @@ Foreseen = Callable[[Choice], float | None]
 
 # Newest times of a choice that count.
 _MEMORY = 32
-# A first time so much longer than expected may have captured a graph or compiled a kernel: it is measured again.
-_SUSPICIOUS = 1.5
+# First times so much longer than expected may have captured a graph or compiled a kernel: so many are needed until they
+# are believed.
+_SUSPICIOUS, _BELIEVED = 1.5, 3
 
 # Of a round, in whatever unit: only proportions count.
 Foreseen = Callable[[Choice], float]
 
 
-def guessed_cost(choice: Choice) -> float:
-    """Plain rounds that a round may take where nobody knows the machine: the draft's steps cost, rows hardly do."""
-    per_proposal = {"chain": 0.04, "tree": 0.01}
-    return 1 + 0.002 * choice.size + per_proposal.get(choice.family, 0.0) * choice.size
+def guessed_cost(choice: Choice, *, streamed: bool = False) -> float:
+    """Plain rounds that a round may take where nobody knows the machine.
+
+    The steps of a draft cost, rows hardly do; beside what is streamed neither costs much.
+    """
+    per_proposal = {"chain": 0.042, "tree": 0.012}.get(choice.family, 0.002)
+    return 1 + (per_proposal / 10 if streamed else per_proposal) * choice.size
 
 
 class RoundTimes:
@@ -39,35 +43,44 @@ class RoundTimes:
         self._foreseen: dict[Choice, float] = {}
         self._samples: dict[Choice, deque[float]] = {}
         self._means: dict[Choice, float] = {}
-        self._suspected: set[Choice] = set()
-        self._curves: dict[tuple[str, int], list[float]] = {}
+        self._suspected: dict[Choice, list[float]] = {}
+        self._steps: dict[str, int] = {}
+        self._curves: dict[str, list[float]] = {}
 
     def observe(self, choice: Choice, seconds: float) -> None:
         """A round was played."""
         samples = self._samples.get(choice)
         if samples is None:
-            if self._means and choice not in self._suspected and seconds > _SUSPICIOUS * self.seconds(choice):
-                self._suspected.add(choice)
-                return
-            samples = self._samples[choice] = deque(maxlen=_MEMORY)
-        samples.append(seconds)
+            suspected = self._suspected.setdefault(choice, [])
+            if self._means and seconds > _SUSPICIOUS * self.seconds(choice):
+                suspected.append(seconds)
+                if len(suspected) < _BELIEVED:
+                    return
+                samples = self._samples[choice] = deque(suspected, maxlen=_MEMORY)
+            else:
+                samples = self._samples[choice] = deque([seconds], maxlen=_MEMORY)
+        else:
+            samples.append(seconds)
         self._means[choice] = _mean_of_most(samples)
-        self._curves = {key: curve for key, curve in self._curves.items() if choice != PLAIN and key[0] != choice.family}
+        if choice == PLAIN:
+            self._curves.clear()
+        else:
+            self._curves.pop(choice.family, None)
 
     def seconds(self, choice: Choice) -> float:
         """To be expected of a choice of `SIZES`."""
-        return self.curve(choice.family, choice.size)[-1]
+        return self.curve(choice.family, choice.size)[steps_within(choice.size)]
 
     def cost(self, choice: Choice, seconds: float | None) -> float:
-        """Plain rounds that a round took; what was exceptionally long counts as what is usual.
+        """Plain rounds that a round took, at least one, exceptions not counted in full.
 
         Args:
             choice: Of the round, which was observed.
             seconds: Of the round; None where it was none of the usual ones.
         """
-        curve = self.curve(choice.family, choice.size)
-        plain_s, usual_s = self._means.get(PLAIN, curve[0]), curve[-1]
-        return (usual_s if seconds is None or seconds > _SUSPICIOUS * usual_s else seconds) / plain_s
+        usual_s = self.seconds(choice)
+        plain_s = self._means.get(PLAIN, self._curves[choice.family][0])
+        return max(1.0, (usual_s if seconds is None else min(seconds, _SUSPICIOUS * usual_s)) / plain_s)
 
     @property
     def knows_plain(self) -> bool:
@@ -76,14 +89,18 @@ class RoundTimes:
         return self._sure or len(self._samples.get(PLAIN, ())) > 1
 
     def curve(self, family: str, largest: int) -> list[float]:
-        """Seconds of windows of each size of a family, beginning with plain decoding, never falling.
+        """Seconds of windows of each size of a family up to `largest` at the least, beginning with plain decoding, never
+        falling.
 
         Times of sizes between those played are in proportion to what was foreseen.
         """
         steps = steps_within(largest)
-        known = self._curves.get((family, steps))
+        if steps > self._steps.get(family, -1):
+            self._steps[family] = steps
+            self._curves.pop(family, None)
+        known = self._curves.get(family)
         if known is None:
-            known = self._curves[family, steps] = self._drawn(family, steps)
+            known = self._curves[family] = self._drawn(family, self._steps[family])
         return known
 
     def _drawn(self, family: str, steps: int) -> list[float]:
@@ -125,18 +142,17 @@ def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float
 def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float]) -> list[float]:
     """Foreseen times, by the proportion that the played ones next to them have to what was foreseen of these."""
     played = sorted(times)
-    ratios = {step: times[step] / foreseen[step] for step in played}
+    ratios = [times[step] / foreseen[step] for step in played]
     drawn: list[float] = []
+    after = 0  # of the played ones, the first that is no smaller
     for step, seconds in enumerate(foreseen):
-        before = max((at for at in played if at <= step), default=played[0])
-        after = min((at for at in played if at >= step), default=played[-1])
-        drawn.append(seconds * _between(before, after, step, ratios))
+        while after < len(played) and played[after] < step:
+            after += 1
+        if after in (0, len(played)):
+            ratio = ratios[max(0, after - 1)]
+        else:
+            low, high = SIZES[played[after - 1]], SIZES[played[after]]
+            share = (SIZES[step] - low) / (high - low)
+            ratio = ratios[after - 1] + share * (ratios[after] - ratios[after - 1])
+        drawn.append(seconds * ratio)
     return drawn
-
-
-def _between(before: int, after: int, step: int, values: Mapping[int, float]) -> float:
-    """On the line between two steps."""
-    if before >= after:
-        return values[before]
-    share = (SIZES[step] - SIZES[before]) / (SIZES[after] - SIZES[before])
-    return values[before] + share * (values[after] - values[before])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from offload_runtime.speculation.window_sizes import SIZES, steps_within
@@ -29,17 +29,16 @@ class Gains:
 
     Args:
         largest: Most proposals of a window.
-        at_first: Accepted proposals of a window by its size, before any was seen.
+        first: How often the first proposal is expected to be accepted before any was seen.
         in_depth: Whether proposals stand behind each other, so that they are accepted geometrically less often;
             otherwise they are ordered by probability, which falls like 1 / number.
     """
 
-    def __init__(self, largest: int, at_first: Callable[[int], float], *, in_depth: bool) -> None:
+    def __init__(self, largest: int, *, first: float, in_depth: bool) -> None:
         self.steps = steps_within(largest)
         self._in_depth = in_depth
-        sizes = SIZES[: self.steps + 1]
-        self._means = [at_first(high) - at_first(low) for low, high in zip(sizes, sizes[1:], strict=False)]
-        self._weights = [_FIRST_WEIGHT] * self.steps
+        self._means = [first] + [0.0] * (self.steps - 1)
+        self._weights = [_FIRST_WEIGHT] + [0.0] * (self.steps - 1)
         self._last_round = 0
         self._curve: list[float] | None = None
         self.num_rounds = 0  # observed
