@@ -23,6 +23,8 @@ _MOST_CREDIT = 4.0
 _LEAST_CREDIT = -0.1
 # The same of finding out; against plain decoding this is lost too only as far as that allows.
 _MOST_PROBING = 3.0
+# Of it, what is kept for looking at other families than the best.
+_FOR_OTHERS = 1.0
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
 # Rounds of a family before its figures are believed, and more while they might still turn out the best.
@@ -197,7 +199,7 @@ class Chooser:
                 revisits.interval = min(2 * revisits.interval, _MOST_LOSER_ROUNDS)
                 revisits.due = self._round + revisits.interval
                 return found.choice
-        if self._best.choice == PLAIN or self._round < self._neighbour_due:
+        if self._best.choice == PLAIN or self._round < self._neighbour_due or self._probing < _FOR_OTHERS:
             return None
         found = self._neighbour(times, limits)
         if found is None or not self._pay(found):

@@ -42,7 +42,7 @@ class RoundTimes:
         self._foreseen_of, self._sure = foreseen, sure
         self._foreseen: dict[Choice, float] = {}
         self._samples: dict[Choice, deque[float]] = {}
-        self._means: dict[Choice, float] = {}
+        self._usual: dict[Choice, float] = {}
         self._suspected: dict[Choice, list[float]] = {}
         self._steps: dict[str, int] = {}
         self._curves: dict[str, list[float]] = {}
@@ -52,7 +52,7 @@ class RoundTimes:
         samples = self._samples.get(choice)
         if samples is None:
             suspected = self._suspected.setdefault(choice, [])
-            if self._means and seconds > _SUSPICIOUS * self.seconds(choice):
+            if self._usual and seconds > _SUSPICIOUS * self.seconds(choice):
                 suspected.append(seconds)
                 if len(suspected) < _BELIEVED:
                     return
@@ -61,7 +61,7 @@ class RoundTimes:
                 samples = self._samples[choice] = deque([seconds], maxlen=_MEMORY)
         else:
             samples.append(seconds)
-        self._means[choice] = _mean_of_most(samples)
+        self._usual[choice] = _lower_median(samples)
         if choice == PLAIN:
             self._curves.clear()
         else:
@@ -79,7 +79,7 @@ class RoundTimes:
             seconds: Of the round; None where it was none of the usual ones.
         """
         usual_s = self.seconds(choice)
-        plain_s = self._means.get(PLAIN, self._curves[choice.family][0])
+        plain_s = self._usual.get(PLAIN, self._curves[choice.family][0])
         return max(1.0, (usual_s if seconds is None else min(seconds, _SUSPICIOUS * usual_s)) / plain_s)
 
     @property
@@ -106,13 +106,17 @@ class RoundTimes:
     def _drawn(self, family: str, steps: int) -> list[float]:
         choices = [PLAIN, *(Choice(family, size) for size in SIZES[1 : steps + 1])]
         foreseen = [self._foresee(choice) for choice in choices]
-        played = [step for step, choice in enumerate(choices) if choice in self._means]
+        played = [step for step, choice in enumerate(choices) if choice in self._usual]
         if not played:
             return foreseen
-        rising = _never_falling(
-            [self._means[choices[step]] for step in played], [len(self._samples[choices[step]]) for step in played]
-        )
-        return _in_proportion(dict(zip(played, rising, strict=True)), foreseen)
+        times = {step: self._usual[choices[step]] for step in played}
+        counts = {step: len(self._samples[choices[step]]) for step in played}
+        for step in [step for step in played if counts[step] < _BELIEVED]:
+            others = {other: seconds for other, seconds in times.items() if other != step}
+            if others and times[step] > _SUSPICIOUS * _in_proportion(others, foreseen)[step]:
+                times = others
+        rising = _never_falling(list(times.values()), [counts[step] for step in times])
+        return _in_proportion(dict(zip(times, rising, strict=True)), foreseen)
 
     def _foresee(self, choice: Choice) -> float:
         if choice not in self._foreseen:
@@ -120,12 +124,9 @@ class RoundTimes:
         return self._foreseen[choice]
 
 
-def _mean_of_most(samples: Sequence[float]) -> float:
-    """Mean without the longest and the shortest quarter; of few, without the longest."""
-    quarter = len(samples) // 4
-    ordered = sorted(samples)
-    kept = ordered[quarter : max(1, len(ordered) - max(1, quarter))]
-    return sum(kept) / len(kept)
+def _lower_median(samples: Sequence[float]) -> float:
+    """The middle one, of two the shorter: exceptions are long."""
+    return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float]:
