@@ -39,6 +39,7 @@ from offload_runtime.speculation import (
     Proposer,
     TreeDraftProposer,
     TriForceProposer,
+    WithNgrams,
 )
 from offload_runtime.tracing import TraceRecorder
 from offload_runtime.weights import packed_bytes
@@ -264,12 +265,13 @@ def make_proposer(
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
     chains.model.recorder = recorder
+    ngrams = NgramProposer()
     if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
-        return chains
+        return WithNgrams(chains, ngrams)
     tree = DraftTree(
         runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
     )  # fmt: skip
-    return TreeDraftProposer(chains, tree, device=budget.device, ngrams=NgramProposer())
+    return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams), ngrams)
 
 
 def _make_triforce(

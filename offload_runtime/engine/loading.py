@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, require_positive
+from offload_runtime.config import SpeculationOptions, require_nodes
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.description import describe_placement
@@ -20,7 +20,8 @@ from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype
 from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
 from offload_runtime.engine.staged_levels import place_and_stage
-from offload_runtime.engine.windows import WindowLimits, WindowSize
+from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
+from offload_runtime.engine.windows import WindowLimits
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.link_pace import paced_link
 from offload_runtime.machine_profile.host_info import read_host_info
@@ -30,7 +31,7 @@ from offload_runtime.memory import (
     device_memory_used_by_others,
     resolve_device,
 )
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Proposer
 from offload_runtime.tracing import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
 from offload_runtime.weights import CheckpointSource
 
@@ -46,9 +47,8 @@ _CPU_DEFAULT_GAMMA = 7
 class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
-    `proposer` serves up to `batch` sequences at once, in `windows` whose default gamma is 0 where it proposes nothing;
-    `placement` says in a line what lives where, and `plan` in bytes. `recorder` is told what the copy queues and steps
-    of proposers do.
+    `proposer` serves up to `batch` sequences at once, in `windows`; `placement` says in a line what lives where, and
+    `plan` in bytes. `recorder` is told what the copy queues and steps of proposers do.
     """
 
     sources: assembly.Sources
@@ -79,12 +79,12 @@ def load_runtime(
         ram_bytes: Most host memory to use; None for what is available.
         pinned_bytes: Most of it to page-lock; None for what the system allows.
         emulation: A smaller machine to play.
+        tree_nodes: None for room that suits the run, 0 for none.
         trace: Record what the copy queues and the steps of proposers do.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
     check_tree_nodes(tree_nodes, kind, options.mode)
-    most_nodes = max(max_gamma, tree_nodes or 0)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
@@ -100,10 +100,10 @@ def load_runtime(
         sources = assembly.open_sources(target, None if kind == draft else draft)
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
-        def planned(context: int | str) -> RunPlan:
+        def planned(context: int | str, nodes: int) -> RunPlan:
             plans = make_plans(
-                sources.target, sources.draft, dtype, chosen, context=context, window=most_nodes + 1, kv=kv,
-                options=options, batch=batch, tree_nodes=tree_nodes,
+                sources.target, sources.draft, dtype, chosen, context=context, window=max(max_gamma, nodes) + 1, kv=kv,
+                options=options, batch=batch, tree_nodes=nodes or None,
             )  # fmt: skip
             require_dtype(plans.target.dtype, chosen)
             placed = place_and_stage(
@@ -111,7 +111,13 @@ def load_runtime(
             )
             return describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
 
-        plan = planned_within(host.ram_bytes, context, planned)
+        def roomy(context: int | str) -> RunPlan:
+            return with_tree_room(
+                tree_nodes, lambda nodes: planned(context, nodes), draft=kind, mode=options.mode,
+                ram_bytes=host.ram_bytes,
+            )  # fmt: skip
+
+        plan = planned_within(host.ram_bytes, context, roomy)
         placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
@@ -128,18 +134,20 @@ def load_runtime(
             traced_copies(recorder, LINK_BACK),
         ):
             models = assembly.load_models(
-                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=tree_nodes is not None
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=plan.tree_room > 0
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
-            proposes = not isinstance(proposer, NoProposer)
-            gamma = min(default_gamma(chosen.type, placed), max_gamma) if proposes else 0
+            windows = WindowLimits(
+                max_gamma, max(max_gamma, plan.tree_room), min(default_gamma(chosen.type, placed), max_gamma),
+                tree_nodes=tree_nodes, tree_room=plan.tree_room,
+            )  # fmt: skip
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
-                windows=WindowLimits(max_gamma, most_nodes, WindowSize(gamma, tree_nodes)),
+                windows=windows,
                 placement=describe_placement(models.target, plans, budget)
-                + f"; {describe_speculation(kind, placed, options)}"
+                + f"; {describe_speculation(kind, placed, options)}{describe_tree_room(plan)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
                 plan=with_placement(plan, models.target.placement), recorder=recorder,
             )  # fmt: skip
@@ -188,14 +196,14 @@ def check_proposals(draft: str, mode: str) -> None:
 
 
 def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
-    """Refuse trees where nobody proposes branches. Arguments as of `check_proposals`.
+    """Refuse trees where nobody proposes branches; 0 and None ask for none. Arguments as of `check_proposals`.
 
     Raises:
         OptionError: The number makes no sense, or would be ignored.
     """
-    if tree_nodes is None:
+    if not tree_nodes:
         return
-    require_positive("tree_nodes", tree_nodes)
+    require_nodes(tree_nodes)
     if draft == "none" or mode in ("none", "triforce"):
         who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
         raise OptionError(

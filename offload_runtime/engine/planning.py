@@ -8,10 +8,11 @@ import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_positive, size_option_down
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_proposals
+from offload_runtime.engine.loading import check_proposals, check_tree_nodes
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.staged_levels import LockLimit, place_and_stage
+from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
@@ -25,7 +26,7 @@ class PlanRequest:
     """What `Runtime.load` would be asked for.
 
     `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes`, `ram_bytes` and `pinned_bytes`
-    None allow all of the machine's.
+    None allow all of the machine's. `tree_nodes` as of `Runtime.load`.
     """
 
     target: ModelDescription
@@ -42,6 +43,7 @@ class PlanRequest:
     vram_bytes: int | None = None
     ram_bytes: int | None = None
     pinned_bytes: int | None = None
+    tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("batch", self.batch)
@@ -112,17 +114,19 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    check_proposals(request.draft_name if request.draft is None else "the draft", request.speculation.mode)
+    kind, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
+    check_proposals(kind, mode)
+    check_tree_nodes(request.tree_nodes, kind, mode)
     device, limits = torch.device("cuda"), _device_limits(request, machine)
     pinnable_bytes, name = machine.pinnable_bytes, machine.name
     if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
         pinnable_bytes, name = request.pinned_bytes, "--pinned"
 
-    def planned(context: int | str) -> RunPlan:
+    def planned(context: int | str, nodes: int) -> RunPlan:
         plans = make_plans(
             request.target, request.draft, request.dtype, device, context=context,
-            window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
-            batch=request.batch,
+            window=max(request.max_gamma, request.gamma or 0, nodes) + 1, kv=request.kv, options=request.speculation,
+            batch=request.batch, tree_nodes=nodes or None,
         )  # fmt: skip
         placed = place_and_stage(
             plans, limits, LockLimit(pinnable_bytes, name), resident_layers=request.resident_layers, kv=request.kv,
@@ -131,7 +135,13 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         return describe_run(placed, limits, device.type)
 
     ram_bytes = ram_limit_bytes(request, machine)
-    plan = planned_within(ram_bytes, request.context, planned)
+
+    def roomy(context: int | str) -> RunPlan:
+        return with_tree_room(
+            request.tree_nodes, lambda nodes: planned(context, nodes), draft=kind, mode=mode, ram_bytes=ram_bytes
+        )
+
+    plan = planned_within(ram_bytes, request.context, roomy)
     asked = ram_bytes == request.ram_bytes
     check_ram(
         plan, ram_bytes, "--ram" if asked else "the host memory",

@@ -133,6 +133,11 @@ class ModelPlan:
     tree_slots: int = 0  # of a draft that grows trees: places for what may become part of a sequence
 
     @property
+    def has_full_cache(self) -> bool:
+        """Of a draft, whether its steps read all that its cache keeps, which is all of the text."""
+        return self.streaming is None and self.retrieval is None
+
+    @property
     def layer_bytes(self) -> int:
         """One packed layer."""
         return layer_layout(self.config, self.dtype).total_bytes

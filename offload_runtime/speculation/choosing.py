@@ -36,12 +36,12 @@ _NEIGHBOUR_ROUNDS, _LATER_NEIGHBOUR_ROUNDS, _LITTLE_KNOWN = 6, 32, 64
 # Rounds that a choice stands once a while has been played: choosing costs the host time.
 _STANDING_ROUNDS = 4
 
-# By family how often the first proposal is expected to be accepted before anything is known, and whether proposals stand
-# behind each other: a draft is right three times of four, and what followed the same tokens before half of the time.
+# By family how often the first proposal is expected to be accepted before anything is known, and whether proposals
+# stand behind each other: a draft is right three times of four, what followed the same tokens before half of the time.
 _AT_FIRST: Mapping[str, tuple[float, bool]] = {"chain": (0.75, True), "tree": (0.8, False), "ngram": (0.5, True)}
 
 
-def new_gains(family: str, largest: int) -> Gains:
+def _new_gains(family: str, largest: int) -> Gains:
     """Of a family about which nothing is known yet, in windows of up to `largest` proposals."""
     first, in_depth = _AT_FIRST[family]
     return Gains(largest, first=first, in_depth=in_depth)
@@ -80,11 +80,11 @@ class Chooser:
     lost more than they may, plain rounds are played until they are affordable again, whatever the figures promise.
 
     Args:
-        gains: By family, what is known of it.
+        largest: By family, the largest window that there can be.
     """
 
-    def __init__(self, gains: Mapping[str, Gains]) -> None:
-        self._gains = dict(gains)
+    def __init__(self, largest: Mapping[str, int]) -> None:
+        self._gains = {family: _new_gains(family, size) for family, size in largest.items()}
         self._round = 0
         self._credit = _FIRST_LOSS  # what may be lost against plain decoding
         self._probing = _MOST_PROBING  # what may be lost against the best
@@ -99,7 +99,7 @@ class Chooser:
 
         Args:
             times: Of rounds like this one.
-            limits: The families that can propose, each with its largest window; not empty.
+            limits: The families that have something to propose, each with its largest window.
         """
         key = tuple(limits.items())
         if self._standing is not None and (self._standing[0], self._round < self._standing[1]) == (key, True):
@@ -184,9 +184,7 @@ class Chooser:
                     return standing.choice
         return None
 
-    def _probe(
-        self, times: RoundTimes, limits: Mapping[str, int], standings: Mapping[str, _Standing]
-    ) -> Choice | None:
+    def _probe(self, times: RoundTimes, limits: Mapping[str, int], standings: Mapping[str, _Standing]) -> Choice | None:
         """Something other than the best, where it is due and the allowance suffices."""
         due = [name for name, revisits in self._revisits.items() if self._round >= revisits.due]
         due = [name for name in due if name == PLAIN.family or name in limits]

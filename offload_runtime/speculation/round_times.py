@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from offload_runtime.speculation.window_sizes import PLAIN, SIZES, Choice, steps_within
 
-# Seconds of a round, or None where nothing is known of it.
-Foreseen = Callable[[Choice], float | None]
-
 # Newest times of a choice that count.
 _MEMORY = 32
 # First times so much longer than expected may have captured a graph or compiled a kernel: so many are needed until they
@@ -89,7 +86,7 @@ class RoundTimes:
         return self._sure or len(self._samples.get(PLAIN, ())) > 1
 
     def curve(self, family: str, largest: int) -> list[float]:
-        """Seconds of windows of each size of a family up to `largest` at the least, beginning with plain decoding, never
+        """Seconds of windows of each size of a family up to `largest` or beyond, beginning with plain decoding, never
         falling.
 
         Times of sizes between those played are in proportion to what was foreseen.

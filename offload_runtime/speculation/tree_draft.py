@@ -108,7 +108,6 @@ class TreeDraftProposer:
     """
 
     name = "draft"
-    makes_trees = True
 
     def __init__(
         self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None
@@ -120,6 +119,9 @@ class TreeDraftProposer:
         self._probabilities, self._hits = ChildProbabilities(), HitRate()
         self._grown: dict[int, _Grown] = {}
         self._going_on: list[int] = []  # sequences whose windows are being verified
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain", "tree")
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._forget()
