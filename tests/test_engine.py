@@ -69,8 +69,9 @@ def test_a_draft_model_changes_nothing_but_the_passes(
     speculative: Runtime, expected: list[list[int]], gamma: int | None
 ) -> None:
     per_pass = assert_same(speculative, expected, gamma=gamma)
-    assert max(per_pass) > 1.2
-    assert all(1 <= tokens <= (gamma or 7) + 1 for tokens in per_pass)
+    if gamma is not None:  # else what is chosen depends on how long it takes
+        assert max(per_pass) > 1.2
+        assert all(1 <= tokens <= gamma + 1 for tokens in per_pass)
 
 
 def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list[list[int]]) -> None:
@@ -169,7 +170,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
     engine = speculative._parts.engine
     engine.drain()
     before = engine.bytes_copied
-    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
+    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
     engine.drain()
     stats = result.stats
     layer_bytes = speculative._models.target.weights.layer_layout.total_bytes

@@ -17,7 +17,7 @@ from offload_runtime import sampling
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, verdict_line
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, playing
 from offload_runtime.engine.transcripts import ScriptedProposer, forced_rows, transcribe
 from offload_runtime.engine.verification import VerificationPlan, VerificationReport, verify
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -130,14 +130,14 @@ def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, mo
 
 
 def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def speak_the_draft(self: Any, tokens: Sequence[int], gamma: int, tree_nodes: int | None) -> rounds.Round:
-        done = honest(self, tokens, gamma, tree_nodes)
-        if gamma > 0 and done.num_proposed and done.num_accepted == 0:
-            return replace(done, tokens=[done.proposal.tokens[0]])
+    def speak_the_draft(target: Any, params: Any, proposer: Any, turns: Sequence[Any]) -> list[rounds.Round]:
+        done = honest(target, params, proposer, turns)
+        if len(turns) == 1 and done[0].num_proposed and done[0].num_accepted == 0:
+            return [replace(done[0], tokens=[done[0].proposal.tokens[0]])]
         return done
 
-    honest = rounds.SpeculativeDecoder.round
-    monkeypatch.setattr(rounds.SpeculativeDecoder, "round", speak_the_draft)
+    honest = rounds.play_round
+    monkeypatch.setattr(playing, "play_round", speak_the_draft)
     report = verify(runtime, PLAN)
     # The logits are those of the right context, only the token is not theirs.
     assert all(run.finding.foreign_tokens for run in report.bad_runs) and len(report.bad_runs) > 6
