@@ -61,7 +61,8 @@ class _Search:
     """Changes one setting at a time, then several."""
 
     def __init__(self, request: PlanRequest, machine: MachineFigures) -> None:
-        self._request = request
+        # Room for trees is nothing that a run has to have, and what fits without it fits.
+        self._request = replace(request, tree_nodes=0 if request.tree_nodes is None else request.tree_nodes)
         self._machine = machine
         self.short_bytes: dict[str, int] = {}
 

@@ -76,8 +76,9 @@ class Proposer(Protocol):
 
 
 def makes_trees(proposer: Proposer) -> bool:
-    """Whether guesses may branch where a turn has room for more than a chain."""
-    return not {"tree", "ngram"}.isdisjoint(proposer.families({}))
+    """Whether guesses may branch where a turn has room for more than a chain, whoever else may be asked for."""
+    able = proposer.families({})
+    return "tree" in able or ("ngram" in able and "chain" not in able)
 
 
 class NoProposer:

@@ -17,7 +17,7 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TriForceProposer
+from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TriForceProposer, WithNgrams
 
 
 def models_of(runtime: Runtime) -> LoadedModels:
@@ -85,6 +85,8 @@ class Levels:
 
 def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
+    if isinstance(proposer, WithNgrams):
+        return levels_of(proposer.draft)
     if isinstance(proposer, TriForceProposer):
         assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalTarget)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
