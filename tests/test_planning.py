@@ -475,7 +475,7 @@ def placements(checkpoint: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bo
     yield "weights in part", {"kv": "gpu", "resident_layers": 3}, (True, False)
     yield "KV", {"kv": "host"}, (False, True)
     yield "both", {"kv": "host", "resident_layers": 0}, (True, True)
-    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2) as runtime:
+    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
         floor = runtime.plan.device_bytes
         needs = runtime.plan.placed.plans.target.host_kv_needs
         layer = needs.layer_bytes - needs.open_bytes
