@@ -4,6 +4,9 @@ Every message says what is wrong, by how much, what the limit is and the way out
 line and ends with exit code 2. Our own invariants are `assert`s instead.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class OffloadError(Exception):
     """Base of every error that `offload_runtime` raises on purpose."""
@@ -38,7 +41,14 @@ class ContextLengthError(OffloadError):
 
 
 class BudgetError(OffloadError):
-    """A memory budget (VRAM, RAM, pinned) is too small; the message says what would fit."""
+    """A memory budget (VRAM, RAM, pinned) is too small; the message says what would fit.
+
+    `answers` are those of a batch (`GenerationResult`) as far as they had come when memory ran out in the middle of it.
+    """
+
+    def __init__(self, message: str, answers: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.answers = tuple(answers)
 
 
 class NumericalError(OffloadError):

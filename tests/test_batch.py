@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import ContextLengthError, OptionError
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from tests.helpers.engine import (  # noqa: F401
+    PROMPT,
+    load,
+    one_thread,
+    raising,
+    write_checkpoint,
+    write_noisy_copy,
+)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
@@ -95,6 +103,26 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert all(runtime._models.target.runner.cache.length(sequence) == 0 for sequence in range(3))
         again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
         assert [result.tokens for result in again] == [result.tokens for result in whole]
+
+
+@pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
+def test_memory_that_runs_out_costs_no_answer(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with load(target, draft=draft, max_batch=3, kv="host") as runtime:
+        asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": 2}
+        whole = runtime.generate_batch(PROMPTS[:3], **asked)
+        runner = runtime._models.target.runner
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "verify", raising(error, after=2, then=runner.verify))
+            with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:
+                runtime.generate_batch(PROMPTS[:3], **asked)
+        for result, other in zip(caught.value.answers, whole, strict=True):
+            assert result.finish_reason == "interrupted" and result.stats.passes == 2
+            assert 3 <= len(result.tokens) < COUNT and result.tokens == other.tokens[: len(result.tokens)]
+        assert [result.tokens for result in runtime.generate_batch(PROMPTS[:3], **asked)] == [
+            result.tokens for result in whole
+        ]
 
 
 def test_batches_that_make_no_sense(target: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, GenerationStats
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
 
 
@@ -101,6 +101,7 @@ class FakeRuntime:
         self.finish_reason = "stop"
         self.load_error: Exception | None = None
         self.answer_error: Exception | None = None
+        self.memory_lasts_for = -1  # answers of a batch
         self.before_piece: Callable[[int], None] = lambda number: None
 
     def load(
@@ -159,6 +160,9 @@ class FakeRuntime:
         on_prefill(1, 2)
         results: list[GenerationResult] = []
         for number in range(len(prompts)):
+            if number == self.memory_lasts_for:
+                results.append(GenerationResult(self.plain_tokens, "half", "interrupted", self.stats))
+                raise BudgetError("the host is full", results)
             on_progress(number, len(prompts))
             self.before_piece(number + 1)
             stopped = should_stop()

@@ -112,6 +112,19 @@ def test_every_output_of_an_emulated_run_says_so(runtime: FakeRuntime, tmp_path:
     assert sum(": emulating rtx4090 · " in line for line in batch.stderr.splitlines()) == 2
 
 
+def test_a_batch_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.memory_lasts_for = 1
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("Hi")
+    result = generate(*(f"--prompt-file={file}" for file in files))
+    assert result.exit_code == 2 and "the host is full" in result.stderr.splitlines()[-1]
+    assert "answer 0" in result.stdout and "half" in result.stdout
+    assert [answer["finish_reason"] for answer in json.loads(
+        generate("--json", *(f"--prompt-file={file}" for file in files)).stdout
+    )["results"]] == ["stop", "interrupted"]  # fmt: skip
+
+
 def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
     generate("--prompt", "Hi", "--chat")
     assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]

@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "KV streamed": {"draft": "none", "kv": "host"},
     "both streamed, n-grams": {"draft": "ngram", "kv": "host", "resident_layers": 1},
     "a draft's chain": {"kv": "gpu", "speculation": SpeculationOptions("chain", "full", **LEVELS)},
+    "a draft's trees": {"kv": "gpu", "tree_nodes": 200, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
     "a draft that retrieves": {"kv": "host", "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)},
     "TriForce": {"kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
     "TriForce for three": {
@@ -69,7 +70,7 @@ def test_a_closed_runtime_leaves_no_device_memory(target: Path, draft: Path) -> 
     left = []
     for _ in range(2):  # what libraries take once for all stays after the first time
         for run in RUNS.values():
-            with Runtime.load(target, **{"draft": draft, "device": "cuda", "context": CONTEXT, **run}) as runtime:
-                runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+            with Runtime.load(target, **{"draft": draft, "device": "cuda", "context": 2048, **run}) as runtime:
+                runtime.generate(PROMPT[:1200], max_new_tokens=8, ignore_eos=True)
         left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert left[0] == left[1]

@@ -173,7 +173,7 @@ def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft
 
 
 class SureModel:
-    """A tree model that says `script` with certainty, whatever the path; counts its steps."""
+    """A tree model that says `script` first of all, whatever the path; counts its steps."""
 
     capacity_tokens, num_slots = 1000, 40
 
@@ -200,7 +200,7 @@ class SureModel:
             self._texts[sequence] = list(one.text)
             assert all(slot < self.num_slots for branch in one.branches for slot in branch.slots)
             places = [len(one.text) + len(branch.slots) for branch in one.branches]
-            said[sequence] = [Children([self._script[place], 90, 91], [30.0, 0.0, 0.0]) for place in places]
+            said[sequence] = [Children([self._script[place], 90, 91], [3.0, 0.0, 0.0]) for place in places]
         return said
 
 
@@ -327,7 +327,7 @@ def test_to_the_end_of_the_targets_context(target: ModelRunner, draft: TreeDraft
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
-@pytest.mark.parametrize("after", range(0, 60, 7))
+@pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
     target: ModelRunner, draft: TreeDraft, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int
 ) -> None:
@@ -386,7 +386,7 @@ def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
 def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
     """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""
-    both, proposer = 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
+    both, full, proposer = 0, 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
     for seed in range(30):
         proposer._hits.rate = ngram_rate
         said = proposer.propose([Turn(1, random_tokens(20, seed=seed), 8)])[0].tokens
@@ -394,10 +394,11 @@ def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rat
         proposal = proposer.propose([Turn(0, text, 4, 10)])[0]
         tree = proposer._grown[0].tree
         nodes, waiting = tree.best(10, 4)[1], tree.next_to_expand(1, 3)
-        assert len(proposal) == len(nodes) == 10
+        assert 4 <= len(proposal) == len(nodes) <= 10
         assert not waiting or tree.log_probability(waiting[0]) <= tree.log_probability(nodes[-1])
         both += {"ngram", "draft"} <= set(proposal.sources)
-    assert both > 15
+        full += len(proposal) == 10
+    assert both > 15 and full > 15
 
 
 def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def run_model(
 def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[str, LoadedModel, list[int]]:
     """The model with so many resident layers (None: all), and a prompt."""
     if arguments.shape:
-        from common import options_from, peer_parser, prompt_ids
+        from common import options_from, peer_parser
         from ours import build
 
         argv = ["--shape", arguments.shape, "--device", arguments.device, "--dtype", arguments.dtype, "--vram", "100GB"]
@@ -110,7 +110,7 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
             options, context=arguments.tokens + 512, window=256,
             resident_layers=options.layers if resident_layers is None else resident_layers,
         )  # fmt: skip
-        return f"random {arguments.shape}", model, prompt_ids(options)[0].tolist()
+        return f"random {arguments.shape}", model, list(options.prompts[0])
     source = open_checkpoint(arguments.model)
     device = resolve_device(arguments.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]

@@ -11,49 +11,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-PEERS = Path(__file__).resolve().parent / "peers"
-# name -> script and its own options
-SYSTEMS: dict[str, tuple[str, list[str]]] = {
-    "ours": ("ours.py", []),
-    "deepspeed": ("deepspeed_zero.py", []),
-    "deepspeed-deep": ("deepspeed_zero.py", ["--prefetch-layers", "4", "--live-layers", "8"]),
-    "accelerate": ("accelerate_offload.py", ["--no-pin"]),
-    "accelerate-pinned": ("accelerate_offload.py", ["--pin"]),
+from comparing.systems import SYSTEMS as COMPARED
+from comparing.systems import System, measured, outcome, run_system
+
+SYSTEMS = {
+    "ours": System("ours.py", takes=("windows",)),
+    "deepspeed": COMPARED["deepspeed"],
+    "deepspeed-deep": replace(COMPARED["deepspeed"], options=("--prefetch-layers", "4", "--live-layers", "8")),
+    "accelerate": replace(COMPARED["accelerate"], options=("--no-pin",)),
+    "accelerate-pinned": COMPARED["accelerate"],
 }
 
 # How many times the tokens per second of these systems is claimed.
 BARS = {"deepspeed": 1.15, "accelerate": 5.0}
 
 
-def run_system(name: str, common: list[str], own: list[str], timeout_s: float) -> dict[str, Any]:
-    """Run one system; its JSON, or `{"error": …}` with the end of what it printed."""
-    script, options = SYSTEMS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, str(PEERS / script), *common, *options, *own, "--out", str(out)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"no result within {timeout_s:.0f} s"}
-        if out.exists():
-            result: dict[str, Any] = json.loads(out.read_text())
-            return result
-        return {"error": (done.stderr.strip() or done.stdout.strip())[-600:]}
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The figures for people."""
     lines = [f"{'system':18} {'s/token':>8} {'tok/s':>7} {'GB/s':>6} {'of peak':>8} {'TTFT s':>7} {'VRAM GB':>8}"]
     for name, result in results.items():
-        if "error" in result:
-            lines.append(f"{name:18} {result['error'].splitlines()[-1][:90] if result['error'] else 'failed'}")
+        if name not in measured(results):
+            lines.append(f"{name:18} {outcome(result)[:100]}")
             continue
         share = f"{result['bound']['share']:.1%}" if result["bound"] else "-"
         driver = (result["peak_vram_bytes"] or {}).get("driver", 0) / 1e9
@@ -61,7 +44,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f"{name:18} {result['s_per_token']['median']:8.4f} {result['tok_per_s']:7.2f} {result['link_gbps']:6.1f} "
             f"{share:>8} {result['time_to_first_token_s']:7.2f} {driver:8.2f}"
         )
-    for row in results.get("ours", {}).get("windows", []):
+    for row in measured(results).get("ours", {}).get("windows", []):
         share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
         lines.append(
             f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s"
@@ -72,11 +55,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """How many times the tokens per second of each other system."""
-    ours = results.get("ours", {}).get("tok_per_s")
-    if not ours:
-        return {}
-    others = {name: result["tok_per_s"] for name, result in results.items() if name != "ours" and "error" not in result}
-    return {name: ours / speed for name, speed in others.items()}
+    speeds = {name: result["tok_per_s"] for name, result in measured(results).items()}
+    ours = speeds.pop("ours", None)
+    return {name: ours / speed for name, speed in speeds.items()} if ours else {}
 
 
 @dataclass(frozen=True)
@@ -100,8 +81,8 @@ class Check:
 
 def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
     """The claims that this run can judge: those about systems and figures that it measured."""
-    ours = results.get("ours", {"error": "not run"})
-    if "error" in ours:
+    ours = measured(results).get("ours")
+    if ours is None:
         return []
     found = []
     for row in ours["windows"]:
@@ -149,8 +130,8 @@ def main() -> int:
     common += ["--commit", arguments.commit] if arguments.commit else []
     results = {}
     for name in names:
-        own = ["--windows", arguments.windows] if name == "ours" else []
-        results[name] = run_system(name, common, own, arguments.timeout)
+        own = {"windows": ("--windows", arguments.windows)}
+        results[name] = run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout)
     verdicts = checks(results)
     report = {
         "benchmark": "streaming",
@@ -164,7 +145,7 @@ def main() -> int:
     print(table(results))
     print(*verdicts, sep="\n")
     print(json.dumps(report))
-    failed = any("error" in result for result in results.values())
+    failed = len(measured(results)) < len(results)
     return 1 if failed or not all(check.holds for check in verdicts) else 0
 
 

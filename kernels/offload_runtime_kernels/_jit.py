@@ -13,6 +13,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     triton_available = True
 except ImportError:
@@ -33,7 +34,7 @@ def _identity_jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tu
 
 
 if not triton_available:
-    triton, tl = None, _Language()
+    triton, tl, gdc_launch_dependents, gdc_wait = None, _Language(), None, None
 
 jit: Any = triton.jit if triton_available else _identity_jit
 
@@ -54,3 +55,23 @@ def is_roomy(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _ROOMY_BYTES)  # type: ignore[attr-defined]
+
+
+# Programmatic dependent launch, from Hopper on.
+_OVERLAPPING_CAPABILITY = (9, 0)
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPPING_CAPABILITY
+
+
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Launch options for a kernel that is set up while the one before it on its stream ends, where the GPU can.
+
+    Such a kernel has a `tl.constexpr` OVERLAP. With it, it calls `gdc_wait` before it touches anything that another
+    kernel writes or reads, which waits until all before it have ended, and `gdc_launch_dependents` once it needs no
+    more of the memory's bandwidth: earlier, the next one's programs would take places of its own.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime_kernels._jit import is_roomy, jit, require_triton, tl, triton
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    is_roomy,
+    jit,
+    overlap_options,
+    require_triton,
+    tl,
+    triton,
+)
 from offload_runtime_kernels.attention_state import KeySource, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -40,8 +49,10 @@ def _sources_kernel(
     b_stride_sequence: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BOUNDED_A: tl.constexpr, BOUNDED_B: tl.constexpr,
-    ONE_PART: tl.constexpr, FP32_DOT: tl.constexpr,
+    ONE_PART: tl.constexpr, FP32_DOT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
     part = tl.program_id(2)
@@ -97,6 +108,8 @@ def _sources_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc)
         best = new_best
 
+    if OVERLAP:
+        gdc_launch_dependents()
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if ONE_PART:
         tl.store(out_ptr + row_offset[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -112,8 +125,10 @@ def _sources_kernel(
 @jit(do_not_specialize=("num_parts", "num_rows"))
 def _join_kernel(
     partial_ptr, lse_ptr, out_ptr, num_parts, num_rows,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.arange(0, D_BLOCK)
@@ -136,6 +151,8 @@ def _join_kernel(
         total = total * shrink + tl.sum(weight, axis=0)
         acc = acc * shrink + tl.sum(found * weight[:, None], axis=0)
         best = new_best
+    if OVERLAP:
+        gdc_launch_dependents()
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -224,12 +241,12 @@ def attend_sources_triton(
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, D_BLOCK=channels,
             ROWS=rows_per_program, TILE=cut.tile, BLOCK=BLOCK_TOKENS, STAGES=cut.stages,
             BOUNDED_A=a.source.bounds is not None, BOUNDED_B=b.source.bounds is not None, ONE_PART=num_parts == 1,
-            FP32_DOT=q.dtype == torch.float32, num_warps=4,
+            FP32_DOT=q.dtype == torch.float32, num_warps=4, **overlap_options(q.device),
         )  # fmt: skip
         before += count
     if num_parts > 1:
         _join_kernel[(batch * num_queries, num_heads)](
             partial, lse, out, num_parts, batch * num_queries, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
-            D_BLOCK=channels, PARTS=_JOINED_PARTS, num_warps=1,
+            D_BLOCK=channels, PARTS=_JOINED_PARTS, num_warps=1, **overlap_options(q.device),
         )  # fmt: skip
     return out

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from offload_runtime_kernels._jit import is_roomy, jit, require_triton, tl, triton
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    is_roomy,
+    jit,
+    overlap_options,
+    require_triton,
+    tl,
+    triton,
+)
 
 MOST_ROWS = 32
 # Up to so many rows are multiplied in registers; each takes as many accumulators again.
@@ -103,8 +112,10 @@ def _few_row_linear_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, DOT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SHRINK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SHRINK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     fp32: tl.constexpr = weight_ptr.dtype.element_ty == tl.float32
     part_k: tl.constexpr = BLOCK_K // PARTS
     lane = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,6 +149,8 @@ def _few_row_linear_kernel(
         w_ptrs, x_ptr + x_row * K + x_k, norm_ptr + x_k, w_k, x_k, x_row < num_rows, sums, squares,
         K, BLOCK_K, STAGES, HAS_NORM, DOT, fp32, SHRINK,
     )  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     if not DOT:
         y = tl.sum(sums, axis=2)
         square = tl.sum(tl.sum(squares, axis=2), axis=0)
@@ -215,6 +228,7 @@ def few_row_linear_triton(
             PARTS=cut.num_warps if dot and cut.block_m < 16 * cut.num_warps else 1,
             STAGES=cut.num_stages, DOT=dot, HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None, GATED=gated, SHRINK=shrink, num_warps=cut.num_warps,
+            **overlap_options(x.device),
         )  # fmt: skip
     return out
 

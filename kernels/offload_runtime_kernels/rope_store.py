@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime_kernels._jit import jit, tl, triton
+from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, overlap_options, tl, triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
@@ -81,8 +81,11 @@ def _rope_store_kernel(
     positions_ptr, slots_ptr, sequences_ptr,
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_values: "tl.int64", first_block, num_blocks, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
@@ -145,6 +148,7 @@ def rope_store_triton(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
         HAS_ROPE=rows.cos is not None, HAS_NORM=head_norm is not None, num_warps=1,
+        **overlap_options(qkv.device),
     )  # fmt: skip
     return q
 

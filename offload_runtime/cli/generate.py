@@ -22,6 +22,7 @@ from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, one_line, status_line, write_json, write_text
 from offload_runtime.cli.user_text import NamedPrompt
 from offload_runtime.config import GenerationParams
+from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Runtime
@@ -70,12 +71,19 @@ def run_batch(
 ) -> None:
     """Answer all prompts together; on stdout every answer under the name of its prompt, or one JSON object for all.
 
-    Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answers.
+    Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answers, and the `BudgetError` that
+    ended them likewise.
     """
     requests = [_request(prompt, as_chat=as_chat) for prompt in prompts]
     names = [prompt.name for prompt in prompts]
+    failure: BudgetError | None = None
     with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
-        results = answer_batch(runtime, requests, params, show_progress=show_progress)
+        try:
+            results = answer_batch(runtime, requests, params, show_progress=show_progress)
+        except BudgetError as error:
+            if not error.answers:
+                raise
+            failure, results = error, list(error.answers)
         record = batch_record(names, results, runtime=runtime, options=options, params=params)
         load_report = runtime.load_report
     if as_json:
@@ -86,6 +94,8 @@ def run_batch(
     for name, result in zip(names, results, strict=True):
         status_line(f"{name}: {' · '.join(_figures(result))}")
     status_line(load_report)
+    if failure is not None:  # after what there is of the answers
+        raise failure
     _end_if_interrupted(results)
 
 

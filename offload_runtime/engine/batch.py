@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from offload_runtime.config import GenerationParams
 from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.expectation import Expectation
-from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
+from offload_runtime.engine.figures import AnswerFigures, PassFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.playing import RoundPlayer, Text
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.stream import device_errors
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
+from offload_runtime.errors import BudgetError
 from offload_runtime.speculation import SpeculativeDecoder, Tally
 
 OnBatchProgress = Callable[[int, int], None]
@@ -87,12 +89,16 @@ class BatchGeneration:
             on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
             on_progress: Called with (answers finished, answers) after every pass.
             should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are.
+
+        Raises:
+            BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
         started_s = time.perf_counter()
         self._proposer.start(self._params.sampling, len(self._members))
         for member in self._members:
             self._begin(member, on_prefill)
         meter, first_round_s, rounds = PassMeter(self._parts), time.perf_counter(), 0
+        failure: BudgetError | None = None
         while True:
             active = [member for member in self._members if member.finish_reason is None]
             if on_progress is not None:
@@ -100,14 +106,23 @@ class BatchGeneration:
             if not active:
                 break
             if should_stop is not None and should_stop():
-                for member in active:
-                    member.finish("interrupted")
-                    self._let_go_of_finished(member)
+                self._interrupt(active)
                 break
-            self._round(active)
+            try:
+                with device_errors(self._parts.budget.device):
+                    self._round(active)
+            except BudgetError as error:
+                self._interrupt(active)
+                failure = error
+                break
             rounds += 1
             meter.lap()
-        passes = meter.read(rounds, time.perf_counter() - first_round_s)
+        results = self._results(started_s, meter.read(rounds, time.perf_counter() - first_round_s))
+        if failure is not None:
+            raise BudgetError(str(failure), results) from failure
+        return results
+
+    def _results(self, started_s: float, passes: PassFigures) -> list[GenerationResult]:
         answers = [self._figures(member, started_s) for member in self._members]
         predicted_s = self._expected.seconds_per_pass(answers)
         return [
@@ -117,6 +132,12 @@ class BatchGeneration:
             )
             for member, answer in zip(self._members, answers, strict=True)
         ]
+
+    def _interrupt(self, active: Sequence[_Member]) -> None:
+        """End these answers as they are."""
+        for member in active:
+            member.finish("interrupted")
+            self._let_go_of_finished(member)
 
     def _begin(self, member: _Member, on_prefill: Callable[[int, int], None] | None) -> None:
         """Work on a prompt and say the first token behind it."""

@@ -9,7 +9,7 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import GenerationStats
 from offload_runtime.speculation import Acceptance
-from offload_runtime.tracing import DRAFT, PASSES, covered_seconds, union_seconds
+from offload_runtime.tracing import DRAFT, LINK, PASSES, covered_seconds, union_seconds
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ class PassMeter:
         traced = self._parts.traced
         if traced is None:
             return None
-        times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: []}
+        times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: [], LINK: []}
         for span in traced.recorder.spans[self._spans_before :]:
             if span.row in times:
                 times[span.row].append((span.start_s, span.end_s))
         drafting_s = union_seconds(times[DRAFT])
-        return covered_seconds(times[DRAFT], times[PASSES]) / drafting_s if drafting_s else None
+        target = times[PASSES] + times[LINK]
+        return covered_seconds(times[DRAFT], target) / drafting_s if drafting_s else None
 
 
 def generation_stats(

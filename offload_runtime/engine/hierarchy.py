@@ -37,6 +37,7 @@ from offload_runtime.speculation import (
     NgramProposer,
     NoProposer,
     Proposer,
+    StepWorth,
     TreeDraftProposer,
     TriForceProposer,
     WithNgrams,
@@ -245,7 +246,7 @@ def _pays(hierarchy: PlacedLevels, chain: PlacedLevels) -> bool:
 
 def make_proposer(
     draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
-    recorder: TraceRecorder | None = None,
+    recorder: TraceRecorder | None = None, free_s: float = 0.0,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
@@ -256,6 +257,7 @@ def make_proposer(
         budget: Of the device.
         batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
+        free_s: Seconds behind a pass in which the link still has something to bring for the next one.
     """
     if middle is not None:
         return _make_triforce(models, middle, budget, recorder)
@@ -271,7 +273,10 @@ def make_proposer(
     tree = DraftTree(
         runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
     )  # fmt: skip
-    return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams), ngrams)
+    tree.warm_up()
+    tree.recorder = recorder
+    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(free_s))
+    return WithNgrams(trees, ngrams)
 
 
 def _make_triforce(

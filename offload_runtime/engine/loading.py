@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, require_nodes
+from offload_runtime.config import GB, SpeculationOptions, require_nodes
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
+from offload_runtime.engine.costs import lookahead_bytes
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
 from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer
@@ -41,6 +42,8 @@ _DEFAULT_GAMMA = {
     ("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 12, ("cuda", "triforce, streamed"): 24,
 }  # fmt: skip
 _CPU_DEFAULT_GAMMA = 7
+# Of the time in which the rings fill up behind a pass: the rest goes by until the next one is launched.
+_FREE_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,11 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder)
+            link_gbps = models.target.link_peak_gbps
+            free_s = 0.0 if link_gbps is None else _FREE_SHARE * lookahead_bytes(placed) / (link_gbps * GB)
+            proposer = make_proposer(
+                kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
+            )  # fmt: skip
             windows = WindowLimits(
                 max_gamma, max(max_gamma, plan.tree_room), min(default_gamma(chosen.type, placed), max_gamma),
                 tree_nodes=tree_nodes, tree_room=plan.tree_room,

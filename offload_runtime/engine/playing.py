@@ -68,7 +68,14 @@ class RoundPlayer:
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [
-            Turn(text.sequence, text.tokens, min(window.gamma, text.most_in_a_row), window.tree_nodes, family)
+            Turn(
+                text.sequence,
+                text.tokens,
+                min(window.gamma, text.most_in_a_row),
+                window.tree_nodes,
+                family,
+                thrifty=family is not None,
+            )
             for text in texts
         ]
         rounds = play_round(self._parts.target, self._sampling, self._proposer, turns)

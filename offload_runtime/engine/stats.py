@@ -33,8 +33,8 @@ class GenerationStats:
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
             way to the device; chunks that a middle level gathers are no copies. None where nothing is streamed.
-        hidden_draft_share: Share of the drafting in which a pass of the target was running; None without drafting, and
-            without a trace (see `Runtime.load`).
+        hidden_draft_share: Share of the drafting in which a pass of the target was running or the link brought what
+            passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
         accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The

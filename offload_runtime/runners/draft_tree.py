@@ -25,6 +25,7 @@ from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.sampling import perturbed_logits, sample
+from offload_runtime.tracing import DRAFT, TraceRecorder
 
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
@@ -32,9 +33,11 @@ STEP_ROWS = 32
 CHILDREN = 8
 # Deepest node below the text.
 MOST_DEPTH = 256
+# On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
+_FEW_ROWS = 8
+_DEPTHS = (16, 64, MOST_DEPTH)
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
 _MOST_KNOWN = 3
-_LEAST_ROWS = 4  # of a sequence, on CUDA: fewer would only mean more graphs
 _ROW_PARTS = 4  # token, position, slot, sequence
 _ALIGNED_WORDS = 4
 
@@ -113,6 +116,7 @@ class DraftTree:
         cache = runner.cache
         assert isinstance(cache, DeviceKVCache) and cache.spare_slots, "trees need a full cache with spare slots"
         self._runner, self._cache, self.texts = runner, cache, texts
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
         self._vocab_size, self._last_token = vocab_size, draft_vocab_size - 1
         self._children = min(CHILDREN, vocab_size, draft_vocab_size)
         self._params = SamplingParams()
@@ -154,6 +158,16 @@ class DraftTree:
         self._cache.adopt(sequence, [self._cache.spare_slots[slot] for slot in slots], self._cache.length(sequence))
         self.texts.learned(sequence, tokens)
 
+    def warm_up(self) -> None:
+        """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
+        if self._device.type != "cuda":
+            return
+        for depth in _DEPTHS:
+            path = tuple(range(min(depth, self.num_slots, self.capacity_tokens - 1)))
+            for count in (1, STEP_ROWS):
+                self.expand({0: Asked([0], [Branch(0, path)] * count)})
+        self._cache.truncate(0, 0)
+
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         """What may follow some nodes, in one step. Waits for it.
@@ -169,8 +183,12 @@ class DraftTree:
         lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
         self._cache.begin_window(list(asked), [line.known for line in lines])
         shape = self._shape(lines, width)
+        started = None if self.recorder is None else self.recorder.mark()
         self._upload(lines, shape)
         self._graphs.run(shape, partial(self._step, shape))
+        if self.recorder is not None:
+            told = {"rows": [len(line.tokens) for line in lines]}
+            self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), told)
         said = self._outputs[: shape.batch * shape.rows].cpu()
         tokens = said[:, : self._children].tolist()
         scores = said[:, self._children :].contiguous().view(torch.float32).tolist()
@@ -213,8 +231,8 @@ class DraftTree:
         reach = max(max(line.positions) for line in lines) + 1
         committed = min(line.committed for line in lines)
         if self._device.type == "cuda":  # few shapes, so that few graphs are needed
-            rows = min(max(_LEAST_ROWS, _power_of_two(rows)), width)
-            depth = max(16, _power_of_two(depth))
+            rows = min(_FEW_ROWS, width) if rows <= _FEW_ROWS else width
+            depth = next(most for most in _DEPTHS if depth <= most)
             most = -(-self.capacity_tokens // BLOCK_TOKENS)
             blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
             reach = blocks * BLOCK_TOKENS
@@ -319,10 +337,10 @@ def _cut(inputs: torch.Tensor, shape: _StepShape) -> list[torch.Tensor]:
 def tree_slots(tree_nodes: int) -> int:
     """Spare slots of each sequence for proposals of `tree_nodes`.
 
-    Nodes of a window, at most as many as it has and a step's worth besides, and as many again of what is drafted past
-    it while it is verified.
+    Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
+    verified: a pass of a streamed target leaves time for thousands.
     """
-    return 2 * tree_nodes + STEP_ROWS
+    return 8 * tree_nodes + STEP_ROWS
 
 
 def tree_input_bytes(config: ModelConfig, *, batch: int) -> int:

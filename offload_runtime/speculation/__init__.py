@@ -1,6 +1,7 @@
 """Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
+from offload_runtime.speculation.calibration import StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
 from offload_runtime.speculation.choosing import Chooser
 from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
@@ -28,6 +29,7 @@ __all__ = [
     "Round",
     "RoundTimes",
     "SpeculativeDecoder",
+    "StepWorth",
     "Tally",
     "TreeDraftProposer",
     "TriForceProposer",

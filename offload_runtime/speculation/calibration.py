@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
@@ -12,6 +13,10 @@ _LEAST_MISSED, _MOST_MISSED = 0.005, 0.95
 _LEAST_RATE, _MOST_RATE = 0.01, 0.95
 # Observations that a running mean looks back on; a window brings about ten, and texts change their nature.
 _MEMORY = 200
+# Share of what was measured before that counts on with every round, or step.
+_KEPT = 0.8
+# A step this much slower than those before it has compiled or captured something, and is no measure of the next one.
+_OUTLIER = 4.0
 
 
 class ChildProbabilities:
@@ -85,3 +90,54 @@ class HitRate:
     def log_probability(self, before: int) -> float:
         """Of a guess, if `before` others about the same place are right more often."""
         return math.log(self.rate) + before * math.log1p(-self.rate)
+
+
+class StepWorth:
+    """Whether another step of drafting pays while no pass runs: the tokens that it adds to a window against those that
+    the time it takes is worth, at the rate at which tokens have come lately.
+
+    Args:
+        free_s: Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins
+            with.
+        clock: In seconds.
+    """
+
+    def __init__(self, free_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._free_s, self._clock = free_s, clock
+        self._began_s: float | None = None
+        self._step_s: float | None = None
+        self._new_tokens, self._round_s = 0.0, 0.0  # both decayed
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """Of all sequences together, lately; None as long as nothing is known."""
+        return self._new_tokens / self._round_s if self._round_s > 0 else None
+
+    def forget(self) -> None:
+        """What comes next is not another round of what was before."""
+        self._began_s = None
+        self._new_tokens, self._round_s = 0.0, 0.0
+
+    def begin(self, new_tokens: int) -> None:
+        """Proposals for another round begin; the one before gave so many tokens."""
+        now_s = self._clock()
+        if self._began_s is not None:
+            self._new_tokens = _KEPT * self._new_tokens + new_tokens
+            self._round_s = _KEPT * self._round_s + now_s - self._began_s
+        self._began_s = now_s
+
+    def stepped(self, seconds: float) -> None:
+        """A step of drafting took so long."""
+        if self._step_s is None:
+            self._step_s = seconds
+        elif seconds < self._step_s:
+            self._step_s += (1 - _KEPT) * (seconds - self._step_s)
+        else:
+            self._step_s += (1 - _KEPT) * (min(seconds, _OUTLIER * self._step_s) - self._step_s)
+
+    def pays(self, gain: float) -> bool:
+        """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives."""
+        rate = self.tok_per_s
+        if self._began_s is None or self._step_s is None or rate is None:
+            return True
+        return self._clock() - self._began_s < self._free_s or gain >= rate * self._step_s

@@ -23,7 +23,8 @@ class Turn:
     `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
     proposed in a row, and up to `tree_nodes` in all, where None asks for a chain. `sequence` is its batch row in every
     cache, and the noise's sequence. `family` says who is to propose where there are several (see `Choice`); None leaves
-    it to the proposer.
+    it to the proposer. A `thrifty` turn takes fewer where more of them are not worth the time that it takes to think of
+    them.
     """
 
     sequence: int
@@ -31,6 +32,7 @@ class Turn:
     gamma: int
     tree_nodes: int | None = None
     family: str | None = None
+    thrifty: bool = False
 
     @property
     def most_nodes(self) -> int:

@@ -8,6 +8,7 @@ or the beginning of it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children
 from offload_runtime.runners.draft_tree import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
+from offload_runtime.speculation.calibration import ChildProbabilities, HitRate, StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
 from offload_runtime.speculation.ngrams import NgramProposer
 from offload_runtime.speculation.proposal import Proposal
@@ -28,6 +29,10 @@ from offload_runtime.speculation.proposers import Proposer, Turn
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
 _NEGLIGIBLE = math.log(1e-4)
+# Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
+_LEAST_CHANCE = math.log(2e-3)
+# A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
+_MARGIN = math.log(2)
 
 
 class TreeModel(Protocol):
@@ -105,19 +110,24 @@ class TreeDraftProposer:
         model: Of the same draft.
         device: Where it computes.
         ngrams: Whose guesses join the trees; None for nobody's.
+        worth: Says when a step is not worth the wait any more; None for one that knows of no time in which drafting is
+            free.
     """
 
     name = "draft"
 
     def __init__(
-        self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None
-    ) -> None:
+        self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None,
+        worth: StepWorth | None = None,
+    ) -> None:  # fmt: skip
         self._chains, self._model, self._ngrams = chains, model, ngrams
+        self._worth = worth or StepWorth()
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
         self._probabilities, self._hits = ChildProbabilities(), HitRate()
         self._grown: dict[int, _Grown] = {}
+        self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
@@ -131,6 +141,8 @@ class TreeDraftProposer:
         if before is None or replace(before, seed=0) != replace(params, seed=0):
             self._probabilities = ChildProbabilities()  # other scores
         self._params = params
+        self._bars.clear()
+        self._worth.forget()
         self._model.start(params)
         self._chains.start(params, num_sequences)
         if self._ngrams is not None:
@@ -154,6 +166,7 @@ class TreeDraftProposer:
                 said = self._chains.propose(chains)
                 answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
             if trees:
+                self._worth.begin(sum(self._new_tokens(turn) for turn in trees))
                 grown = [self._follow(turn) for turn in trees]
                 self._fill_windows(grown)
                 answers |= {one.turn.sequence: _window(one)[0] for one in grown}
@@ -193,6 +206,11 @@ class TreeDraftProposer:
         self._grown.clear()
         self._going_on = []
 
+    def _new_tokens(self, turn: Turn) -> int:
+        """What the round before gave this sequence."""
+        before = self._grown.get(turn.sequence)
+        return 0 if before is None else len(turn.tokens) - before.length
+
     def _follow(self, turn: Turn) -> _Grown:
         """The tree behind a turn's text: what is left of the one before, or a new one, with what n-grams say."""
         before = self._grown.pop(turn.sequence, None)
@@ -214,7 +232,7 @@ class TreeDraftProposer:
         for token in new:
             said = before.children.get(node)
             if said is not None:
-                self._probabilities.observe(said.scores, said.tokens.index(token) if token in said.tokens else None)
+                self._learn_rank(said.scores, said.tokens.index(token) if token in said.tokens else None)
             guessed = [child for child in tree.children(node) if tree.source(child) == NgramProposer.name]
             if guessed:
                 self._hits.observe(tree.token(guessed[0]) == token)
@@ -222,6 +240,10 @@ class TreeDraftProposer:
             if not path:
                 return
             node = path[0]
+
+    def _learn_rank(self, scores: Sequence[float], rank: int | None) -> None:
+        """The target said the child of this rank, or none of them (None)."""
+        self._probabilities.observe(scores, rank)
 
     def _adopt(self, before: _Grown, new: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
@@ -254,28 +276,41 @@ class TreeDraftProposer:
             nodes.append(one.tree.add(above, token, self._hits.log_probability(rank), source))
 
     def _fill_windows(self, grown: Sequence[_Grown]) -> None:
-        """Expand until no node that could still be has a chance to be among the most probable of its window."""
+        """Expand until no node that could still be has a chance to be among the most probable of its window; for
+        thrifty turns only as long as what a step may add is worth the time."""
         least: dict[int, _LeastOfBest] = {}
         for one in grown:
             best = least[one.turn.sequence] = _LeastOfBest(one.turn.most_nodes)
             for node in _window(one)[1]:
                 best.add(one.tree.log_probability(node))
+        guessed = True
         while True:
-            asked = {}
+            asked: dict[int, list[int]] = {}
+            gain = 0.0
             for one in grown:
+                sequence, bar = one.turn.sequence, least[one.turn.sequence].value
+                if guessed:
+                    bar = max(bar, self._bars.get(sequence, -math.inf) - _MARGIN)
                 # Children are less probable than their parent.
-                bar = least[one.turn.sequence].value
                 nodes = self._next(one, one.turn.gamma - 1, len(grown))
                 promising = [node for node in nodes if one.tree.log_probability(node) > bar]
                 if promising:
-                    asked[one.turn.sequence] = promising
-            if not asked:
-                return
+                    asked[sequence] = promising
+                    # All its children together are at most as probable as a node, and each new one drives out another.
+                    displaced = math.exp(least[sequence].value)
+                    gain += sum(math.exp(one.tree.log_probability(node)) - displaced for node in promising)
+            if not asked and guessed:
+                guessed = False
+                continue
+            thrifty = all(self._grown[sequence].turn.thrifty for sequence in asked)
+            if not asked or (thrifty and not self._worth.pays(gain)):
+                break
             for sequence, found in self._expand(asked).items():
                 one = self._grown[sequence]
                 for node in found:
                     if one.tree.depth(node) <= one.turn.gamma:
                         least[sequence].add(one.tree.log_probability(node))
+        self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
 
     def _next(self, one: _Grown, depth: int, num_sequences: int | None = None) -> list[int]:
         """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
@@ -295,10 +330,12 @@ class TreeDraftProposer:
             By sequence the nodes that are new.
         """
         placed = {sequence: _placed(self._grown[sequence].tree, nodes) for sequence, nodes in asked.items()}
+        started_s = time.perf_counter()
         said = self._model.expand(
             {sequence: Asked(self._grown[sequence].text, _branches(self._grown[sequence].tree, slots))
              for sequence, slots in placed.items()}
         )  # fmt: skip
+        self._worth.stepped(time.perf_counter() - started_s)
         found: dict[int, list[int]] = {}
         for sequence, slots in placed.items():
             one = self._grown[sequence]
@@ -307,6 +344,8 @@ class TreeDraftProposer:
                 known = set(one.tree.children(node))
                 chances = self._probabilities.log_probabilities(children.scores)
                 for token, chance in zip(children.tokens, chances, strict=True):
+                    if chance < _LEAST_CHANCE and token != children.tokens[0]:
+                        continue
                     child = one.tree.add(node, token, chance, self.name)
                     if child not in known:
                         found[sequence].append(child)

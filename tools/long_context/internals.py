@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
+from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.assembly import LoadedModels
+from offload_runtime.engine.playing import RoundPlayer
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
 from offload_runtime.kv_cache.device import block_shape
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TriForceProposer, WithNgrams
+from offload_runtime.speculation import (
+    DraftProposer,
+    NoProposer,
+    Proposer,
+    TreeDraftProposer,
+    TriForceProposer,
+    WithNgrams,
+)
 
 
 def models_of(runtime: Runtime) -> LoadedModels:
@@ -43,6 +53,18 @@ def budget_of(runtime: Runtime) -> DeviceBudget:
 def proposer_of(runtime: Runtime) -> Proposer:
     """The one that the runtime was loaded with."""
     return runtime._parts.proposer
+
+
+def player_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, RoundPlayer]:
+    """Who proposes in a generation, and what plays its rounds."""
+    windows = runtime._settle_windows(params, speculate=True)
+    proposer = runtime._parts.proposing(windows)
+    return proposer, RoundPlayer(runtime._parts, proposer, params.sampling, windows)
+
+
+def link_peak_gbps(runtime: Runtime) -> float | None:
+    """Bandwidth of back-to-back copies, measured when the runtime was loaded."""
+    return runtime._parts.link_peak_gbps
 
 
 def batch_of(runtime: Runtime) -> int:
@@ -159,3 +181,23 @@ def _full_blocks(
             host = cache.blocks.block(place, sequence, run.first_block, run.num_blocks)
             piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
             yield KVBlocks(piece, run.first_block), 0, range(run.first_block, run.first_block + run.num_blocks)
+
+
+@contextmanager
+def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
+    """The rank among a draft's children of each token that the target then says, None where it is none of them: a list
+    that grows while the runtime proposes trees."""
+    proposer = proposer_of(runtime)
+    proposer = proposer.draft if isinstance(proposer, WithNgrams) else proposer
+    assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
+    told, ranks = proposer._learn_rank, []
+
+    def learn(scores: Sequence[float], rank: int | None) -> None:
+        ranks.append(rank)
+        told(scores, rank)
+
+    proposer._learn_rank = learn  # type: ignore[method-assign]
+    try:
+        yield ranks
+    finally:
+        proposer._learn_rank = told  # type: ignore[method-assign]

@@ -12,78 +12,96 @@ import argparse
 import sys
 from collections.abc import Callable
 
-import accelerate  # type: ignore[import-untyped]
 import torch
-from accelerate import cpu_offload
-from common import PeerOptions, default_dtype, llama_config, peer_parser, random_weight, rotary_embedding
+from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
+from models import fill_resident, make_meta_model, require_whole_model, resident_layers
+from sources import NamedWeights
 from torch import nn
-from transformers import LlamaForCausalLM
-from transformers.initialization import no_init_weights
+
+from offload_runtime.errors import OffloadError
 
 
-def fill_resident(module: nn.Module, prefix: str, options: PeerOptions) -> None:
-    """Replace the module's meta parameters by random ones on the device; `prefix` is its name with a dot, or empty."""
-    for name, parameter in list(module.named_parameters()):
-        owner_name, _, leaf = name.rpartition(".")
-        weight = random_weight(prefix + name, parameter.shape, options)
-        setattr(module.get_submodule(owner_name), leaf, nn.Parameter(weight, requires_grad=False))
+def load_offloading() -> tuple[Callable[..., object], str]:
+    """accelerate's `cpu_offload` and its version. Raises `OffloadError` when it is not installed."""
+    try:
+        import accelerate  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise OffloadError(f"accelerate cannot be imported ({error}): pip install accelerate") from error
+    return accelerate.cpu_offload, accelerate.__version__
 
 
-def host_weights(layer: nn.Module, prefix: str, *, pin: bool, options: PeerOptions) -> dict[str, torch.Tensor]:
-    """Random weights of one layer by name, in host memory, pinned if asked. Drawn on the device, then copied out."""
-    weights = {}
+def host_weights(
+    layer: nn.Module, prefix: str, weights: NamedWeights, *, pin: bool, options: PeerOptions
+) -> dict[str, torch.Tensor]:
+    """The weights of one layer by name, in host memory, pinned if asked."""
+    found = {}
     for name, parameter in layer.named_parameters():
         host = torch.empty(parameter.shape, dtype=options.dtype, pin_memory=pin)
-        weights[name] = host.copy_(random_weight(prefix + name, parameter.shape, options))
-    return weights
+        weights.fill(prefix + name, host)
+        found[name] = host
+    return found
 
 
-def prepare(options: PeerOptions, *, pin: bool) -> Prepared:
-    """Build the model on the meta device, fill it, and offload all but the first `resident_layers` decoder layers."""
+def prepare(options: PeerOptions, *, pin: bool, whole: bool = False) -> Prepared:
+    """Build the model on the meta device, fill it, and offload all but the first resident decoder layers.
+
+    Args:
+        options: What to build.
+        pin: Whether the offloaded weights are page-locked.
+        whole: Raise `BudgetError` unless all layers fit the device: nothing is offloaded.
+    """
+    if whole:
+        require_whole_model(options)
+    num_resident = options.layers if whole else resident_layers(options, working_layers=1)
+    cpu_offload, version = (None, "") if num_resident == options.layers else load_offloading()
     pin_possible = pin and options.device.type == "cuda"
-    config = llama_config(options)
-    with torch.device("meta"), no_init_weights(), default_dtype(options.dtype):
-        model = LlamaForCausalLM(config)
-    model.eval().requires_grad_(False)
-    model.model.rotary_emb = rotary_embedding(config, options.device)
-    for name in ("model.embed_tokens", "model.norm", "lm_head"):
-        fill_resident(model.get_submodule(name), name + ".", options)
-    bytes_per_token = pinned_bytes = 0
+    weights = NamedWeights(options.source)
+    model = make_meta_model(options.source, options, weights)
+    bytes_per_pass = pinned_bytes = 0
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}."
-        if index < options.resident_layers:
-            fill_resident(layer, prefix, options)
+        if cpu_offload is None or index < num_resident:
+            fill_resident(layer, prefix, weights, options)
             continue
-        weights = host_weights(layer, prefix, pin=pin_possible, options=options)
-        bytes_per_token += sum(weight.nbytes for weight in weights.values())
-        pinned_bytes += sum(weight.nbytes for weight in weights.values() if pin_possible and weight.is_pinned())
-        cpu_offload(layer, execution_device=options.device, offload_buffers=False, state_dict=weights)
-    notes = ["embeddings, final norm and lm_head on the device; accelerate copies each weight when its module runs"]
-    if pin and not pin_possible:
-        notes.append("no GPU: weights are not pinned and nothing crosses a link, the times mean nothing")
+        host = host_weights(layer, prefix, weights, pin=pin_possible, options=options)
+        bytes_per_pass += sum(weight.nbytes for weight in host.values())
+        pinned_bytes += sum(weight.nbytes for weight in host.values() if pin_possible and weight.is_pinned())
+        cpu_offload(layer, execution_device=options.device, offload_buffers=False, state_dict=host)
+    notes = []
+    if cpu_offload is not None:
+        notes.append("embeddings, norm and head on the device; accelerate copies each weight when its module runs")
+        if options.device.type != "cuda":
+            notes.append("no GPU: weights are not pinned and nothing crosses a link, the times mean nothing")
     return Prepared(
-        system="accelerate cpu_offload",
-        version=accelerate.__version__,
+        system="transformers" if cpu_offload is None else "accelerate cpu_offload",
+        version=version or _transformers_version(),
         model=model,
-        bytes_per_token=bytes_per_token,
+        bytes_per_pass=bytes_per_pass,
         pinned_bytes=pinned_bytes,
-        prefetch={"layers": 0},
-        system_settings={"offload_buffers": False, "pinned": pin_possible},
+        system_settings={"resident_layers": num_resident, "pinned": pin_possible and cpu_offload is not None},
         notes=tuple(notes),
     )
 
 
+def _transformers_version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
 def prepare_from(arguments: argparse.Namespace) -> Callable[[PeerOptions], Prepared]:
-    """Bind accelerate's own option."""
+    """Bind the script's own options."""
     pin: bool = arguments.pin
-    return lambda options: prepare(options, pin=pin)
+    whole: bool = arguments.whole
+    return lambda options: prepare(options, pin=pin, whole=whole)
 
 
 def main() -> int:
     """Measure and print; returns the exit code."""
-    parser = peer_parser("Measure accelerate's cpu_offload on a random Llama whose layers lie in host memory.")
+    parser = peer_parser("Measure transformers with decoder layers in host memory under accelerate's cpu_offload.")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="weights in pinned memory")
+    parser.add_argument("--whole", action="store_true", help="no offloading: exit code 3 where the model does not fit")
     return run_peer(parser, prepare_from)
 
 

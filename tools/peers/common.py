@@ -1,15 +1,15 @@
-"""What the measured peers share before anything is measured: options, the VRAM cap, the synthetic Llama.
+"""What the measured peers share before anything is measured: options, the model and the prompts, the VRAM cap.
 
-Each peer script builds the same random model (weights seeded by their names, so that two peers can be checked to emit
-the same tokens), lets its system stream the decoder layers from host memory, and hands it to `measurement.run_peer`.
+Every peer reads the same weights through the same reader (see `sources`), lets its system page the decoder layers from
+host memory, and hands the model to `measurement.run_peer`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,80 +18,73 @@ from typing import Any
 # The peers are run as plain scripts, before or without an installation. The root comes last, so that nothing in it
 # shadows an installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from sources import SHAPES, RandomSource
 
 from offload_runtime.config import format_bytes, parse_bytes, require_positive
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
+from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WEIGHT_STD = 0.02
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a Llama decoder; `num_layers` is what `--layers` may cut."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int
-    max_position_embeddings: int
-
-
-SHAPES = {
-    "tiny": Shape(64, 160, 4, 4, 2, 256, 1024),
-    "llama-68m": Shape(768, 3072, 2, 12, 12, 32000, 2048),
-    "llama2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama2-13b": Shape(5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama3-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
-}
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """One measurement, as the command line asked for it."""
+    """One measurement, as the command line asked for it.
 
-    shape_name: str
-    layers: int
-    prompt_tokens: int
+    `source` is the target. `draft` names a draft model, and `assistant_tokens` how many tokens transformers' assisted
+    generation lets it propose, each setting measured (None: transformers' own schedule). `vram_bytes` None is all of
+    the device; `resident_layers` None as many as fit it.
+    """
+
+    source: CheckpointSource
+    prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     warmup: int
     repeats: int
     dtype_name: str
-    vram_bytes: int
-    resident_layers: int
+    vram_bytes: int | None
+    resident_layers: int | None
     device: torch.device
     seed: int
+    temperature: float
+    kv_cache: str
+    draft: str | None
+    assistant_tokens: tuple[int | None, ...]
     commit: str | None
     out: Path | None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "prompt_tokens", "repeats"):
-            require_positive(name, getattr(self, name))
+        require_positive("repeats", self.repeats)
         if self.new_tokens < 2:
             raise OptionError(f"new_tokens must be at least 2, not {self.new_tokens}: the first one times the prefill")
         if self.warmup < 2:
             raise OptionError(f"warmup must be at least 2, not {self.warmup}: the first two generations are cold")
-        if not 0 <= self.resident_layers < self.layers:
-            raise OptionError(
-                f"resident_layers is {self.resident_layers} but must leave at least one of {self.layers} streamed"
-            )
-        needed, limit = self.prompt_tokens + self.new_tokens, self.shape.max_position_embeddings
+        if self.resident_layers is not None and not 0 <= self.resident_layers <= self.layers:
+            raise OptionError(f"resident_layers is {self.resident_layers}, the model has {self.layers} layers")
+        if not self.prompts or not all(self.prompts):
+            raise OptionError("a prompt has no tokens: name files with text, or more --prompt-tokens")
+        needed, limit = self.context_tokens, self.source.config().max_position_embeddings
         if needed > limit:
             raise ContextLengthError(
-                f"prompt and new tokens need {needed} positions, {self.shape_name} has {limit}: lower --prompt-tokens"
+                f"prompt and new tokens need {needed} positions, {self.source.reference} has {limit}: lower "
+                "--prompt-tokens"
             )
+        if self.temperature < 0:
+            raise OptionError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
 
     @property
-    def shape(self) -> Shape:
-        """The dimensions named by `--shape`; the number of layers is `layers`, not the shape's."""
-        return SHAPES[self.shape_name]
+    def layers(self) -> int:
+        """Decoder layers of the target."""
+        return self.source.config().num_layers
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the longest prompt and its answer."""
+        return max(len(prompt) for prompt in self.prompts) + self.new_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,25 +94,37 @@ class PeerOptions:
     def as_settings(self) -> dict[str, Any]:
         """The options as JSON values, for the report."""
         return {
-            "shape": self.shape_name, "layers": self.layers, "prompt_tokens": self.prompt_tokens,
+            "target": model_name(self.source.reference), "draft": model_name(self.draft), "layers": self.layers,
+            "prompt_tokens": [len(p) for p in self.prompts],
             "new_tokens": self.new_tokens, "warmup": self.warmup, "repeats": self.repeats, "dtype": self.dtype_name,
-            "vram_bytes": self.vram_bytes, "resident_layers": self.resident_layers, "seed": self.seed,
-            "batch": 1, "sampling": "greedy", "attention": "sdpa", "eos": "disabled",
+            "vram_bytes": self.vram_bytes, "resident_layers": self.resident_layers, "seed": self.seed, "batch": 1,
+            "temperature": self.temperature, "eos": "disabled",
         }  # fmt: skip
+
+
+def model_name(reference: str | None) -> str | None:
+    """What a report calls a model: no directories, which mean nothing elsewhere."""
+    return None if reference is None else Path(reference).name
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """The options that every peer takes; a script adds those of its own system."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama2-7b")
+    parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
     parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--prompts", type=Path, help="JSON file with a list of lists of token ids")
+    parser.add_argument("--prompt-tokens", type=int, help="instead: one prompt of so many random tokens (512)")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="generations discarded before the measured ones")
-    parser.add_argument("--repeats", type=int, default=3, help="measured generations")
+    parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--vram", default="24GB", help="cap of this process on the device, CUDA's context included")
-    parser.add_argument("--resident-layers", type=int, default=0, help="layers kept on the device (default: none)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--vram", default="24GB", help="cap of this process on the device with CUDA's context, or all")
+    parser.add_argument("--resident-layers", default="0", help="layers kept on the device: a number, all or auto")
+    parser.add_argument("--kv-cache", choices=("device", "offloaded"), default="device", help="of transformers")
+    parser.add_argument("--draft", help="draft model, whole on the device")
+    parser.add_argument("--assistant-tokens", default="auto", help="numbers of proposals to try: auto,4,8")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script without a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit to report when the tree has no git")
@@ -128,28 +133,72 @@ def peer_parser(description: str) -> argparse.ArgumentParser:
 
 
 def options_from(arguments: argparse.Namespace) -> PeerOptions:
-    """Check the common options. Raises `OptionError`, `ContextLengthError`."""
+    """Check the common options. Raises `OptionError`, `ContextLengthError`, and what opening a checkpoint does."""
     try:
         device = torch.device(arguments.device)
     except RuntimeError as error:
         raise OptionError(f"--device {arguments.device!r} is not a device: use cuda, cuda:N or cpu") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
+    source = _source(arguments, device)
     return PeerOptions(
-        shape_name=arguments.shape,
-        layers=SHAPES[arguments.shape].num_layers if arguments.layers is None else arguments.layers,
-        prompt_tokens=arguments.prompt_tokens,
+        source=source,
+        prompts=_prompts(arguments, source),
         new_tokens=arguments.new_tokens,
         warmup=arguments.warmup,
         repeats=arguments.repeats,
         dtype_name=arguments.dtype,
-        vram_bytes=parse_bytes(arguments.vram),
-        resident_layers=arguments.resident_layers,
+        vram_bytes=None if arguments.vram == "all" else parse_bytes(arguments.vram),
+        resident_layers=_resident_layers(arguments.resident_layers, source),
         device=device,
         seed=arguments.seed,
+        temperature=arguments.temperature,
+        kv_cache=arguments.kv_cache,
+        draft=arguments.draft,
+        assistant_tokens=_assistant_tokens(arguments.assistant_tokens),
         commit=arguments.commit,
         out=arguments.out,
     )
+
+
+def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
+    if arguments.target is not None:
+        if arguments.shape is not None or arguments.layers is not None:
+            raise OptionError("--target is a whole model: leave out --shape and --layers")
+        return open_checkpoint(arguments.target)
+    return RandomSource(arguments.shape or "llama2-7b", layers=arguments.layers, seed=arguments.seed, device=device)
+
+
+def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:
+    """Those of the file, or one of random tokens: the same ones for every peer and every machine."""
+    if arguments.prompts is not None:
+        if arguments.prompt_tokens is not None:
+            raise OptionError("--prompts has prompts of its own lengths: leave out --prompt-tokens")
+        return tuple(tuple(prompt) for prompt in json.loads(arguments.prompts.read_text()))
+    count = 512 if arguments.prompt_tokens is None else arguments.prompt_tokens
+    require_positive("prompt_tokens", count)
+    generator = torch.Generator("cpu").manual_seed(arguments.seed)
+    return (tuple(torch.randint(source.config().vocab_size, (1, count), generator=generator)[0].tolist()),)
+
+
+def _number(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise OptionError(f"{option}: {text!r} is not a number") from error
+
+
+def _resident_layers(text: str, source: CheckpointSource) -> int | None:
+    if text == "auto":
+        return None
+    return source.config().num_layers if text == "all" else _number("--resident-layers", text)
+
+
+def _assistant_tokens(text: str) -> tuple[int | None, ...]:
+    found = [None if part == "auto" else _number("--assistant-tokens", part) for part in text.split(",")]
+    for count in found:
+        require_positive("assistant_tokens", 1 if count is None else count)
+    return tuple(found)
 
 
 def open_device(options: PeerOptions) -> int:
@@ -169,34 +218,14 @@ def open_device(options: PeerOptions) -> int:
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     in_use_bytes = total_bytes - free_bytes
-    cap_bytes = min(options.vram_bytes, total_bytes) - in_use_bytes
-    if cap_bytes <= 0:
+    limit_bytes = total_bytes if options.vram_bytes is None else min(options.vram_bytes, total_bytes)
+    if limit_bytes <= in_use_bytes:
         raise BudgetError(
             f"{format_bytes(in_use_bytes)} of VRAM is in use before any weight is loaded, the cap is "
-            f"{format_bytes(options.vram_bytes)}: raise --vram or free the GPU"
+            f"{format_bytes(limit_bytes)}: raise --vram or free the GPU"
         )
-    torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes)
+    torch.cuda.set_per_process_memory_fraction((limit_bytes - in_use_bytes) / total_bytes)
     return in_use_bytes
-
-
-def llama_config(options: PeerOptions) -> LlamaConfig:
-    """The shape as transformers' configuration, without an end-of-sequence token."""
-    shape = options.shape
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=shape.max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype=options.dtype,
-        attn_implementation="sdpa",
-    )
 
 
 @contextmanager
@@ -208,31 +237,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def rotary_embedding(config: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:
-    """A fresh RoPE module on `device`, in fp32.
-
-    One built on the meta device has no frequencies, and one built under DeepSpeed's `zero.Init` has them in bf16.
-    """
-    return LlamaRotaryEmbedding(config).to(device)
-
-
-def random_weight(name: str, shape: Sequence[int], options: PeerOptions) -> torch.Tensor:
-    """The weight `name`, `[*shape]` of `options.dtype` on `options.device`: N(0, 0.02^2), norms one.
-
-    Seeded by the name, so it does not depend on the order in which a peer builds its model. Drawn on the GPU, because a
-    CPU core needs minutes for 7B of them.
-    """
-    if len(shape) == 1:  # Llama's only vectors are norms
-        return torch.ones(*shape, dtype=options.dtype, device=options.device)
-    generator = torch.Generator(options.device).manual_seed(zlib.crc32(name.encode()) ^ options.seed)
-    weight = torch.empty(*shape, dtype=options.dtype, device=options.device)
-    return weight.normal_(0.0, WEIGHT_STD, generator=generator)
-
-
-def prompt_ids(options: PeerOptions) -> torch.Tensor:
-    """Random tokens `[1, prompt_tokens]` int64 on the device, the same ones for every peer and every machine."""
-    generator = torch.Generator("cpu").manual_seed(options.seed)
-    ids = torch.randint(options.shape.vocab_size, (1, options.prompt_tokens), generator=generator)
-    return ids.to(options.device)

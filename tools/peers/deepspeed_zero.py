@@ -21,18 +21,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import (
-    PeerOptions,
-    default_dtype,
-    llama_config,
-    peer_parser,
-    random_weight,
-    rotary_embedding,
-)
+from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
-from transformers import LlamaForCausalLM
-from transformers.initialization import no_init_weights
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from models import fill_rotary, make_module, resident_layers, transformers_config
+from sources import NamedWeights, layer_elements
+from transformers import PreTrainedModel
 
 from offload_runtime.config import require_positive
 from offload_runtime.errors import OffloadError, OptionError
@@ -58,20 +51,13 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         ) from error
 
 
-def layer_elements(options: PeerOptions) -> int:
-    """Weights of one decoder layer that stream: its seven matrices."""
-    shape = options.shape
-    head_dim = shape.hidden_size // shape.num_heads
-    attention = 2 * shape.hidden_size * head_dim * (shape.num_heads + shape.num_kv_heads)
-    return attention + 3 * shape.hidden_size * shape.intermediate_size
-
-
 def zero_config(options: PeerOptions, *, prefetch_layers: int, live_layers: int) -> dict[str, Any]:
     """DeepSpeed's configuration. Its buckets and limits are counted in elements, not bytes.
 
     On entering a layer it gathers up to `prefetch_layers` more of them, until `live_layers` are on the device.
     """
-    layer = layer_elements(options)
+    config = options.source.config()
+    layer = layer_elements(config)
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": options.dtype == torch.bfloat16},
@@ -83,35 +69,35 @@ def zero_config(options: PeerOptions, *, prefetch_layers: int, live_layers: int)
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": live_layers * layer,
             # The norms stay on the device, as under DeepSpeed's default of 100,000: a copy of 8 KiB costs its latency.
-            "stage3_param_persistence_threshold": options.shape.hidden_size,
+            "stage3_param_persistence_threshold": config.hidden_size,
             "memory_efficient_linear": False,
         },
     }
 
 
-def build_partitioned(deepspeed: ModuleType, options: PeerOptions, config: dict[str, Any]) -> LlamaForCausalLM:
+def build_partitioned(deepspeed: ModuleType, options: PeerOptions, config: dict[str, Any]) -> PreTrainedModel:
     """The model with every parameter partitioned to host memory, filled there without a gather.
 
-    transformers would initialise each weight twice through the GPU; here it is drawn on the GPU once and written to
-    DeepSpeed's host tensor.
+    transformers would initialise each weight twice through the GPU; here it is read into DeepSpeed's host tensor.
     """
-    model_config = llama_config(options)
-    with deepspeed.zero.Init(config_dict_or_path=config), no_init_weights(), default_dtype(options.dtype):
-        model = LlamaForCausalLM(model_config)
-    model.model.rotary_emb = rotary_embedding(model_config, options.device)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = make_module(transformers_config(options.source, options.dtype), options.dtype)
+    fill_rotary(model, options.device)
+    if options.source.config().tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    weights = NamedWeights(options.source)
     for name, parameter in model.named_parameters():
-        weight = random_weight(name, parameter.ds_shape, options)
-        parameter.ds_tensor.copy_(weight.view(-1))
-    return model.eval().requires_grad_(False)
+        weights.fill(name, parameter.ds_tensor.view(parameter.ds_shape))
+    return model
 
 
-def keep_resident(model: LlamaForCausalLM, resident_layers: int) -> None:
+def keep_resident(model: PreTrainedModel, num_layers: int) -> None:
     """Mark embeddings, final norm, lm_head and the first layers as persistent: gathered once, then never released.
 
     DeepSpeed's thresholds cannot say this (the embedding is larger than any matrix of a layer), so the mark that they
     would set is set here.
     """
-    modules = [model.model.embed_tokens, model.model.norm, model.lm_head, *model.model.layers[:resident_layers]]
+    modules = [model.model.embed_tokens, model.model.norm, model.lm_head, *model.model.layers[:num_layers]]
     for module in modules:
         for parameter in module.parameters():
             parameter.ds_persist = True
@@ -128,10 +114,12 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
     deepspeed.init_distributed(dist_backend="nccl" if options.device.type == "cuda" else "gloo")
     config = zero_config(options, prefetch_layers=prefetch_layers, live_layers=live_layers)
     model = build_partitioned(deepspeed, options, config)
+    layer_class = type(model.model.layers[0])
     if leaf_modules:
-        deepspeed.utils.set_z3_leaf_modules(model, [LlamaDecoderLayer])
+        deepspeed.utils.set_z3_leaf_modules(model, [layer_class])
     engine = deepspeed.initialize(model=model, config=config)[0]
-    keep_resident(model, options.resident_layers)
+    num_resident = resident_layers(options, working_layers=live_layers)
+    keep_resident(model, num_resident)
     streamed = [p for p in model.model.layers.parameters() if not p.ds_persist]
     host = [p.ds_tensor for p in model.parameters() if p.ds_tensor.device.type == "cpu"]
     notes = ["embeddings, lm_head and all norms on the device; nothing is prefetched across passes"]
@@ -141,15 +129,15 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
         system="DeepSpeed ZeRO-Inference",
         version=deepspeed.__version__,
         model=engine.module,
-        bytes_per_token=sum(p.ds_numel * p.ds_tensor.element_size() for p in streamed),
+        bytes_per_pass=sum(p.ds_numel * p.ds_tensor.element_size() for p in streamed),
         pinned_bytes=sum(t.nbytes for t in host if options.device.type == "cuda" and t.is_pinned()),
-        prefetch={
-            "layers": prefetch_layers,
+        system_settings={
+            "resident_layers": num_resident,
+            "prefetch_layers": prefetch_layers,
             "live_layers": live_layers,
-            "bucket_elements": config["zero_optimization"]["stage3_prefetch_bucket_size"],
-            "leaf_modules": [LlamaDecoderLayer.__name__] if leaf_modules else [],
+            "leaf_modules": [layer_class.__name__] if leaf_modules else [],
+            "deepspeed_config": config,
         },
-        system_settings={"deepspeed_config": config},
         notes=tuple(notes),
     )
 

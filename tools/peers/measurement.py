@@ -1,4 +1,4 @@
-"""Timing of a prepared peer: generations, one time stamp per token, and the JSON line in the end."""
+"""Timing of a prepared peer: generations, one time stamp per round, and the JSON line in the end."""
 
 from __future__ import annotations
 
@@ -10,174 +10,197 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import PeerOptions, open_device, options_from, prompt_ids
-from transformers import LlamaForCausalLM
+from bench_report import emit, measure_link_gbps, provenance
+from common import PeerOptions, open_device, options_from
+from models import load_draft
+from runs import Run, answers, figures, num_differing
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
+from offload_runtime.config import format_bytes
+from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
 
-from offload_runtime.config import GB, format_bytes
-from offload_runtime.errors import BudgetError, NumericalError, OffloadError
+# What a process says by its exit code: an error, or that there is not enough memory for what was asked.
+ERROR_CODE, NO_ROOM_CODE = 2, 3
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A model whose decoder layers stream, ready for `generate`, and what its system is and was told.
 
-    `bytes_per_token` are the weights that cross the link in one pass, `pinned_bytes` those that lie in pinned memory
+    `bytes_per_pass` are the weights that cross the link in one pass, `pinned_bytes` those that lie in pinned memory
     (asked of the tensors, not of the settings).
     """
 
     system: str
     version: str
-    model: LlamaForCausalLM
-    bytes_per_token: int
+    model: PreTrainedModel
+    bytes_per_pass: int
     pinned_bytes: int
-    prefetch: dict[str, Any]
     system_settings: dict[str, Any]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Raw samples of the measured generations; warm-up generations count for `generations` and the peak only.
+    """The measured generations of one setting, and how many of all, warm-ups included, were not as the others."""
 
-    `step_s` holds the decode steps of all measured generations, `first_token_s` one value for each of them.
-    """
-
-    step_s: list[float]
-    first_token_s: list[float]
-    generations: list[list[int]]
-    peak_vram_bytes: dict[str, int] | None
+    assistant_tokens: int | None
+    runs: list[Run]
+    differing: int
 
     @property
-    def num_differing(self) -> int:
-        """Generations unlike the first. All are greedy over the same weights and prompt, so there should be none."""
-        return sum(tokens != self.generations[0] for tokens in self.generations)
+    def tok_per_s(self) -> float:
+        """By which settings are compared."""
+        return float(figures(self.runs, bytes_per_pass=0, peak_gbps=None)["tok_per_s"])
 
 
 @dataclass
-class TokenClock:
-    """A stopping criterion that never stops: it notes when each token is complete on the device.
+class RoundClock:
+    """A streamer of transformers' `generate`: it notes when the tokens of each round are there, and how many.
 
-    `generate` calls it once per new token. `sample_memory` also notes the bytes in use on the whole device, a query too
-    slow for a measured generation.
+    `generate` hands it the prompt first, then after every pass of the target what that pass added: one token, or under
+    assisted generation the accepted ones and the target's own. They come as CPU tensors, so the device is done with
+    them. (Stopping criteria would not do: some versions also ask them about what is only proposed.)
+
+    `sample_memory` also notes the bytes in use on the whole device, a query too slow for a measured generation.
     """
 
     device: torch.device
     sample_memory: bool
-    times_s: list[float] = field(default_factory=list)
+    stamps_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     driver_bytes: int = 0
+    _prompt_seen: bool = False
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Takes `input_ids` [B, S] int64; returns [B] bool, all False (the signature is transformers')."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            if self.sample_memory:
-                free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-                self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes)
-        self.times_s.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    def put(self, value: torch.Tensor) -> None:
+        """Takes int64 tokens on the CPU, of batch 1, in any shape."""
+        assert value.device.type == "cpu"
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.stamps_s.append(time.perf_counter())
+        self.counts.append(value.numel())
+        if self.sample_memory and self.device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes)
+
+    def end(self) -> None:
+        """Nothing is kept back."""
 
 
-def generate_once(prepared: Prepared, options: PeerOptions, clock: TokenClock) -> tuple[float, list[int]]:
-    """One greedy generation of `new_tokens`; returns the time it started and the new tokens."""
-    ids = prompt_ids(options)  # [1, T] int64, on the device
+def generation_config(options: PeerOptions) -> GenerationConfig:
+    """What every generation asks of transformers: the asked number of tokens, of all of the vocabulary.
+
+    No padding token is named: transformers 5.23 would hide it from an assistant wherever it is in the prompt.
+    """
+    config = GenerationConfig(max_new_tokens=options.new_tokens, use_cache=True)
+    if options.temperature:
+        config.update(do_sample=True, temperature=options.temperature, top_k=0, top_p=1.0)
+    else:
+        config.update(do_sample=False)
+    return config
+
+
+def set_assistant(draft: PreTrainedModel, tokens: int | None) -> None:
+    """How far the draft goes: always so many tokens, or None for transformers' own schedule, which ends when unsure."""
+    draft.generation_config = GenerationConfig()
+    if tokens is not None:
+        draft.generation_config.update(
+            num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+
+
+def generate_once(
+    prepared: Prepared, options: PeerOptions, prompt: int, draft: PreTrainedModel | None, clock: RoundClock
+) -> Run:
+    """One generation of `new_tokens`."""
+    ids = torch.tensor([options.prompts[prompt]], device=options.device)  # [1, T] int64
+    # Our own cache object: by name the configuration would put the draft's keys on the host, too.
+    offloading = options.kv_cache == "offloaded" and options.device.type == "cuda"
+    cache = DynamicCache(config=prepared.model.config, offloading=offloading)
+    torch.manual_seed(options.seed)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
-    start_s = time.perf_counter()
+    started_s = time.perf_counter()
     output = prepared.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=options.new_tokens,
-        do_sample=False,
-        use_cache=True,
-        stopping_criteria=[clock],
+        generation_config=generation_config(options),
+        past_key_values=cache,
+        assistant_model=draft,
+        streamer=clock,
     )  # [1, T + new_tokens] int64
-    tokens = output[0, ids.shape[1] :].tolist()
-    if len(tokens) != options.new_tokens or len(clock.times_s) != options.new_tokens:
+    tokens = tuple(output[0, ids.shape[1] :].tolist())
+    if len(tokens) != options.new_tokens or sum(clock.counts) != options.new_tokens:
         raise NumericalError(
-            f"{prepared.system} gave {len(tokens)} tokens and {len(clock.times_s)} time stamps where "
-            f"{options.new_tokens} were asked for: these times would mean nothing"
+            f"{prepared.system} gave {len(tokens)} tokens in rounds of {clock.counts} where {options.new_tokens} were "
+            "asked for: these times would mean nothing"
         )
-    return start_s, tokens
+    if len(clock.counts) < 2:
+        raise OptionError(f"all {options.new_tokens} tokens came in the first round: raise --new-tokens")
+    return Run(prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens)
 
 
-def measure(prepared: Prepared, options: PeerOptions, *, context_bytes: int) -> Measurement:
-    """Run the warm-up and the measured generations. `context_bytes` of VRAM were in use before anything was built.
-
-    A decode step lasts from one token being complete on the device to the next one; the first token, which ends the
-    prefill, is counted apart.
-    """
-    on_gpu = options.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(options.device)
-    result = Measurement([], [], [], None)
-    driver_bytes = 0
-    for run in range(options.warmup + options.repeats):
-        warming = run < options.warmup
-        clock = TokenClock(options.device, sample_memory=warming)
-        start_s, tokens = generate_once(prepared, options, clock)
-        result.generations.append(tokens)
+def measure(
+    prepared: Prepared, options: PeerOptions, draft: PreTrainedModel | None, tokens: int | None
+) -> tuple[Measurement, int]:
+    """Run the warm-up and the measured generations, every prompt in turn; also returns the driver's peak bytes."""
+    if draft is not None:
+        set_assistant(draft, tokens)
+    order = [run % len(options.prompts) for run in range(options.warmup)]
+    order += [prompt for _ in range(options.repeats) for prompt in range(len(options.prompts))]
+    runs, driver_bytes = [], 0
+    for number, prompt in enumerate(order):
+        clock = RoundClock(options.device, sample_memory=number < options.warmup)
+        runs.append(generate_once(prepared, options, prompt, draft, clock))
         driver_bytes = max(driver_bytes, clock.driver_bytes)
-        if not warming:
-            result.first_token_s.append(clock.times_s[0] - start_s)
-            result.step_s.extend(b - a for a, b in zip(clock.times_s, clock.times_s[1:], strict=False))
-    if not on_gpu:
-        return result
+    return Measurement(tokens, runs[options.warmup :], num_differing(runs)), driver_bytes
+
+
+def peak_vram(options: PeerOptions, driver_bytes: int, context_bytes: int) -> dict[str, int] | None:
+    """The most device memory that was in use; `context_bytes` were before anything was built."""
+    if options.device.type != "cuda":
+        return None
     reserved_bytes = torch.cuda.max_memory_reserved(options.device)
-    peak = {
+    return {
         "torch_allocated": torch.cuda.max_memory_allocated(options.device),
         "torch_reserved": reserved_bytes,
         # The driver is asked between tokens; a system that empties torch's cache within a pass held more in between.
         "driver": max(driver_bytes, context_bytes + reserved_bytes),
     }
-    return Measurement(result.step_s, result.first_token_s, result.generations, peak)
 
 
 def result_json(
-    prepared: Prepared, options: PeerOptions, *, measured: Measurement, setup_s: float, peak_gbps: float | None
+    prepared: Prepared, options: PeerOptions, *, tried: Sequence[Measurement], peak_gbps: float | None
 ) -> dict[str, Any]:
-    """The reported dictionary. Rates come from the median step: `tok_per_s` is its inverse, `link_gbps` bytes over it.
-
-    `bound` is the same pass at the speed of a plain pinned memcpy, measured in this process as `peak_gbps` (GB/s; None
-    without a GPU), and the share of it that was reached.
-    """
-    step = percentiles(measured.step_s)
-    link_gbps = prepared.bytes_per_token / step.median / GB
+    """The reported dictionary of the fastest setting that was tried; `peak_gbps` is a plain memcpy's (GB/s)."""
+    best = max(tried, key=lambda measured: measured.tok_per_s)
     notes = list(prepared.notes)
-    differing = measured.num_differing
-    if differing:
+    if options.kv_cache == "offloaded" and options.device.type != "cuda":
+        notes.append("no GPU: keys and values are in host memory anyway, transformers' offloaded cache needs CUDA")
+    if best.differing:
         notes.append(
-            f"SUSPECT: {differing} of {len(measured.generations)} greedy generations differ from the first; the system "
-            "may compute on weights that have not arrived, and then its speed means nothing"
+            f"SUSPECT: {best.differing} generations differ from others of the same prompt and seed; the system may "
+            "compute on weights that have not arrived, and then its speed means nothing"
         )
-    bound = None
-    if peak_gbps is not None:
-        bound = {
-            "link_gbps": peak_gbps,
-            "s_per_token": prepared.bytes_per_token / (peak_gbps * GB),
-            "share": link_gbps / peak_gbps,
-        }
+    assistant = None
+    if options.draft is not None:
+        speeds = {str(measured.assistant_tokens or "auto"): measured.tok_per_s for measured in tried}
+        assistant = {"tokens": best.assistant_tokens or "auto", "tok_per_s_by_tokens": speeds}
     return {
         "system": prepared.system,
         "version": prepared.version,
-        "s_per_token": step.as_dict(),
-        "tok_per_s": 1 / step.median,
-        "time_to_first_token_s": percentiles(measured.first_token_s).median,
-        "link_gbps": link_gbps,
-        "bytes_per_token": prepared.bytes_per_token,
+        **figures(best.runs, bytes_per_pass=prepared.bytes_per_pass, peak_gbps=peak_gbps),
+        "assistant": assistant,
         "pinned_bytes": prepared.pinned_bytes,
-        "bound": bound,
-        "peak_vram_bytes": measured.peak_vram_bytes,
-        "settings": {**options.as_settings(), **prepared.system_settings},
-        "prefetch": prepared.prefetch,
+        "settings": {
+            **options.as_settings(), "attention": "sdpa", "kv_cache": options.kv_cache, **prepared.system_settings,
+        },
         "notes": notes,
-        "differing_generations": differing,
-        "tokens": measured.generations[-1],
-        "setup_s": setup_s,
+        "differing_generations": best.differing,
+        "tokens": answers(best.runs),
         **provenance(options.device, commit=options.commit),
-    }
+    }  # fmt: skip
 
 
 def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOptions) -> dict[str, Any]:
@@ -187,14 +210,22 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
     start_s = time.perf_counter()
     try:
         prepared = prepare(options)
+        draft = load_draft(options)
         setup_s = time.perf_counter() - start_s
-        measured = measure(prepared, options, context_bytes=context_bytes)
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(options.device)
+        settings = options.assistant_tokens if draft is not None else (None,)
+        measured = [measure(prepared, options, draft, tokens) for tokens in settings]
     except torch.OutOfMemoryError as error:
+        limit = "all" if options.vram_bytes is None else format_bytes(options.vram_bytes)
         raise BudgetError(
-            f"the model does not run in {format_bytes(options.vram_bytes)} of VRAM with {options.resident_layers} "
-            f"resident layers: raise --vram or lower --resident-layers or --prompt-tokens ({error})"
+            f"the model does not run in {limit} of VRAM with {options.resident_layers} resident layers: raise --vram "
+            f"or lower --resident-layers or the prompt's tokens ({error})"
         ) from error
-    return result_json(prepared, options, measured=measured, setup_s=setup_s, peak_gbps=peak_gbps)
+    result = result_json(prepared, options, tried=[one for one, _ in measured], peak_gbps=peak_gbps)
+    driver_bytes = max(driver for _, driver in measured)
+    return {**result, "peak_vram_bytes": peak_vram(options, driver_bytes, context_bytes), "setup_s": setup_s}
 
 
 def run_peer(
@@ -219,5 +250,5 @@ def run_peer(
         emit(result, options.out)
     except OffloadError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE
     return 0

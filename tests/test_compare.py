@@ -1,0 +1,231 @@
+"""compare.py as a whole, on a CPU: a tiny widened checkpoint, its draft, and every system that is installed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
+from tests.helpers.widening import GQA, WidenedCheckpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
+
+import accelerate_offload
+import compare
+from common import options_from, peer_parser
+from comparing import systems
+from measurement import measure, measure_peer
+from models import load_draft
+
+NEW_TOKENS = 14
+TEXTS = ("the quick brown fox jumps over the lazy dog and the quick", "a link, a layer, a slot; the pass streams on")
+MEASURED = ("ours-plain", "ours", "accelerate", "transformers-offloaded-cache", "resident")
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, the small model that it was widened from, and texts."""
+
+    target: Path
+    draft: Path
+    prompts: tuple[Path, ...]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    small = write_checkpoint(folder / "small")
+    wide = WidenedCheckpoint(open_checkpoint(small), GQA)
+    prompts = tuple(folder / f"{number}.txt" for number in range(len(TEXTS)))
+    for path, text in zip(prompts, TEXTS, strict=True):
+        path.write_text(text)
+    return Models(convert_to_safetensors(wide, folder / "wide", dtype=torch.float32), small, prompts)
+
+
+def arguments(models: Models, out: Path, *others: str) -> list[str]:
+    """Of `compare.py`, for both prompts."""
+    given = ["--target", str(models.target), "--draft", str(models.draft), "--out", str(out), "--repeats", "1"]
+    given += [option for path in models.prompts for option in ("--prompt-file", str(path))]
+    return [*given, "--new-tokens", str(NEW_TOKENS), "--commit", "abc", *others]
+
+
+def without_deepspeed(name: str) -> Any:
+    return None if name == "deepspeed" else find_spec(name)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison left behind."""
+
+    code: int
+    printed: str
+    out: Path
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def outcome(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """All systems on the CPU, DeepSpeed not installed."""
+    out, printed = tmp_path_factory.mktemp("out") / "comparison.json", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(systems, "find_spec", without_deepspeed)
+        code = compare.main(arguments(models, out, "--device", "cpu", "--dtype", "fp32"))
+    return Outcome(code, printed.getvalue(), out, json.loads(out.read_text()))
+
+
+def test_every_installed_system_is_measured_and_a_missing_one_is_no_failure(outcome: Outcome) -> None:
+    results = outcome.report["results"]
+    assert outcome.code == 0 and tuple(results) == tuple(systems.SYSTEMS)
+    assert tuple(name for name, result in results.items() if "tok_per_s" in result) == MEASURED
+    for name in ("deepspeed", "deepspeed-assistant"):
+        assert results[name]["missing"].startswith("deepspeed is not installed: DS_BUILD_OPS=0 pip install")
+    for name in MEASURED:
+        result = results[name]
+        assert result["tok_per_s"] > 0 and 0 < result["token_s"]["p50"] <= result["token_s"]["p90"]
+        assert result["token_s"]["p90"] <= result["token_s"]["p99"] and result["time_to_first_token_s"] > 0
+        assert [run["prompt"] for run in result["runs"]] == [0, 1] and result["commit"] == "abc"
+        assert [len(tokens) for tokens in result["tokens"]] == [NEW_TOKENS] * 2
+        assert result["differing_generations"] == 0
+
+
+def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
+    agreement = outcome.report["agreement"]
+    assert agreement["reference"] == "ours-plain" and set(agreement["systems"]) == set(MEASURED)
+    for row in agreement["systems"].values():
+        assert row == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+    first, second = outcome.report["results"]["resident"]["tokens"]
+    assert first != second, "two prompts, two answers"
+
+
+def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outcome) -> None:
+    results = outcome.report["results"]
+    matrices = 80 * 24 * (2 * 16 + 2 * 4) + 3 * 80 * 130
+    layers = 4 * GQA.num_layers * (matrices + 2 * 80)
+    assert results["accelerate"]["bytes_per_pass"] == layers
+    for name in ("ours", "ours-plain"):
+        assert layers <= results[name]["bytes_per_pass"] < 1.01 * layers
+    for name in ("resident", "transformers-offloaded-cache"):
+        assert results[name]["bytes_per_pass"] == 0
+    assert results["ours-plain"]["tokens_per_pass"] == results["accelerate"]["tokens_per_pass"] == 1
+    assert results["ours"]["tokens_per_pass"] > 2 and results["ours"]["speculation"]["acceptance"] > 0.9
+    assert any("offloaded cache needs CUDA" in note for note in results["transformers-offloaded-cache"]["notes"])
+
+
+def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
+    lines = outcome.printed.splitlines()
+    assert json.loads(lines[-1]) == outcome.report
+    assert [line.split()[0] for line in lines[1:8]] == list(systems.SYSTEMS)
+    assert outcome.out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    drawn = outcome.out.with_suffix(".svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn
+    configuration = outcome.report["configuration"]
+    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
+
+
+def test_a_report_names_no_directory_of_this_machine(outcome: Outcome, models: Models) -> None:
+    written = outcome.out.read_text()
+    assert str(models.target.parent) not in written and str(outcome.out.parent) not in written
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    given = ["--synthetic", "tiny", "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "9", "--new-tokens", "5"]
+    out = tmp_path / "c.json"
+    assert compare.main([*given, "--systems", "ours-plain,accelerate", "--no-chart", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["agreement"]["systems"]["accelerate"] == {"leading": [5], "of": [5]}
+    assert report["results"]["accelerate"]["settings"]["prompt_tokens"] == [9]
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Models, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    code = compare.main(
+        arguments(models, out, "--device", "cpu", "--dtype", "fp32", "--systems", "ours,resident", "--gamma", "2",
+                  "--speculation", "triforce", "--no-chart")
+    )  # fmt: skip
+    results = json.loads(out.read_text())["results"]
+    assert code == 1 and "tok_per_s" in results["resident"]
+    assert "error" in results["ours"] and not results["ours"]["error"].startswith("error:")
+
+
+def peer_options(models: Models, *others: str) -> Any:
+    """A peer's options, for one prompt on the CPU."""
+    given = ["--target", str(models.target), "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "12"]
+    return options_from(peer_parser("").parse_args([*given, "--new-tokens", "24", "--repeats", "1", *others]))
+
+
+def prepare(options: Any) -> Any:
+    return accelerate_offload.prepare(options, pin=True)
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_the_best_of_all_assistants_is_reported(models: Models, temperature: str) -> None:
+    pytest.importorskip("accelerate")
+    plain = measure_peer(prepare, peer_options(models, "--temperature", temperature))
+    given = ("--draft", str(models.draft), "--assistant-tokens", "auto,1,4", "--temperature", temperature)
+    assisted = measure_peer(prepare, peer_options(models, *given))
+    speeds = assisted["assistant"]["tok_per_s_by_tokens"]
+    assert set(speeds) == {"auto", "1", "4"} and assisted["tok_per_s"] == max(speeds.values())
+    assert speeds[str(assisted["assistant"]["tokens"])] == assisted["tok_per_s"]
+    assert plain["assistant"] is None and plain["tokens_per_pass"] == 1 < assisted["tokens_per_pass"]
+    assert assisted["differing_generations"] == plain["differing_generations"] == 0
+    if temperature == "0":
+        assert assisted["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.5", "2"])
+def test_an_assistant_that_knows_the_target_is_always_accepted(models: Models, temperature: str) -> None:
+    """Fair to the peer: the draft sees all of the prompt and samples at the target's temperature, not at its square."""
+    pytest.importorskip("accelerate")
+    options = peer_options(models, "--draft", str(models.draft), "--temperature", temperature)
+    prepared, draft = prepare(options), load_draft(options)
+    for tokens in (1, 4, 2):
+        (run,) = measure(prepared, options, draft, tokens)[0].runs
+        assert sum(run.counts) == len(run.tokens) == 24
+        assert set(run.counts[:-1]) == {tokens + 1}, "as many as it is told, and the target's own"
+
+
+def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    out = tmp_path / "c.json"
+    given = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--systems",
+        "ours-plain,deepspeed,deepspeed-assistant",
+        "--no-chart",
+    )
+    assert compare.main(arguments(models, out, *given, "--assistant-tokens", "3")) == 0
+    report = json.loads(out.read_text())
+    for name in ("deepspeed", "deepspeed-assistant"):
+        assert report["agreement"]["systems"][name] == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+    assert report["results"]["deepspeed-assistant"]["tokens_per_pass"] > 2
+
+
+@pytest.mark.gpu
+def test_all_systems_on_a_gpu(models: Models, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    names = ",".join(MEASURED)
+    given = ("--device", "cuda", "--dtype", "fp32", "--vram", "4GB", "--systems", names, "--no-chart")
+    assert compare.main(arguments(models, out, *given)) == 0
+    report = json.loads(out.read_text())
+    systems_of = report["agreement"]["systems"]
+    assert systems_of["ours"] == systems_of["ours-plain"] == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+    assert report["results"]["transformers-offloaded-cache"]["notes"] == []
+    for name in ("ours", "ours-plain", "accelerate"):
+        result = report["results"][name]
+        assert 0 < result["bound"]["share"] < 1 and result["pinned_bytes"] >= result["bytes_per_pass"] > 0
+        assert 0 < result["peak_vram_bytes"]["driver"] <= 4_000_000_000

@@ -1,0 +1,281 @@
+"""The parts of compare.py: figures of runs, agreement, the bound, the table, the chart, and how systems are run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
+
+import bench_streaming
+import compare
+from common import options_from, peer_parser
+from comparing import chart, report, systems
+from measurement import RoundClock
+from models import fitting_layers, require_whole_model
+from runs import Run, answers, figures, num_differing
+
+from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError, StorageError
+
+
+def run(stamps: list[float], counts: list[int], *, prompt: int = 0, first_token: int = 0) -> Run:
+    """A run that began at 0, with tokens that count up."""
+    return Run(prompt, 0.0, tuple(stamps), tuple(counts), tuple(range(first_token, first_token + sum(counts))))
+
+
+def result(tok_per_s: float, tokens: list[list[int]] | None = None, **others: Any) -> dict[str, Any]:
+    """What a peer reports, as far as a comparison reads it."""
+    return {
+        "system": "peer", "tok_per_s": tok_per_s, "token_s": {"p50": 0.5, "p90": 0.25, "p99": 0.125},
+        "time_to_first_token_s": 3.0, "tokens_per_pass": 1.5, "link_gbps": 50.0, "bytes_per_pass": 10**9,
+        "peak_vram_bytes": None, "notes": [], "tokens": tokens or [[1, 2, 3]], "bound": {"link_gbps": 55.0}, **others,
+    }  # fmt: skip
+
+
+def test_a_rounds_time_is_shared_by_its_tokens_and_the_first_round_is_the_prefill() -> None:
+    one = run([2.0, 3.0, 5.0], [2, 1, 4])
+    assert one.first_token_s == 2.0 and one.passes == 2 and one.decode_s == 3.0
+    assert one.token_times_s() == [1.0, 0.5, 0.5, 0.5, 0.5]
+    assert one.tok_per_s == 5 / 3
+
+
+def test_figures_are_medians_of_runs_and_percentiles_of_tokens() -> None:
+    runs = [run([1.0, 2.0, 4.0], [1, 1, 1]), run([2.0, 3.0, 4.0], [1, 1, 1]), run([3.0, 4.0, 4.5], [1, 1, 3])]
+    found = figures(runs, bytes_per_pass=2 * 10**9, peak_gbps=8.0)
+    assert found["tok_per_s"] == 1.0 and found["time_to_first_token_s"] == 2.0
+    assert found["tokens_per_pass"] == pytest.approx(8 / 6)
+    assert found["link_gbps"] == pytest.approx(2.0)  # of 4/3, 2 and 8/3
+    assert found["bound"] == {"link_gbps": 8.0, "s_per_pass": 0.25, "share": pytest.approx(0.25)}
+    # Sorted: three times 1/6, four times 1, once 2.
+    assert found["token_s"]["p50"] == 1.0 and found["s_per_token"]["median"] == 1.0
+    assert found["token_s"]["p90"] == pytest.approx(1.3) and found["token_s"]["p99"] == pytest.approx(1.93)
+    assert figures(runs, bytes_per_pass=0, peak_gbps=8.0)["bound"] is None
+    assert figures(runs, bytes_per_pass=1, peak_gbps=None)["bound"] is None
+
+
+def test_answers_are_by_prompt_and_other_answers_to_a_prompt_are_counted() -> None:
+    runs = [run([1, 2], [1, 2], prompt=1, first_token=7), run([1, 2], [1, 2]), run([1, 2], [1, 2], first_token=3)]
+    assert answers(runs) == [[0, 1, 2], [7, 8, 9]]
+    assert num_differing(runs) == 1 and num_differing(runs[:2]) == 0
+
+
+def test_a_clock_leaves_out_the_prompt_and_counts_the_tokens_of_a_round() -> None:
+    clock = RoundClock(torch.device("cpu"), sample_memory=False)
+    for tokens in (torch.ones(1, 5), torch.ones(1), torch.ones(1, 3)):
+        clock.put(tokens.long())
+    clock.end()
+    assert clock.counts == [1, 3] and clock.stamps_s == sorted(clock.stamps_s) and len(clock.stamps_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "count"), [([1, 2, 3], 3), ([1, 2, 9], 2), ([9, 2, 3], 0), ([1, 2], 2), ([1, 9, 3], 1), ([], 0)]
+)
+def test_leading_tokens_that_agree_are_counted(said: list[int], count: int) -> None:
+    assert report.leading_agreement([1, 2, 3], said) == count
+
+
+def test_the_reference_is_our_plain_decoding_or_else_the_resident_model() -> None:
+    results = {"resident": result(9, [[1, 2], [3, 4]]), "ours": result(3, [[1, 9], [3, 4]]), "gone": {"missing": "x"}}
+    found = report.agreements(results, greedy=True)
+    assert found is not None and found["reference"] == "resident"
+    assert found["systems"]["ours"] == {"leading": [1, 2], "of": [2, 2]} and "gone" not in found["systems"]
+    plain = {"ours-plain": result(2, [[1, 9], [3, 4]]), **results}
+    found = report.agreements(plain, greedy=True)
+    assert found is not None and found["reference"] == "ours-plain"
+    assert [sum(row["leading"]) for row in found["systems"].values()] == [4, 3, 4]
+    assert report.agreements({"ours": result(3)}, greedy=True) is None
+
+
+def test_sampled_answers_are_compared_only_where_the_noise_is_the_same() -> None:
+    results = {name: result(1, system="offload_runtime") for name in ("ours", "ours-plain")}
+    found = report.agreements({**results, "resident": result(1)}, greedy=False)
+    assert found is not None and set(found["systems"]) == {"ours", "ours-plain"}
+
+
+def test_the_bound_is_bytes_over_the_fastest_link_that_was_seen() -> None:
+    results = {
+        "ours-plain": result(9, bytes_per_pass=5 * 10**9), "deepspeed": result(8, bound={"link_gbps": 60.0}),
+        "resident": result(30, bytes_per_pass=0, bound=None), "accelerate": {"error": "x"},
+    }  # fmt: skip
+    assert report.link_bound(results) == {"bytes_per_pass": 5 * 10**9, "link_gbps": 60.0, "tok_per_s": 12.0}
+    del results["ours-plain"]
+    bound = report.link_bound(results)
+    assert bound is not None and bound["tok_per_s"] == 60.0
+    assert report.link_bound({"resident": results["resident"]}) is None
+
+
+def make_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "title": "a title", "results": results, "times_ours_over": report.times_ours_over(results),
+        "bound": report.link_bound(results), "agreement": report.agreements(results, greedy=True),
+    }  # fmt: skip
+
+
+def test_the_table_says_what_was_measured_and_why_something_was_not() -> None:
+    results = {
+        "ours-plain": result(2.0), "ours": result(8.0, peak_vram_bytes={"driver": 7_250_000_000}),
+        "deepspeed": {"missing": "deepspeed is not installed: pip"}, "resident": {"skipped": "does not fit"},
+        "accelerate": result(1.6, [[1, 9, 9]], notes=["SUSPECT: one", "another"]), "other": {"error": "first\nlast"},
+    }  # fmt: skip
+    lines = [line.split() for line in report.table(make_report(results)).splitlines()]
+    plain, ours, deepspeed, resident, accelerate, suspect, other, bound = lines[1:]
+    assert plain == [
+        "ours-plain",
+        "2.000",
+        "4.00",
+        "x",
+        "500.0",
+        "250.0",
+        "125.0",
+        "3.00",
+        "1.50",
+        "50.0",
+        "-",
+        "reference",
+    ]
+    assert ours == ["ours", "8.000", "500.0", "250.0", "125.0", "3.00", "1.50", "50.0", "7.25", "3", "of", "3"]
+    assert accelerate[:4] == ["accelerate", "1.600", "5.00", "x"] and accelerate[-3:] == ["1", "of", "3"]
+    assert " ".join(deepspeed) == "deepspeed missing: deepspeed is not installed: pip"
+    assert " ".join(resident) == "resident skipped: does not fit" and " ".join(other) == "other error: last"
+    assert suspect == ["SUSPECT:", "one"]
+    assert " ".join(bound) == "one token a pass: at most 55.000 tok/s, 1.00 GB over a link of 55.0 GB/s"
+
+
+def test_only_a_failure_or_nothing_measured_is_no_success() -> None:
+    assert report.succeeded({"ours": result(1), "deepspeed": {"missing": "x"}, "resident": {"skipped": "x"}})
+    assert not report.succeeded({"ours": result(1), "accelerate": {"error": "x"}})
+    assert not report.succeeded({"deepspeed": {"missing": "x"}})
+
+
+def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: Path) -> None:
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    saved: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        save = matplotlib_figure.Figure.savefig
+        patch.setattr(
+            matplotlib_figure.Figure,
+            "savefig",
+            lambda self, *args, **options: (saved.append(self), save(self, *args, **options)),
+        )
+        results = {"ours": result(110.0), "accelerate": result(2.0), "deepspeed": {"missing": "x"}}
+        paths = chart.draw(make_report(results), tmp_path / "new" / "bars.json")
+    assert [path.name for path in paths] == ["bars.png", "bars.svg"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG") and "<svg" in paths[1].read_text()
+    (axes,) = saved[0].axes
+    assert [bar.get_width() for bar in axes.patches] == [110.0, 2.0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "accelerate"]
+    (line,) = axes.lines
+    assert list(line.get_xdata()) == [55.0, 55.0]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be drawn"):
+        chart.draw(make_report(results), tmp_path / "file" / "bars")
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chart, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"offload-runtime\[plots\]"):
+        chart.require_matplotlib()
+
+
+def test_what_cannot_run_is_left_out_with_the_reason() -> None:
+    absent = systems.System(
+        "none.py", package="a_package_that_is_not_there", install="pip install it", needs_draft=True
+    )
+    given: dict[str, Any] = {"draft": None, "timeout_s": 1.0}
+    assert systems.run_system(absent, [], {}, **given) == {
+        "missing": "a_package_that_is_not_there is not installed: pip install it"
+    }
+    drafted = systems.System("none.py", needs_draft=True)
+    assert "name one with --draft" in systems.run_system(drafted, [], {}, **given)["skipped"]
+
+
+def test_a_script_that_fails_or_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "PEERS", tmp_path)
+    (tmp_path / "failing.py").write_text("import sys; print('error: no room', file=sys.stderr); sys.exit(3)")
+    (tmp_path / "endless.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "echo.py").write_text(
+        "import json, sys; open(sys.argv[-1], 'w').write(json.dumps({'tok_per_s': 1, 'argv': sys.argv[1:-2]}))"
+    )
+    given: dict[str, Any] = {"draft": "d", "timeout_s": 30.0}
+    assert systems.run_system(systems.System("failing.py"), [], {}, **given) == {"error": "no room"}
+    whole = systems.System("failing.py", whole_model=True)
+    assert systems.run_system(whole, [], {}, **given) == {"skipped": "no room"}
+    assert systems.run_script("endless.py", [], 0.5) == ({"error": "no result within 0 s"}, None)
+    echo = systems.System("echo.py", ("--vram", "all"), takes=("gamma", "draft"))
+    own = {"gamma": ("--gamma", "4"), "kv": ("--kv", "host")}
+    assert systems.run_system(echo, ["--vram", "1GB"], own, **given)["argv"] == [
+        "--vram", "1GB", "--gamma", "4", "--vram", "all",
+    ]  # fmt: skip
+
+
+def test_memory_decides_how_many_layers_stay() -> None:
+    def options(vram: str, *others: str) -> Any:
+        given = ["--shape", "llama2-7b", "--device", "cpu", "--prompt-tokens", "512", "--vram", vram, *others]
+        return options_from(peer_parser("").parse_args(given))
+
+    assert fitting_layers(options("2GB"), working_layers=0) == 0
+    few = fitting_layers(options("6GB"), working_layers=0)
+    assert 5 <= few <= 10 and fitting_layers(options("6GB"), working_layers=3) == few - 3
+    assert fitting_layers(options("6GB", "--kv-cache", "offloaded"), working_layers=0) >= few
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["--shape", "tiny", "--new-tokens", "1"], OptionError, "at least 2"),
+        (["--shape", "tiny", "--resident-layers", "5"], OptionError, "has 4 layers"),
+        (["--shape", "tiny", "--resident-layers", "x"], OptionError, "not a number"),
+        (["--shape", "tiny", "--assistant-tokens", "4,0"], OptionError, "at least 1"),
+        (["--shape", "tiny", "--prompt-tokens", "1020"], ContextLengthError, "1028 positions"),
+        (["--shape", "tiny", "--target", "x"], OptionError, "whole model"),
+        (["--shape", "tiny", "--temperature", "-1"], OptionError, "temperature"),
+        (["--shape", "tiny", "--warmup", "1"], OptionError, "cold"),
+    ],
+)
+def test_a_peer_refuses_what_makes_no_sense(arguments: list[str], error: type[OffloadError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        options_from(peer_parser("").parse_args([*arguments, "--device", "cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--synthetic", "tiny", "--systems", "foo"], "unknown system 'foo'"),
+        (["--synthetic", "tiny", "--systems", ","], "unknown system"),
+        (["--synthetic", "tiny", "--draft", "d"], "has no language"),
+        (["--synthetic", "tiny", "--systems", "accelerate", "--gamma", "2"], "--gamma is for none of accelerate"),
+        (["--target", "x"], "needs a prompt"),
+        (["--target", "x", "--prompt-file", "y", "--layers", "2"], "leave it out with --target"),
+        (["--target", "/nowhere", "--prompt-file", "y"], "/nowhere does not exist"),
+    ],
+)
+def test_compare_refuses_before_anything_is_measured(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
+    assert compare.main([*arguments, "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_bench_of_streaming_judges_what_was_measured() -> None:
+    window = {"window_tokens": 1, "link_share": 0.98, "host_launch_share": 0.05}
+    ours = result(4.0, windows=[window], vram_limit_bytes=24 * 10**9, differing_generations=0)
+    results = {"ours": ours, "deepspeed": result(3.8), "accelerate": {"missing": "x"}}
+    assert bench_streaming.ratios(results) == {"deepspeed": 4.0 / 3.8}
+    verdicts = {check.claim: check.holds for check in bench_streaming.checks(results)}
+    assert verdicts == {
+        "link share of the peak, window 1": True, "host launch share of a pass, window 1": True,
+        "generations that differ": True, "times the tokens per second of deepspeed": False,
+    }  # fmt: skip
+    assert bench_streaming.checks({"ours": {"error": "x"}}) == []
+
+
+def test_a_model_that_does_not_fit_is_no_error_of_memory_later() -> None:
+    given = ["--shape", "llama2-7b", "--device", "cpu", "--vram", "6GB"]
+    with pytest.raises(BudgetError, match="of 32 layers do"):
+        require_whole_model(options_from(peer_parser("").parse_args(given)))

@@ -1,0 +1,252 @@
+"""What trees of a draft model bring while a streamed target's passes run: time lines, tokens a pass, sizes of trees.
+
+    python tools/bench_trees.py --source SmolLM2-135M.gguf --text BOOK --code FILE --emulate rtx4090 --out FILE
+
+Two parts. `streamed`: a widened target whose weights come over the link, decoded plainly, with chains and with trees,
+for drafts of several qualities (copies of the small model with noise); beside each answer the share of drafting that
+was hidden behind passes, the share of the time that the link was idle, and the time from pass to pass against its bytes
+over the link. `sizes`: tokens a pass against the size of the tree, of the small model itself as target, which says the
+same as the widened one, beside what the draft's hits by rank of child predict. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+
+import torch
+from bench_report import emit, provenance
+from long_context.internals import ranks_of
+from widening.checkpoint import WidenedCheckpoint
+from widening.shapes import WideShape, shape_named
+
+from offload_runtime.config import GB
+from offload_runtime.engine import GenerationResult, Runtime
+from offload_runtime.errors import OffloadError
+from offload_runtime.memory import resolve_device
+from offload_runtime.runners.draft_tree import CHILDREN
+from offload_runtime.weights import CheckpointSource, open_checkpoint
+
+_WARM_UP_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the way to choose tokens."""
+
+    prompt: str
+    temperature: float
+
+
+def expected_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
+    """Tokens a pass of the best tree, where the child of rank r is what the target says with probability `hits[r]`,
+    whatever came before: 1 and the sum of the `nodes` most probable paths no longer than `depth`."""
+    total, heap = 1.0, [(-hit, 1) for hit in hits]
+    heapq.heapify(heap)
+    for _ in range(nodes):
+        if not heap:
+            break
+        negative, length = heapq.heappop(heap)
+        total -= negative
+        if length < depth:
+            for hit in hits:
+                heapq.heappush(heap, (negative * hit, length + 1))
+    return total
+
+
+def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> CheckpointSource:
+    """The small model with noise on its matrices: a draft."""
+    config = source.config()
+    same = WideShape(
+        config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+        config.head_dim,
+    )  # fmt: skip
+    return WidenedCheckpoint(source, same, noise, device=device)
+
+
+def answer_row(case: Case, result: GenerationResult, plain: GenerationResult | None) -> dict[str, Any]:
+    """Figures of one answer."""
+    stats = result.stats
+    row: dict[str, Any] = {
+        "prompt": case.prompt, "temperature": case.temperature, "tokens": stats.new_tokens, "passes": stats.passes,
+        "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s, "s_per_pass": stats.measured_s_per_pass,
+        "bytes_per_pass": stats.bytes_per_pass, "hidden_draft_share": stats.hidden_draft_share,
+        "link_idle_share": stats.link_idle_share, "accepted_by_source": stats.accepted_by_source,
+        "accepted_by_depth": list(stats.accepted_by_depth), "windows": stats.windows,
+    }  # fmt: skip
+    if stats.link_peak_gbps and stats.measured_s_per_pass:
+        row["times_link"] = stats.measured_s_per_pass / (stats.bytes_per_pass / (stats.link_peak_gbps * GB))
+    if plain is not None:
+        common = min(len(plain.tokens), len(result.tokens))
+        row["identical"] = result.tokens[:common] == plain.tokens[:common]
+        row["times_plain"] = stats.tok_per_s / plain.stats.tok_per_s
+    return row
+
+
+def generate(
+    runtime: Runtime, prompts: dict[str, list[int]], case: Case, count: int, *, depth: int | None, nodes: int | None
+) -> GenerationResult:
+    """One answer; `nodes` 0 proposes chains of `depth`, `depth` 0 nothing at all, and None of both what is chosen."""
+    how: dict[str, Any] = {"speculate": False} if depth == 0 else {"gamma": depth, "tree_nodes": nodes}
+    return runtime.generate(
+        prompts[case.prompt], max_new_tokens=count, temperature=case.temperature, ignore_eos=True, **how
+    )
+
+
+def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
+    """Rows of one draft over a streamed target."""
+    device = resolve_device(options.device)
+    target: CheckpointSource = small
+    if options.shape != "none":
+        target = WidenedCheckpoint(small, shape_named(options.shape), device=device)
+    with tempfile.TemporaryDirectory() as scratch, Runtime.load(
+        target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
+        resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
+        max_gamma=options.depth, tree_nodes=options.nodes, trace=options.trace or Path(scratch) / "trace.json",
+    ) as runtime:  # fmt: skip
+        print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
+        prompts = encoded(runtime, options)
+        for depth, nodes in ((options.gamma, 0), (options.depth, options.nodes)):  # compiles, captures
+            generate(runtime, prompts, Case("prose", 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
+        for temperature in options.temperatures:
+            for prompt in prompts:
+                case = Case(prompt, temperature)
+                plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=0)
+                shared = {"noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps}
+                yield {**shared, "how": "plain", **answer_row(case, plain, None)}
+                chain = generate(runtime, prompts, case, options.tokens, depth=options.gamma, nodes=0)
+                yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, plain)}
+                tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=options.nodes)
+                yield {**shared, "how": f"tree {options.nodes}", **answer_row(case, tree, plain)}
+                chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
+                yield {**shared, "how": "auto", **answer_row(case, chosen, plain)}
+
+
+def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
+    """Rows of one draft over tree sizes; the small model is the target."""
+    device = resolve_device(options.device)
+    with Runtime.load(
+        small, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype,
+        context=options.context, max_gamma=options.depth, tree_nodes=max(options.sizes),
+    ) as runtime:  # fmt: skip
+        prompts = encoded(runtime, options)
+        for temperature in options.temperatures:
+            for prompt in prompts:
+                case = Case(prompt, temperature)
+                plain = generate(runtime, prompts, case, options.size_tokens, depth=0, nodes=0)
+                with ranks_of(runtime) as ranks:
+                    found = [
+                        (nodes, generate(runtime, prompts, case, options.size_tokens, depth=options.depth, nodes=nodes))
+                        for nodes in options.sizes
+                    ]
+                hits = [ranks.count(rank) / max(1, len(ranks)) for rank in range(CHILDREN)]
+                for nodes, result in found:
+                    yield {
+                        "noise": noise, "nodes": nodes, **answer_row(case, result, plain), "hits_by_rank": hits,
+                        "predicted_tokens_per_pass": expected_tokens(hits, nodes, options.depth),
+                    }  # fmt: skip
+
+
+def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
+    """The prompts, by what they are: the beginnings of a text and of a program."""
+    files = {"prose": options.text, "code": options.code}
+    return {name: runtime.encode(path.read_text())[: options.prompt_tokens] for name, path in files.items()}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures for people."""
+    lines = []
+    for row in report["streamed"]:
+        shares = " ".join(
+            f"{name} {row[key]:.3f}" if row.get(key) is not None else f"{name} -"
+            for name, key in (("hidden", "hidden_draft_share"), ("idle", "link_idle_share"), ("x link", "times_link"))
+        )
+        lines.append(
+            f"noise {row['noise']:<5} T {row['temperature']} {row['prompt']:5} {row['how']:10} "
+            f"{row['tokens_per_pass']:6.2f} tokens a pass {row['tok_per_s']:7.2f} tok/s "
+            f"{row['s_per_pass']:.4f} s a pass {shares}"
+            + (f" {row['times_plain']:.2f} x plain" if "times_plain" in row else "")
+            + ("" if row.get("identical", True) else " DIFFERS")
+        )
+    for row in report["sizes"]:
+        lines.append(
+            f"noise {row['noise']:<5} T {row['temperature']} {row['prompt']:5} {row['nodes']:5} nodes "
+            f"{row['tokens_per_pass']:6.2f} tokens a pass, {row['predicted_tokens_per_pass']:6.2f} predicted"
+            + ("" if row.get("identical", True) else " DIFFERS")
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="the small model")
+    parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
+    parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
+    parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
+    parser.add_argument("--noises", type=_floats, default=(0.02, 0.05, 0.1), help="of the drafts, comma-separated")
+    parser.add_argument("--temperatures", type=_floats, default=(0.0, 0.6))
+    parser.add_argument("--parts", default="streamed,sizes")
+    parser.add_argument("--sizes", type=_integers, default=(1, 4, 16, 64, 256, 1024))
+    parser.add_argument("--nodes", type=int, default=256, help="of the streamed target's trees")
+    parser.add_argument("--depth", type=int, default=63, help="longest path of a tree")
+    parser.add_argument("--gamma", type=int, default=16, help="length of a chain")
+    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--plain-tokens", type=int, default=8)
+    parser.add_argument("--size-tokens", type=int, default=256)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--emulate")
+    parser.add_argument("--vram")
+    parser.add_argument("--resident-layers", default="auto")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both parts; 1 when an answer was not that of plain decoding."""
+    options = parse(argv)
+    parts = options.parts.split(",")
+    report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "sizes": []}
+    try:
+        small = open_checkpoint(options.source)
+        for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
+            for noise in options.noises if part in parts else ():
+                for row in measure(options, small, noise):
+                    report[part].append(row)
+                    print(table({"streamed": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
+        settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
+        settings |= {key: Path(settings[key]).name for key in ("source", "text", "code")}
+        report |= {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
+        print(table(report))
+        emit(report, options.out)
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if all(row.get("identical", True) for row in (*report["streamed"], *report["sizes"])) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

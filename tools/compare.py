@@ -1,0 +1,217 @@
+"""This runtime beside others on one model, with the same memory, prompts, lengths and dtype.
+
+    python tools/compare.py --target wide-13b --draft demo --prompt-file story.txt --out comparison.json
+    python tools/compare.py --synthetic llama2-7b --systems ours-plain,deepspeed,accelerate --out comparison.json
+
+Every system runs in its own process. A peer that is not installed is reported as missing, one that lacks what it needs
+as skipped, each with the reason. Prints a table, then one JSON line; writes the JSON and the chart (PNG and SVG) beside
+it. Exit code 1 when a system that is installed failed. docs/compare.md says how each is set up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import torch
+from bench_report import emit, provenance
+from common import model_name
+from comparing.chart import draw, require_matplotlib
+from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
+from comparing.systems import SYSTEMS, measured, outcome, run_system
+from sources import SHAPES
+
+from offload_runtime.config import SPECULATION_MODES, require_positive
+from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.memory import resolve_device
+from offload_runtime.weights import fetch_demo_model, open_checkpoint
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
+    model.add_argument("--synthetic", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
+    parser.add_argument(
+        "--draft", help="draft model of `ours` and deepspeed-assistant; without one `ours` uses n-grams"
+    )
+    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="text; may be repeated")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="of each file the first so many; of random ones so many (512)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, help="most tokens of prompt and answer; a longer prompt is refused")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vram", default="24GB", help="cap on the device for every process but that of `resident`")
+    parser.add_argument("--resident-layers", default="0", help="of every system: a number, or auto for what fits each")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="auto", help="host: so do the peers' caches")
+    parser.add_argument("--speculation", choices=SPECULATION_MODES, help="of `ours`")
+    parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
+    parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
+    parser.add_argument(
+        "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
+    )
+    parser.add_argument("--layers", type=int, help="cut the synthetic shape to so many layers")
+    parser.add_argument("--warmup", type=int, default=2, help="generations of each system that do not count")
+    parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one system")
+    parser.add_argument("--commit", help="commit to report when the tree has no git")
+    parser.add_argument("--title", help="of the chart")
+    parser.add_argument("--out", type=Path, default=Path("comparison.json"), help="the chart is written beside it")
+    parser.add_argument("--no-chart", action="store_true")
+    return parser
+
+
+def chosen_systems(text: str) -> list[str]:
+    """The systems asked for. Raises `OptionError` for one that there is not."""
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        raise OptionError(f"unknown system {unknown[0] if unknown else text!r}: choose of {', '.join(SYSTEMS)}")
+    return names
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    """Every prompt's token ids, by the target's own tokenizer.
+
+    Raises:
+        OptionError: A file cannot be read or has too few tokens, or prompt and answer exceed `--context`.
+    """
+    tokenizer = open_checkpoint(arguments.target).tokenizer()
+    prompts = []
+    for path in arguments.prompt_file:
+        try:
+            tokens = list(tokenizer.encode(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"{path} cannot be read as text ({error}): name another --prompt-file") from error
+        if arguments.prompt_tokens is not None:
+            if len(tokens) < arguments.prompt_tokens:
+                raise OptionError(f"{path} has {len(tokens)} tokens, not {arguments.prompt_tokens}: lower it")
+            tokens = tokens[: arguments.prompt_tokens]
+        needed = len(tokens) + arguments.new_tokens
+        if arguments.context is not None and needed > arguments.context:
+            raise OptionError(
+                f"{path} and the answer are {needed} tokens, --context is {arguments.context}: raise it, or lower "
+                "--prompt-tokens"
+            )
+        prompts.append(tokens)
+    return prompts
+
+
+def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse what makes no sense for these systems. Raises `OptionError`, and `DeviceError` without the device."""
+    require_positive("timeout", int(arguments.timeout))
+    resolve_device(arguments.device)
+    taken = {option for name in names for option in SYSTEMS[name].takes}
+    for option in ("draft", "speculation", "gamma", "tree_nodes", "assistant_tokens"):
+        if getattr(arguments, option) is not None and option not in taken:
+            raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
+    if arguments.target is not None and not arguments.prompt_file:
+        raise OptionError("--target needs a prompt: name a text with --prompt-file")
+    if arguments.target is not None and arguments.layers is not None:
+        raise OptionError("--layers cuts a synthetic shape: leave it out with --target")
+    if arguments.synthetic is not None and (arguments.prompt_file or arguments.draft or arguments.context):
+        raise OptionError(
+            "--synthetic has no language: leave out --prompt-file, --draft and --context, or name a --target"
+        )
+    if not arguments.no_chart:
+        require_matplotlib()
+
+
+def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[str]:
+    """What every system is told."""
+    options = ["--target", arguments.target] if arguments.target is not None else ["--shape", arguments.synthetic]
+    if prompts is not None:
+        options += ["--prompts", str(prompts)]
+    elif arguments.prompt_tokens is not None:
+        options += ["--prompt-tokens", str(arguments.prompt_tokens)]
+    for name in ("new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device", "warmup", "repeats",
+                 "layers", "commit"):  # fmt: skip
+        value = getattr(arguments, name)
+        options += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
+    return options
+
+
+def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
+    """What only some systems are told, by the name under which they take it."""
+    names = ("draft", "speculation", "gamma", "tree_nodes", "kv", "assistant_tokens")
+    given = {name: getattr(arguments, name) for name in names}
+    own: dict[str, Sequence[str]] = {
+        name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
+    }
+    return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
+
+
+def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Measure the systems one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = None
+        if arguments.prompt_file:
+            prompts = Path(folder) / "prompts.json"
+            prompts.write_text(json.dumps(read_prompts(arguments)))
+        common, own = common_options(arguments, prompts), own_options(arguments)
+        results = {}
+        for number, name in enumerate(names):
+            print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
+            results[name] = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
+            print(outcome(results[name]), file=sys.stderr, flush=True)
+    return results
+
+
+def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The measurements and what they say together."""
+    model = model_name(arguments.target) or f"random {arguments.synthetic}"
+    settings = {
+        **vars(arguments), "target": model_name(arguments.target), "draft": model_name(arguments.draft),
+        "prompt_file": [path.name for path in arguments.prompt_file], "out": arguments.out.name,
+    }  # fmt: skip
+    return {
+        "benchmark": "comparison",
+        "title": arguments.title or f"{model}, {arguments.dtype}, --vram {arguments.vram}",
+        "results": results,
+        "times_ours_over": times_ours_over(results),
+        "bound": link_bound(results),
+        "agreement": agreements(results, greedy=arguments.temperature == 0),
+        "configuration": settings,
+        # Only now: what this process would hold of the GPU, the systems could not have.
+        **provenance(torch.device(arguments.device), commit=arguments.commit),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen systems; returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        names = chosen_systems(arguments.systems)
+        check(arguments, names)
+        if arguments.draft == "demo":
+            arguments.draft = str(fetch_demo_model())
+        results = run_all(arguments, names)
+        report = make_report(arguments, results)
+        print(table(report))
+        emit(report, arguments.out)
+        if measured(results) and not arguments.no_chart:
+            print("drawn:", *draw(report, arguments.out), file=sys.stderr)
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if succeeded(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

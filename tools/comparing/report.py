@@ -1,0 +1,117 @@
+"""What the measurements of a comparison say together: agreement of tokens, the bound of the link, the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from comparing.systems import measured, outcome
+
+from offload_runtime.config import GB
+
+REFERENCES = ("ours-plain", "resident")
+_HEAD = (
+    f"{'system':28} {'tok/s':>8} {'ours is':>8} {'p50 ms':>8} {'p90 ms':>8} {'p99 ms':>8} {'TTFT s':>7} "
+    f"{'tok/pass':>8} {'GB/s':>6} {'VRAM GB':>8}  same tokens"
+)
+
+
+def leading_agreement(expected: Sequence[int], said: Sequence[int]) -> int:
+    """How many tokens two answers begin with in common."""
+    for index, (one, other) in enumerate(zip(expected, said, strict=False)):
+        if one != other:
+            return index
+    return min(len(expected), len(said))
+
+
+def agreements(results: Mapping[str, dict[str, Any]], *, greedy: bool) -> dict[str, Any] | None:
+    """How far systems' answers begin as those of a reference do, which decodes without speculation.
+
+    Args:
+        results: Of all systems.
+        greedy: Whether all say the likeliest token. Else only those are compared that draw the reference's noise.
+
+    Returns:
+        `reference`, and for every system `leading` tokens by prompt `of` the reference's; None without a reference.
+    """
+    found = measured(dict(results))
+    reference = next((name for name in REFERENCES if name in found), None)
+    if reference is None:
+        return None
+    expected, software = found[reference]["tokens"], found[reference]["system"]
+    found = {name: result for name, result in found.items() if greedy or result["system"] == software}
+    systems = {
+        name: {
+            "leading": [leading_agreement(one, other) for one, other in zip(expected, result["tokens"], strict=True)],
+            "of": [len(one) for one in expected],
+        }
+        for name, result in found.items()
+    }
+    return {"reference": reference, "systems": systems}
+
+
+def link_bound(results: Mapping[str, dict[str, Any]]) -> dict[str, float] | None:
+    """The most tokens per second that any system can give that streams these bytes for every token.
+
+    The bytes are those of plain decoding here, or the fewest that any system streams where it was not run; the
+    bandwidth is the highest that any process measured. None where nothing is streamed or no link was measured.
+    """
+    found = measured(dict(results))
+    streaming = {name: one for name, one in found.items() if one["bytes_per_pass"] and one["bound"]}
+    if not streaming:
+        return None
+    plain = streaming.get("ours-plain")
+    nbytes = plain["bytes_per_pass"] if plain else min(one["bytes_per_pass"] for one in streaming.values())
+    peak_gbps = max(one["bound"]["link_gbps"] for one in streaming.values())
+    return {"bytes_per_pass": nbytes, "link_gbps": peak_gbps, "tok_per_s": peak_gbps * GB / nbytes}
+
+
+def times_ours_over(results: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """How many times the tokens per second of each other system; of `ours-plain` where `ours` was not run."""
+    found = measured(dict(results))
+    ours = next((name for name in ("ours", "ours-plain") if name in found), None)
+    if ours is None:
+        return {}
+    return {
+        name: found[ours]["tok_per_s"] / result["tok_per_s"] for name, result in found.items() if name != ours
+    }  # fmt: skip
+
+
+def _agreement_text(agreement: Mapping[str, Any] | None, name: str) -> str:
+    if agreement is None:
+        return "-"
+    if name == agreement["reference"]:
+        return "reference"
+    row = agreement["systems"].get(name)
+    return "other noise" if row is None else f"{sum(row['leading'])} of {sum(row['of'])}"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The figures for people."""
+    lines = [_HEAD]
+    for name, result in report["results"].items():
+        if "tok_per_s" not in result:
+            lines.append(f"{name:28} {outcome(result)}")
+            continue
+        times = report["times_ours_over"].get(name)
+        token_ms = " ".join(f"{1e3 * result['token_s'][share]:8.1f}" for share in ("p50", "p90", "p99"))
+        vram = result["peak_vram_bytes"]
+        lines.append(
+            f"{name:28} {result['tok_per_s']:8.3f} {'' if times is None else f'{times:.2f} x':>8} {token_ms} "
+            f"{result['time_to_first_token_s']:7.2f} {result['tokens_per_pass']:8.2f} {result['link_gbps']:6.1f} "
+            f"{'-' if vram is None else format(vram['driver'] / GB, '.2f'):>8}  "
+            f"{_agreement_text(report['agreement'], name)}"
+        )
+        lines += [f"  {note}" for note in result["notes"] if note.startswith("SUSPECT")]
+    bound = report["bound"]
+    if bound is not None:
+        lines.append(
+            f"one token a pass: at most {bound['tok_per_s']:.3f} tok/s, {bound['bytes_per_pass'] / GB:.2f} GB over a "
+            f"link of {bound['link_gbps']:.1f} GB/s"
+        )
+    return "\n".join(lines)
+
+
+def succeeded(results: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether every system ran that is installed and has what it needs, and something did."""
+    return bool(measured(dict(results))) and not any("error" in result for result in results.values())

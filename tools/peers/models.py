@@ -1,0 +1,143 @@
+"""The target and the draft as transformers' own modules, filled with the weights that every system gets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import psutil
+import torch
+from common import PeerOptions, default_dtype
+from sources import NamedWeights
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from offload_runtime.config import format_bytes
+from offload_runtime.errors import BudgetError
+from offload_runtime.weights import CheckpointSource, layer_layout, open_checkpoint, packed_bytes
+
+# Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.
+_RESERVE_BYTES = 1_000_000_000
+
+
+def transformers_config(source: CheckpointSource, dtype: torch.dtype) -> Any:
+    """The model's configuration, with torch's fused attention."""
+    config = copy.deepcopy(source.hf_config())
+    config.dtype = dtype
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def make_module(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the current device (see `torch.device` as a context), its weights not initialised.
+
+    What it generates ends at the asked length: the checkpoint's end-of-sequence token and its sampling are left out.
+    """
+    with no_init_weights(), default_dtype(dtype):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.generation_config = GenerationConfig()
+    return model.eval().requires_grad_(False)
+
+
+def fill_rotary(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the model a fresh RoPE module on `device`, in fp32.
+
+    One built on the meta device has no frequencies, and one built under DeepSpeed's `zero.Init` has them in bf16.
+    """
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+
+
+def fill_resident(module: nn.Module, prefix: str, weights: NamedWeights, options: PeerOptions) -> None:
+    """Replace the module's parameters by ones on the device; `prefix` is its name with a dot, or empty."""
+    for name, parameter in list(module.named_parameters()):
+        owner_name, _, leaf = name.rpartition(".")
+        weight = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
+        weights.fill(prefix + name, weight)
+        setattr(module.get_submodule(owner_name), leaf, nn.Parameter(weight, requires_grad=False))
+
+
+def make_meta_model(source: CheckpointSource, options: PeerOptions, weights: NamedWeights) -> PreTrainedModel:
+    """A model of which embeddings, final norm and head are on the device, and the decoder layers nowhere yet."""
+    config = transformers_config(source, options.dtype)
+    with torch.device("meta"):
+        model = make_module(config, options.dtype)
+    fill_rotary(model, options.device)
+    for name in ("model.embed_tokens", "model.norm"):
+        fill_resident(model.get_submodule(name), name + ".", weights, options)
+    if source.config().tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        fill_resident(model.lm_head, "lm_head.", weights, options)
+    return model
+
+
+def resident_model(source: CheckpointSource, options: PeerOptions) -> PreTrainedModel:
+    """All of a model on the device."""
+    weights = NamedWeights(source)
+    model = make_meta_model(source, options, weights)
+    for index, layer in enumerate(model.model.layers):
+        fill_resident(layer, f"model.layers.{index}.", weights, options)
+    return model
+
+
+def load_draft(options: PeerOptions) -> PreTrainedModel | None:
+    """The draft on the device; None where none is asked for.
+
+    transformers 5.17 and 5.23 divide the logits of an assistant by the temperature twice: once themselves, once by the
+    processors of the target that they hand on. The tokens stay right and fewer are accepted, which would be unfair:
+    they are multiplied by it here.
+    """
+    if options.draft is None:
+        return None
+    draft = resident_model(open_checkpoint(options.draft), options)
+    if options.temperature:
+        draft.lm_head.register_forward_hook(lambda module, inputs, logits: logits * options.temperature)
+    return draft
+
+
+def free_bytes(options: PeerOptions) -> int:
+    """Device memory that this process may still take; on a CPU the free RAM, within the same cap."""
+    if options.device.type == "cpu":
+        free = psutil.virtual_memory().available
+        return free if options.vram_bytes is None else min(free, options.vram_bytes)
+    free, total = torch.cuda.mem_get_info(options.device)
+    return free if options.vram_bytes is None else free - max(0, total - options.vram_bytes)
+
+
+def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
+    """Decoder layers that fit the device beside the rest of the model, the draft, its keys, and `working_layers`.
+
+    The keys and values of the target count as well, unless they are kept on the host.
+    """
+    config, itemsize = options.source.config(), options.dtype.itemsize
+    layer_bytes = layer_layout(config, options.dtype).total_bytes
+    total_bytes = packed_bytes(config, options.dtype)
+    others = total_bytes - config.num_layers * layer_bytes + _RESERVE_BYTES
+    kv_bytes = config.kv_bytes_per_token(itemsize) * options.context_tokens
+    # A concatenation holds the old and the new keys of a layer, and the offloaded cache the next layer's.
+    others += kv_bytes if options.kv_cache == "device" else 4 * kv_bytes // config.num_layers
+    others += 8 * options.context_tokens * config.intermediate_size * itemsize  # activations of the prefill
+    if options.draft is not None:
+        draft = open_checkpoint(options.draft)
+        others += packed_bytes(draft.config(), options.dtype)
+        others += draft.config().kv_bytes_per_token(itemsize) * options.context_tokens
+    return max(0, min(config.num_layers, (free_bytes(options) - others) // layer_bytes - working_layers))
+
+
+def resident_layers(options: PeerOptions, *, working_layers: int) -> int:
+    """The layers asked for, or as many as fit."""
+    if options.resident_layers is not None:
+        return options.resident_layers
+    return fitting_layers(options, working_layers=working_layers)
+
+
+def require_whole_model(options: PeerOptions) -> None:
+    """Raise `BudgetError`, before anything is loaded, unless the whole model fits the device."""
+    fitting = fitting_layers(options, working_layers=0)
+    if fitting < options.layers:
+        raise BudgetError(
+            f"{options.source.reference} does not fit: {fitting} of {options.layers} layers do in the "
+            f"{format_bytes(free_bytes(options))} that are free on {options.device}"
+        )

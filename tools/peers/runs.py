@@ -1,0 +1,102 @@
+"""What one generation gave, round by round, and the figures that follow: the same arithmetic for every system."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench_report import percentile, percentiles
+
+from offload_runtime.config import GB
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation.
+
+    Attributes:
+        prompt: Which of the prompts.
+        started_s: When it was asked for.
+        stamps_s: When each round's tokens were there: plain decoding gives one a round, speculation several.
+        counts: Tokens of each round. The first round ends the prefill.
+        tokens: All of them.
+    """
+
+    prompt: int
+    started_s: float
+    stamps_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.stamps_s) == len(self.counts) and sum(self.counts) == len(self.tokens)
+
+    @property
+    def first_token_s(self) -> float:
+        """From the call to the first token: mostly prefill."""
+        return self.stamps_s[0] - self.started_s
+
+    @property
+    def passes(self) -> int:
+        """Of the target behind the prefill."""
+        return len(self.counts) - 1
+
+    @property
+    def decode_s(self) -> float:
+        """From the first round's end to the last one's."""
+        return self.stamps_s[-1] - self.stamps_s[0]
+
+    @property
+    def tok_per_s(self) -> float:
+        """Tokens after the first round over the time after it."""
+        return sum(self.counts[1:]) / self.decode_s
+
+    def token_times_s(self) -> list[float]:
+        """Seconds of every token after the first round: its round's time, shared among the round's tokens."""
+        steps = [after - before for before, after in itertools.pairwise(self.stamps_s)]
+        return [step / count for step, count in zip(steps, self.counts[1:], strict=True) for _ in range(count)]
+
+
+def figures(runs: Sequence[Run], *, bytes_per_pass: int, peak_gbps: float | None) -> dict[str, Any]:
+    """The figures of measured runs, for a report.
+
+    Rates are those of whole runs, and of several runs the median; percentiles are over the tokens of all runs. `bound`
+    is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached.
+    """
+    times_s = [seconds for run in runs for seconds in run.token_times_s()]
+    link_gbps = percentiles([bytes_per_pass * run.passes / run.decode_s / GB for run in runs]).median
+    bound = None
+    if peak_gbps is not None and bytes_per_pass:
+        bound = {
+            "link_gbps": peak_gbps, "s_per_pass": bytes_per_pass / (peak_gbps * GB), "share": link_gbps / peak_gbps,
+        }  # fmt: skip
+    return {
+        "tok_per_s": percentiles([run.tok_per_s for run in runs]).median,
+        "s_per_token": percentiles(times_s).as_dict(),
+        "token_s": {name: percentile(times_s, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+        "time_to_first_token_s": percentiles([run.first_token_s for run in runs]).median,
+        "tokens_per_pass": sum(sum(run.counts[1:]) for run in runs) / sum(run.passes for run in runs),
+        "bytes_per_pass": bytes_per_pass,
+        "link_gbps": link_gbps,
+        "bound": bound,
+        "runs": [
+            {"prompt": run.prompt, "tok_per_s": run.tok_per_s, "first_token_s": run.first_token_s, "passes": run.passes}
+            for run in runs
+        ],
+    }
+
+
+def answers(runs: Sequence[Run]) -> list[list[int]]:
+    """The tokens of every prompt, in the order of the prompts: those of its first run."""
+    by_prompt: dict[int, list[int]] = {}
+    for run in runs:
+        by_prompt.setdefault(run.prompt, list(run.tokens))
+    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
+
+
+def num_differing(runs: Sequence[Run]) -> int:
+    """Runs unlike the first of their prompt. All have the same weights, prompt and seed, so there should be none."""
+    expected = answers(runs)
+    return sum(list(run.tokens) != expected[run.prompt] for run in runs)
