@@ -16,6 +16,9 @@ _FIRST_WEIGHT = 0.25
 # A family that sits out is forgotten faster, so that a few rounds tell when it has become good.
 _IDLE_MEMORY = 24
 _LEAST_WEIGHT = 5.0
+# Over so many rounds accepted proposals are compared with those that were expected; that they are so much fewer, or as
+# much more, is no chance.
+_WATCHED, _DOUBTFUL, _LEAST_EXPECTED = 8, 0.4, 0.3
 # What the smaller sizes let expect of a larger one counts as so many rounds of it.
 _FORESEEN_WEIGHT = 4.0
 _MOST_RATIO = 0.98
@@ -41,6 +44,7 @@ class Gains:
         self._weights = [_FIRST_WEIGHT] + [0.0] * (self.steps - 1)
         self._last_round = 0
         self._curve: list[float] | None = None
+        self._kept = 1.0  # of what was expected of the newest windows
         self.num_rounds = 0  # observed
 
     def observe(self, size: int, windows: Sequence[Sequence[int]], *, number: int) -> None:
@@ -55,6 +59,7 @@ class Gains:
         if idle > 0 and self.num_rounds:
             kept = (1 - 1 / _IDLE_MEMORY) ** idle
             self._weights = [max(weight * kept, min(weight, _LEAST_WEIGHT)) for weight in self._weights]
+        self._watch(size, sum(len(path) for path in windows) / len(windows))
         self._last_round, self._curve = number, None
         self.num_rounds += 1
         hits = [0] * (self.steps + 1)
@@ -67,6 +72,14 @@ class Gains:
             self._means[step] += (hits[step] / len(windows) - self._means[step]) / weight
         for step in range(seen, self.steps):
             self._weights[step] *= 1 - 1 / _MEMORY
+
+    def _watch(self, size: int, accepted: float) -> None:
+        """Where windows bring much less or more than expected, what comes next counts for more than what was."""
+        expected = self.curve()[min(steps_within(size), self.steps)]
+        self._kept += (accepted / max(expected, _LEAST_EXPECTED) - self._kept) / _WATCHED
+        if not _DOUBTFUL < self._kept < 1 / _DOUBTFUL:
+            self._weights = [min(weight, _LEAST_WEIGHT) for weight in self._weights]
+            self._kept = 1.0
 
     def curve(self) -> list[float]:
         """Accepted proposals to be expected of a window of each size, beginning with none of size 0."""
