@@ -92,6 +92,12 @@ def require_positive(name: str, value: int) -> None:
         raise OptionError(f"{name} must be at least 1, not {value}")
 
 
+def require_nodes(tree_nodes: int) -> None:
+    """Raise `OptionError` unless this is a number of proposals, or 0 for no trees."""
+    if tree_nodes < 0:
+        raise OptionError(f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and flags of one decoder of the Llama family.
@@ -193,7 +199,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """What one call of `generate` asks for beyond sampling."""
+    """What one call of `generate` asks for beyond sampling.
+
+    `gamma` tokens are proposed in a row and `tree_nodes` in all, which 0 limits to chains; what is None is chosen.
+    """
 
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
@@ -207,7 +216,7 @@ class GenerationParams:
         if self.gamma is not None:
             require_positive("gamma", self.gamma)
         if self.tree_nodes is not None:
-            require_positive("tree_nodes", self.tree_nodes)
+            require_nodes(self.tree_nodes)
         if any(not text for text in self.stop):
             raise OptionError("an empty stop string would end every answer at once")
 

@@ -15,14 +15,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_trees
 
 
-def test_expected_tokens_of_trees_by_hand() -> None:
-    assert bench_trees.expected_tokens([0.8, 0.1], 0, 9) == 1
-    assert bench_trees.expected_tokens([0.8], 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
-    assert bench_trees.expected_tokens([0.8], 3, 2) == pytest.approx(1 + 0.8 + 0.64)
-    # 0.5, 0.4, 0.25, 0.2 and 0.2: the best five of two levels.
-    assert bench_trees.expected_tokens([0.5, 0.4], 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)
-
-
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_checkpoint(tmp_path / "model")
     text = tmp_path / "text.txt"

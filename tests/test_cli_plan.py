@@ -150,7 +150,8 @@ def test_staging_and_what_it_costs_are_said() -> None:
 
 
 def test_staged_keys_and_values_and_what_they_cost_are_said() -> None:
-    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--pinned", "8GB")
+    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--tree-nodes", "0",
+                 "--pinned", "8GB")  # fmt: skip
     result = plan(*arguments)
     assert result.exit_code == 0, result.stderr
     said = re.search(r"the KV cache of (\d+) layers is staged from pageable memory", result.stdout)
@@ -160,7 +161,7 @@ def test_staged_keys_and_values_and_what_they_cost_are_said() -> None:
     record = json.loads(plan(*arguments, "--json").stdout)
     assert len(record["layers"]["kv_staged"]) == int(said[1]) and not record["layers"]["weights_staged"]
     assert record["host_memory"]["pinned_bytes"] <= 8 * 10**9
-    predicted, whole = record["pass"]["plain"], planned("llama-3.1-8b", *arguments[3:7])["pass"]["plain"]
+    predicted, whole = record["pass"]["plain"], planned("llama-3.1-8b", *arguments[3:9])["pass"]["plain"]
     assert predicted["bytes_streamed"] == whole["bytes_streamed"] and whole["staging_s"] == 0
     streamed_layers = len(record["layers"]["kv_streamed"])
     share = int(said[1]) / streamed_layers

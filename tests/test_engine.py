@@ -69,8 +69,9 @@ def test_a_draft_model_changes_nothing_but_the_passes(
     speculative: Runtime, expected: list[list[int]], gamma: int | None
 ) -> None:
     per_pass = assert_same(speculative, expected, gamma=gamma)
-    assert max(per_pass) > 1.2
-    assert all(1 <= tokens <= (gamma or 7) + 1 for tokens in per_pass)
+    if gamma is not None:  # else what is chosen depends on how long it takes
+        assert max(per_pass) > 1.2
+        assert all(1 <= tokens <= gamma + 1 for tokens in per_pass)
 
 
 def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list[list[int]]) -> None:
@@ -169,7 +170,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
     engine = speculative._parts.engine
     engine.drain()
     before = engine.bytes_copied
-    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
+    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
     engine.drain()
     stats = result.stats
     layer_bytes = speculative._models.target.weights.layer_layout.total_bytes
@@ -196,7 +197,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
         "link_idle_share", "hidden_draft_share",
-        "accepted_by_depth", "accepted_by_source",
+        "accepted_by_depth", "accepted_by_source", "windows",
     ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)

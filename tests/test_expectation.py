@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ class Answer:
     new_tokens: int
     passes: int
     acceptance: tuple[Acceptance, ...] = ()
+    windows: Mapping[str, int] = field(default_factory=dict)
 
 
 def _plan(

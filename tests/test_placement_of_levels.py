@@ -84,9 +84,8 @@ def least_vram(target: Path, **options: Any) -> int:
 
 def placement(target: Path, mode: str = "auto", draft_cache: str = "auto", **options: Any) -> str:
     """What the runtime says about who proposes."""
-    with load(
-        target, context=CONTEXT, speculation=SpeculationOptions(mode, draft_cache, **SMALL), **options
-    ) as runtime:
+    speculation = SpeculationOptions(mode, draft_cache, **SMALL)
+    with load(target, context=CONTEXT, speculation=speculation, tree_nodes=0, **options) as runtime:
         return runtime.placement.rpartition("; ")[2]
 
 
@@ -160,7 +159,9 @@ def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Pa
 
 @pytest.mark.parametrize("mode", ["auto", "triforce"])
 def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: Path, mode: str) -> None:
-    options: dict[str, Any] = {"draft": draft, "kv": "gpu", "speculation": SpeculationOptions(mode, **SMALL)}
+    options: dict[str, Any] = {
+        "draft": draft, "kv": "gpu", "speculation": SpeculationOptions(mode, **SMALL), "tree_nodes": 0
+    }  # fmt: skip
     with load(target, context=CONTEXT, max_batch=2, **options) as runtime:
         vram = runtime._parts.budget.reserved_bytes + 10_000
     message = refused(BudgetError, target, max_batch=40, vram=vram, **options)

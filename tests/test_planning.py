@@ -381,7 +381,7 @@ def placements(checkpoint: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bo
     yield "weights in part", {"kv": "gpu", "resident_layers": 3}, (True, False)
     yield "KV", {"kv": "host"}, (False, True)
     yield "both", {"kv": "host", "resident_layers": 0}, (True, True)
-    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2) as runtime:
+    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
         floor = runtime.plan.device_bytes
         needs = runtime.plan.placed.plans.target.host_kv_needs
         layer = needs.layer_bytes - needs.open_bytes
@@ -402,7 +402,7 @@ def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
 def test_predicted_bytes_are_those_that_the_run_streams(checkpoint: Path) -> None:
     seen = []
     for name, options, (weights, kv) in placements(checkpoint):
-        with load(checkpoint, context=CONTEXT, **options) as runtime:
+        with load(checkpoint, context=CONTEXT, tree_nodes=0, **options) as runtime:
             costs = pass_costs(runtime.plan.placed, length_tokens=1000, rows=5)
             assert costs.streamed_bytes == passes_bytes(runtime, 1000, 5), name
             assert any(layer.streamed_weight_bytes for layer in costs.layers) == weights, name

@@ -85,13 +85,17 @@ def traced(path: Path, target: Path, **options: Any) -> Traced:
         writeback = cache._writeback if isinstance(cache, HostKVCache) else None
         engine = runtime._parts.engine
         batch = options.get("max_batch", 1)
-        results = runtime.generate_batch(PROMPTS[:batch], **ASKED) if batch > 1 else [generate(runtime)]
+        gamma = None if options.get("draft") == "none" else 7
+        batched = batch > 1
+        results = (
+            runtime.generate_batch(PROMPTS[:batch], gamma=gamma, **ASKED) if batched else [generate(runtime, gamma)]
+        )
         assert not path.exists()
     return Traced(rows_of(path), results, engine, writeback, json.loads(path.read_text())["otherData"])
 
 
-def generate(runtime: Runtime) -> GenerationResult:
-    return runtime.generate(PROMPTS[0], **ASKED)
+def generate(runtime: Runtime, gamma: int | None = None) -> GenerationResult:
+    return runtime.generate(PROMPTS[0], gamma=gamma, **ASKED)
 
 
 def assert_consistent(run: Traced, *, tolerance_s: float) -> None:
@@ -272,7 +276,7 @@ def test_what_is_interrupted_leaves_a_whole_trace(
         load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
     ):
         interrupt(monkeypatch, *where(runtime), after)
-        generate(runtime)
+        generate(runtime, 7)
     rows = rows_of(path)
     assert len(rows["passes"]) == passes
     assert all("accepted" in bar.args for bar in rows["passes"][1:])

@@ -20,7 +20,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import DeviceKVCache, block_bytes
 from offload_runtime.runners import tree_slots
-from offload_runtime.speculation import DraftProposer, TreeDraftProposer
+from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
@@ -80,10 +80,17 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
+def drafting(runtime: Runtime) -> Proposer:
+    """Who drafts, leaving n-grams aside."""
+    both = runtime._parts.proposer
+    assert isinstance(both, WithNgrams)
+    return both.draft
+
+
 def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: Runtime) -> None:
-    assert isinstance(trees._parts.proposer, TreeDraftProposer)
-    with load(target, draft=draft) as runtime:
-        assert isinstance(runtime._parts.proposer, DraftProposer)
+    assert isinstance(drafting(trees), TreeDraftProposer)
+    with load(target, draft=draft, tree_nodes=0) as runtime:
+        assert isinstance(drafting(runtime), DraftProposer)
         cache = runtime._models.draft.runner.cache
         assert isinstance(cache, DeviceKVCache) and not cache.spare_slots
         with pytest.raises(

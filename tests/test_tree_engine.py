@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.answer import depth_figure, source_figure, speed_figures
-from offload_runtime.engine import Runtime, batch
+from offload_runtime.engine import Runtime, playing
 from offload_runtime.speculation import NgramLookup, NgramProposer, Tally, Turn, rounds
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.trees import TreeScript
@@ -62,8 +62,7 @@ class Watch:
             self.rounds += found
             return found
 
-        for module in (rounds, batch):
-            patch.setattr(module, "play_round", watched)
+        patch.setattr(playing, "play_round", watched)
 
     @property
     def num_trees(self) -> int:
@@ -107,7 +106,7 @@ def test_a_runtime_loaded_for_trees(
 def test_only_who_asks_for_trees_gets_them(
     target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with load(target, max_batch=3) as runtime:
+    with load(target, max_batch=3, tree_nodes=0) as runtime:
         look_up_single_tokens(runtime)
         way, answers = SAMPLINGS[1], expected[1]
         watch = Watch(monkeypatch)
@@ -127,7 +126,7 @@ def test_only_who_asks_for_trees_gets_them(
 
 
 def test_room_for_trees_is_planned(target: Path) -> None:
-    with load(target, tree_nodes=200, kv="host") as wide, load(target, kv="host") as narrow:
+    with load(target, tree_nodes=200, kv="host") as wide, load(target, kv="host", tree_nodes=0) as narrow:
         plans = [runtime._expected.plan.placed.plans.target for runtime in (wide, narrow)]
     assert [plan.window_tokens for plan in plans] == [201, 64]
     assert plans[0].workspace_bytes > plans[1].workspace_bytes

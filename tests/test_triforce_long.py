@@ -55,9 +55,9 @@ class Watch:
         patch.setattr(RetrievedChunks, "update", watched_update)
 
 
-def generate(runtime: Runtime, temperature: float) -> list[int]:
+def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> list[int]:
     tokens: list[int] = runtime.generate(
-        START, max_new_tokens=COUNT, temperature=temperature, seed=3, ignore_eos=True
+        START, max_new_tokens=COUNT, temperature=temperature, seed=3, ignore_eos=True, gamma=gamma
     ).tokens
     return tokens
 
@@ -72,7 +72,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
         for temperature in (0.0, 0.6, 1.0):
             expected = generate(plain, temperature)
             watch = Watch(monkeypatch)
-            assert generate(runtime, temperature) == expected
+            assert generate(runtime, temperature, GAMMA) == expected
             monkeypatch.undo()
             truth = START + expected
             accepted = {
@@ -96,6 +96,8 @@ def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path)
     ):
         for chosen in (prompts, prompts[:2], prompts[2:]):
             expected = plain.generate_batch(chosen, **asked)
-            together = runtime.generate_batch(chosen, **asked)
+            together = runtime.generate_batch(chosen, gamma=GAMMA, **asked)
             assert [result.tokens for result in together] == [result.tokens for result in expected]
-        assert len({result.stats.passes for result in runtime.generate_batch(prompts, **asked)}) > 1, "ragged"
+        assert len({result.stats.passes for result in runtime.generate_batch(prompts, gamma=GAMMA, **asked)}) > 1, (
+            "ragged"
+        )

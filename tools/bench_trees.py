@@ -12,7 +12,6 @@ same as the widened one, beside what the draft's hits by rank of child predict. 
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from offload_runtime.config import GB
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OffloadError
 from offload_runtime.memory import resolve_device
+from offload_runtime.planner import best_tree_tokens
 from offload_runtime.runners.draft_tree import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -46,22 +46,6 @@ class Case:
 
     prompt: str
     temperature: float
-
-
-def expected_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
-    """Tokens a pass of the best tree, where the child of rank r is what the target says with probability `hits[r]`,
-    whatever came before: 1 and the sum of the `nodes` most probable paths no longer than `depth`."""
-    total, heap = 1.0, [(-hit, 1) for hit in hits]
-    heapq.heapify(heap)
-    for _ in range(nodes):
-        if not heap:
-            break
-        negative, length = heapq.heappop(heap)
-        total -= negative
-        if length < depth:
-            for hit in hits:
-                heapq.heappush(heap, (negative * hit, length + 1))
-    return total
 
 
 def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> CheckpointSource:
@@ -153,7 +137,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
                 for nodes, result in found:
                     yield {
                         "noise": noise, "nodes": nodes, **answer_row(case, result, plain), "hits_by_rank": hits,
-                        "predicted_tokens_per_pass": expected_tokens(hits, nodes, options.depth),
+                        "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
                     }  # fmt: skip
 
 

@@ -55,7 +55,8 @@ INTRODUCTION = f"""# Plans
 What `offload-runtime plan` says of well-known models, from their configurations alone; nothing here was run. A draft
 (Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B) proposes to the target or to TriForce's middle level, whichever is predicted to
 be faster. The last column takes {_MIDDLE} of the middle level's proposals to be right, {_WHOLE} of a draft's that
-sees the whole text, and {_STREAMING} of one that sees only its beginning and its end.
+sees the whole text (of the first child of a node, where it grows trees), and {_STREAMING} of one that sees only its
+beginning and its end.
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/planner`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
 Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[Mapping[str, str]]
 _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
 _SHOWN_DEPTHS = 8
+_SHOWN_WINDOWS = 4
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -206,13 +207,14 @@ def _stoppable_prefill(stop: StopRequest, bars: ProgressBars) -> Callable[[int, 
 
 def speed_figures(stats: GenerationStats) -> list[str]:
     """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
-    depth and by source), link, prediction.
+    depth and by source), windows, link, prediction.
 
     Figures of an emulated machine begin with its name.
     """
     figures = [] if stats.emulated is None else [f"emulating {stats.emulated}"]
     figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    figures += [figure for figure in (acceptance_figure(stats), depth_figure(stats), source_figure(stats)) if figure]
+    proposals = acceptance_figure(stats), depth_figure(stats), source_figure(stats), window_figure(stats)
+    figures += [figure for figure in proposals if figure]
     if stats.link_gbps is not None:
         idle = share_figure(stats.link_idle_share)
         figures.append(f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}")
@@ -255,6 +257,15 @@ def source_figure(stats: GenerationStats) -> str:
     """Return who proposed what was accepted, where it was more than one."""
     shares = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
     return f"by source {', '.join(shares)}" if len(shares) > 1 else ""
+
+
+def window_figure(stats: GenerationStats) -> str:
+    """Return how many passes verified which windows, the most frequent first; nothing without proposals."""
+    shown = list(stats.windows.items())[:_SHOWN_WINDOWS]
+    if not shown or set(stats.windows) == {"plain"}:
+        return ""
+    more = ", ..." if len(stats.windows) > len(shown) else ""
+    return f"windows {', '.join(f'{count} x {window}' for window, count in shown)}{more}"
 
 
 def link_figure(stats: GenerationStats) -> str:

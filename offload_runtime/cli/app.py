@@ -70,14 +70,14 @@ def generate(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
-    tree_nodes: opt.TreeNodesOption = None,
+    tree_nodes: opt.TreeNodesOption = "auto",
     max_new_tokens: opt.MaxNewTokensOption = 256,
     temperature: opt.TemperatureOption = 0.0,
     top_k: opt.TopKOption = 0,
     top_p: opt.TopPOption = 1.0,
     min_p: opt.MinPOption = 0.0,
     seed: opt.SeedOption = 0,
-    gamma: opt.GammaOption = None,
+    gamma: opt.GammaOption = "auto",
     stop: opt.StopOption = None,
     ignore_eos: opt.IgnoreEosOption = False,
     device: opt.DeviceOption = opt.Device.auto,
@@ -137,14 +137,14 @@ def chat(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
-    tree_nodes: opt.TreeNodesOption = None,
+    tree_nodes: opt.TreeNodesOption = "auto",
     max_new_tokens: opt.MaxNewTokensOption = 1024,
     temperature: opt.TemperatureOption = 0.7,
     top_k: opt.TopKOption = 0,
     top_p: opt.TopPOption = 1.0,
     min_p: opt.MinPOption = 0.0,
     seed: opt.SeedOption = 0,
-    gamma: opt.GammaOption = None,
+    gamma: opt.GammaOption = "auto",
     stop: opt.StopOption = None,
     ignore_eos: opt.IgnoreEosOption = False,
     device: opt.DeviceOption = opt.Device.auto,
@@ -198,7 +198,7 @@ def verify(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
-    tree_nodes: opt.TreeNodesOption = None,
+    tree_nodes: opt.TreeNodesOption = "auto",
     prompts: Annotated[
         str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     ] = None,
@@ -229,7 +229,7 @@ def verify(
         load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers,
-            context=context, kv=kv, gamma=None, speculation=proposing, emulate=emulate,
+            context=context, kv=kv, gamma="auto", speculation=proposing, emulate=emulate,
             tree_nodes=tree_nodes,
         )  # fmt: skip
         extra = {} if prompts is None else read_prompts(prompts)
@@ -253,7 +253,8 @@ def plan(
     policy: opt.PolicyOption = None,
     refresh_steps: opt.RefreshStepsOption = None,
     gamma_draft: opt.GammaDraftOption = None,
-    gamma: opt.GammaOption = None,
+    tree_nodes: opt.TreeNodesOption = "auto",
+    gamma: opt.GammaOption = "auto",
     profile: opt.ProfileOption = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     vram: opt.VramOption = None,
@@ -277,7 +278,7 @@ def plan(
         load = load_options(
             target=target, draft=draft, device=opt.Device.cuda, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
-            max_batch=batch,
+            max_batch=batch, tree_nodes=tree_nodes,
         )  # fmt: skip
         check_gamma(gamma, draft=draft, mode=proposing.mode)
         run_plan_command(
@@ -326,7 +327,7 @@ def demo(
     max_new_tokens: opt.MaxNewTokensOption = 96,
     temperature: opt.TemperatureOption = 0.0,
     seed: opt.SeedOption = 0,
-    gamma: opt.GammaOption = None,
+    gamma: opt.GammaOption = "auto",
     device: opt.DeviceOption = opt.Device.auto,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     no_progress: opt.NoProgressOption = False,

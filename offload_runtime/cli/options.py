@@ -164,21 +164,23 @@ SeedOption = Annotated[
     int, typer.Option("--seed", min=0, rich_help_panel=_SAMPLING, help="The same seed gives the same tokens.")
 ]
 GammaOption = Annotated[
-    int | None,
+    str,
     typer.Option(
         "--gamma",
-        min=1,
-        rich_help_panel=_SAMPLING,
-        help="Most tokens to propose per pass, one behind the other; left out, what suits device and draft.",
+        metavar="N|auto",
+        rich_help_panel=_SPECULATION,
+        help="Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, "
+        "by what was accepted and how long it took.",
     ),
 ]
 TreeNodesOption = Annotated[
-    int | None,
+    str,
     typer.Option(
         "--tree-nodes",
-        min=1,
+        metavar="N|auto",
         rich_help_panel=_SPECULATION,
-        help="Most tokens to propose per pass in all: more than --gamma makes room for branches. Left out, chains.",
+        help="Tokens to propose per pass in all, as a tree: more than --gamma makes room for branches. 0: chains only. "
+        "auto chooses; beside --gamma N it stands for chains.",
     ),
 ]
 StopOption = Annotated[

@@ -45,6 +45,7 @@ def run_plan_command(
         from offload_runtime.engine.machines import machine_figures
         from offload_runtime.engine.nearest import Refusal, plan_or_refuse
         from offload_runtime.engine.planning import ram_limit_bytes
+        from offload_runtime.engine.tree_room import describe_tree_room
 
         figures, request = machine_figures(machine), plan_request(options)
         outcome = plan_or_refuse(request, figures)
@@ -68,7 +69,8 @@ def run_plan_command(
         ram_limit_bytes=ram_limit_bytes(request, figures),
         speculation=describe_speculation(
             options.draft if request.draft is None else "the draft", outcome.placed, options.speculation
-        ),
+        )
+        + describe_tree_room(outcome),
     )  # fmt: skip
     print_tables(tables, sys.stdout)
 
@@ -119,6 +121,7 @@ def plan_request(options: LoadOptions) -> PlanRequest:
         batch=options.max_batch,
         resident_layers=parse_resident_layers(options.resident_layers),
         gamma=options.gamma,
+        tree_nodes=options.tree_nodes,
         max_gamma=options.max_gamma,
         speculation=options.speculation,
         vram_bytes=options.vram_bytes,

@@ -25,6 +25,7 @@ def plan_record(
         "batch": model.batch,
         **memory_record(plan),
         "gamma": predicted.gamma,
+        "tree_nodes": predicted.tree_nodes,
         "pass": {"plain": asdict(predicted.plain), "verify": asdict(predicted.verify)},
         "prefill": asdict(predicted.prefill),
         "draft_step_s": predicted.draft_step_s,

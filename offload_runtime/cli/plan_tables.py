@@ -121,7 +121,7 @@ def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
     )
     table.add_row("pass, 1 token", *_pass_cells(predicted.plain))
     if predicted.gamma:
-        table.add_row(f"pass, {predicted.gamma + 1} tokens", *_pass_cells(predicted.verify))
+        table.add_row(f"pass, {predicted.proposals + 1} tokens", *_pass_cells(predicted.verify))
     if plan.placed.plans.draft is not None:
         table.add_row("draft step", _seconds(predicted.draft_step_s))
     if predicted.middle_step_s is not None:
@@ -144,8 +144,9 @@ def _pass_cells(predicted: PassPrediction) -> list[str]:
 def _rounds_table(predicted: RunForecast) -> Table:
     accepted = predicted.draft_acceptance
     draft = "" if accepted is None else f", {accepted} of the draft's accepted"
+    grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
     table = _figures_table(
-        f"tokens/s by the target's acceptance of {predicted.gamma} proposals{draft}",
+        f"tokens/s by the target's acceptance of {predicted.proposals} proposals{grown}{draft}",
         ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
     )
     table.add_row("plain", "1", "", "", _seconds(predicted.plain.seconds), f"{predicted.plain_tok_per_s:.2f}",

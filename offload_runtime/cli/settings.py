@@ -19,9 +19,9 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `gamma` is what a pass proposes by default and `max_gamma` the deepest window to make room for. `tree_nodes` None
-    proposes chains. `emulate` and `profile` name machines. With `explain` the plan is printed before anything is
-    loaded. `trace` is the file for what happened when.
+    `gamma` is what a pass proposes where nothing else is asked for (None chooses) and `max_gamma` the deepest window to
+    make room for. `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `emulate` and `profile` name
+    machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
     """
 
     target: str
@@ -63,16 +63,17 @@ def load_options(
     resident_layers: str,
     context: str,
     kv: KVPlace,
-    gamma: int | None,
+    gamma: str,
     speculation: SpeculationOptions,
     max_batch: int = 1,
     emulate: str | None = None,
     profile: str | None = None,
     explain: bool = False,
-    tree_nodes: int | None = None,
+    tree_nodes: str = "auto",
     trace: str | None = None,
 ) -> LoadOptions:
     """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
+    chosen_gamma, nodes = count_or_chosen("--gamma", gamma, least=1), count_or_chosen("--tree-nodes", tree_nodes)
     reserved_tokens = _count_or_auto("--context", context)
     if isinstance(reserved_tokens, int):
         require_positive("--context", reserved_tokens)
@@ -89,9 +90,10 @@ def load_options(
         kv=kv.value,
         speculation=speculation,
         max_batch=max_batch,
-        gamma=gamma,
-        max_gamma=max(LoadOptions.max_gamma, gamma or 0),
-        tree_nodes=tree_nodes,
+        gamma=chosen_gamma,
+        max_gamma=max(LoadOptions.max_gamma, chosen_gamma or 0),
+        # A gamma alone asks for chains, and room for trees would be of no use.
+        tree_nodes=0 if nodes is None and chosen_gamma is not None else nodes,
         emulate=emulate,
         profile=profile,
         explain=explain,
@@ -162,7 +164,7 @@ def generation_params(
     top_p: float,
     min_p: float,
     seed: int,
-    gamma: int | None,
+    gamma: str,
     stop: list[str] | None,
     ignore_eos: bool,
     mode: str = "auto",
@@ -171,19 +173,32 @@ def generation_params(
 
     `draft` and `mode` say who proposes (see `SpeculationOptions`); `gamma` is for those only who do.
     """
-    check_gamma(gamma, draft=draft, mode=mode)
+    given_gamma = check_gamma(gamma, draft=draft, mode=mode)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return GenerationParams(
-        max_new_tokens=max_new_tokens, stop=tuple(stop or ()), gamma=gamma, ignore_eos=ignore_eos, sampling=sampling
-    )
+        max_new_tokens=max_new_tokens, stop=tuple(stop or ()), gamma=given_gamma, ignore_eos=ignore_eos,
+        sampling=sampling,
+    )  # fmt: skip
 
 
-def check_gamma(gamma: int | None, *, draft: str, mode: str) -> None:
-    """Raise `OptionError` when tokens are to be proposed and nobody proposes."""
+def check_gamma(text: str, *, draft: str, mode: str) -> int | None:
+    """Read `--gamma`, None where it is left to the runtime; raise `OptionError` when nobody proposes."""
+    gamma = count_or_chosen("--gamma", text, least=1)
     if gamma is not None and mode == "none":
         raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
     if gamma is not None and draft == "none" and mode != "triforce":
         raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
+    return gamma
+
+
+def count_or_chosen(name: str, text: str, *, least: int = 0) -> int | None:
+    """Read a count of at least `least`; None for `auto`, which chooses as it runs."""
+    count = _count_or_auto(name, text)
+    if isinstance(count, str):
+        return None
+    if count < least:
+        raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
+    return count
 
 
 def _count_or_auto(name: str, text: str) -> int | str:

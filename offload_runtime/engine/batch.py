@@ -11,11 +11,12 @@ from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.playing import RoundPlayer, Text
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.stream import device_errors
-from offload_runtime.engine.windows import WindowSize
+from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError
-from offload_runtime.speculation import SpeculativeDecoder, Tally, Turn, play_round
+from offload_runtime.speculation import SpeculativeDecoder, Tally
 
 OnBatchProgress = Callable[[int, int], None]
 
@@ -61,18 +62,18 @@ class BatchGeneration:
         expected: What the figures are held against.
         prompts: Token ids of each.
         params: What was asked for, the same for all.
-        window: Most tokens proposed per round and sequence.
+        windows: Most tokens proposed per round and sequence, fixed or chosen.
     """
 
     def __init__(
         self, parts: StreamParts, expected: Expectation, prompts: Sequence[Sequence[int]], params: GenerationParams,
-        *, window: WindowSize,
+        *, windows: WindowSize | ChosenWindows,
     ) -> None:  # fmt: skip
         self._parts = parts
         self._expected = expected
         self._params = params
-        self._window = window
-        self._proposer = parts.proposing(window)
+        self._proposer = parts.proposing(windows)
+        self._player = RoundPlayer(parts, self._proposer, params.sampling, windows)
         self._members = [
             _Member(sequence, list(prompt), Answer(parts.tokenizer, prompt, params, parts.eos_token_ids))
             for sequence, prompt in enumerate(prompts)
@@ -156,16 +157,11 @@ class BatchGeneration:
         self._let_go_of_finished(member)
 
     def _round(self, active: Sequence[_Member]) -> None:
-        gamma, nodes = self._window.gamma, self._window.tree_nodes
-        turns = [
-            Turn(member.sequence, member.tokens, min(gamma, member.answer.remaining - 1), nodes) for member in active
-        ]
-        played = play_round(self._parts.target, self._params.sampling, self._proposer, turns)
-        if self._parts.traced is not None:
-            self._parts.traced.decided(played)
+        texts = [Text(member.sequence, member.tokens, member.answer.remaining) for member in active]
+        played = self._player.play(texts)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
-            member.tally.add(outcome.num_proposed, outcome.accepted_sources)
+            member.tally.add(outcome.num_proposed, outcome.accepted_sources, window=self._player.window)
             member.push(outcome.tokens)
             self._let_go_of_finished(member)
 
@@ -181,6 +177,7 @@ class BatchGeneration:
             first_token_s=member.first_token_s, last_token_s=member.last_token_s, passes=member.passes,
             acceptance=() if name is None else member.tally.levels(name, self._proposer.counts(member.sequence)),
             accepted_by_depth=member.tally.accepted_by_depth, accepted_by_source=member.tally.accepted_by_source,
+            windows=member.tally.windows,
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def choose(asked: Asked, host: HostMemory, speed: Speed) -> RunPlan:
         assert one is not None
         return _because(one, found.obstacle)
     speeds = speed(hierarchy.placed), speed(chain.placed)
-    compared = f"{_digits(speeds[0])} against {_digits(speeds[1])} tokens/s by the figures of {speed.machine.name}"
+    compared = comparison(*speeds, speed)
     if hierarchy.host_bytes > max(host.ram_bytes, chain.host_bytes):
         missing = format_bytes_up(hierarchy.host_bytes - host.ram_bytes)
         return _because(chain, f"it takes {missing} more than the {format_bytes(host.ram_bytes)} of host memory")
@@ -83,6 +83,11 @@ def _fastest(ways: Sequence[PlacedLevels], asked: Asked, host: HostMemory, speed
 
 def _because(plan: RunPlan, reason: str) -> RunPlan:
     return replace(plan, placed=replace(plan.placed, reason=reason))
+
+
+def comparison(one: float, other: float, speed: Speed) -> str:
+    """Two predictions in tokens/s, and by whose figures."""
+    return f"{_digits(one)} against {_digits(other)} tokens/s by the figures of {speed.machine.name}"
 
 
 def _digits(tok_per_s: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -13,14 +13,22 @@ from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level, tree_steps
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
-from offload_runtime.planner import MachineFigures, RoundCosts, predict_pass, predict_round, predict_step
-from offload_runtime.speculation import Acceptance
+from offload_runtime.planner import (
+    MachineFigures,
+    RoundCosts,
+    expected_tokens,
+    predict_pass,
+    predict_round,
+    predict_step,
+)
+from offload_runtime.speculation import PLAIN, Acceptance, Choice
 
 
 class Played(Protocol):
-    """What is asked of an answer: its tokens, its passes, and what was proposed in them."""
+    """What is asked of an answer: its tokens, its passes, and what was proposed in them (see `GenerationStats`)."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -33,6 +41,9 @@ class Played(Protocol):
 
     @property
     def acceptance(self) -> Sequence[Acceptance]: ...
+
+    @property
+    def windows(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -66,26 +77,60 @@ class Expectation:
             total_s += (end - begin) * _round_s(self.plan.placed, active, machine)
         return total_s / ends[-1]
 
+    def seconds_of_round(self, choice: Choice, num_sequences: int, length_tokens: int) -> float:
+        """Predicted seconds of a round about so many sequences of so many tokens each; the machine must be known."""
+        assert self.machine is not None
+        placed, machine = self.plan.placed, self.machine
+        drafting_s = _choice_drafting_s(_of_batch(placed, num_sequences), choice, machine)
+        return _pass_and_drafting_s(placed, [length_tokens] * num_sequences, 1 + choice.size, drafting_s, machine)
+
 
 def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFigures) -> float:
     """Seconds of a round over these answers, each about halfway."""
-    target, draft = replace(placed.plans.target, batch=len(answers)), placed.plans.draft
-    if draft is not None:
-        draft = replace(draft, batch=len(answers))
-    placed = replace(placed, plans=replace(placed.plans, target=target, draft=draft))
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
-    length = min(sum(lengths) // len(lengths), target.context_tokens - rows)
+    # A step serves all of them, and who needs the most steps keeps the others waiting.
+    drafting_s = max(_drafting_s(_of_batch(placed, len(answers)), answer, machine) for answer in answers)
+    return _pass_and_drafting_s(placed, lengths, rows, drafting_s, machine)
+
+
+def _of_batch(placed: PlacedLevels, num_sequences: int) -> PlacedLevels:
+    """The same for so many sequences."""
+    target, draft = replace(placed.plans.target, batch=num_sequences), placed.plans.draft
+    if draft is not None:
+        draft = replace(draft, batch=num_sequences)
+    return replace(placed, plans=replace(placed.plans, target=target, draft=draft))
+
+
+def _pass_and_drafting_s(
+    placed: PlacedLevels, lengths: Sequence[int], rows: int, drafting_s: float, machine: MachineFigures
+) -> float:
+    """Seconds of a round of a window of `rows` tokens behind each of these lengths, and `drafting_s` of proposing."""
+    placed = _of_batch(placed, len(lengths))
+    length = max(0, min(sum(lengths) // len(lengths), placed.plans.target.context_tokens - rows))
     passed = pass_costs(placed, length_tokens=length, rows=rows)
     verify = predict_pass(passed, machine)
-    # A step serves all of them, and who needs the most steps keeps the others waiting.
-    drafting_s = max(_drafting_s(placed, answer, machine) for answer in answers)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
         lookahead_s=lookahead_bytes(placed, passed) / (machine.link_gbps * GB),
         gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
     )  # fmt: skip
     return predict_round(costs, 0.0).seconds
+
+
+def _choice_drafting_s(placed: PlacedLevels, choice: Choice, machine: MachineFigures) -> float:
+    """Seconds of proposing what was chosen; n-grams take none."""
+    draft, middle = placed.plans.draft, placed.middle
+    if choice == PLAIN or choice.family == "ngram":
+        return 0.0
+    draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
+    if choice.family == "tree":
+        return draft_step_s * tree_steps(choice.size)
+    if middle is None:
+        return choice.size * draft_step_s
+    gamma_draft = 0 if draft is None else middle.options.gamma_draft
+    steps = choice.size / expected_tokens(USUAL_ACCEPTANCE[draft_level(draft)], gamma_draft)
+    return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
 
 
 def _proposed_per_pass(answer: Played) -> float:
@@ -98,7 +143,8 @@ def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -
     draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if not steps or middle is None:
-        return steps * draft_step_s
+        grown = sum(count for name, count in answer.windows.items() if name.startswith("tree ")) / answer.passes
+        return (grown * tree_steps(steps) + (1 - grown) * steps) * draft_step_s
     if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
         steps = answer.acceptance[0].verifications / answer.passes
     gamma_draft = 0 if draft is None else middle.options.gamma_draft

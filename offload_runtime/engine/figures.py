@@ -25,6 +25,7 @@ class AnswerFigures:
     acceptance: Sequence[Acceptance]
     accepted_by_depth: Sequence[int]
     accepted_by_source: Mapping[str, int]
+    windows: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def generation_stats(
         acceptance=tuple(answer.acceptance),
         accepted_by_depth=tuple(answer.accepted_by_depth),
         accepted_by_source=dict(answer.accepted_by_source),
+        windows=dict(answer.windows),
         measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
         predicted_s_per_pass=predicted_s_per_pass,
         emulated=expected.emulated,

@@ -26,7 +26,8 @@ ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 class RunForecast:
     """Predicted speed of a run at its full context, all sequences of a batch together.
 
-    `plain` is a pass over one token of each sequence, `verify` one over a window of `gamma` proposals. `usual` is a
+    `plain` is a pass over one token of each sequence, `verify` one over a window of `proposals`: a chain, or a tree of
+    `tree_nodes` no deeper than `gamma`. `usual` is a
     round at the usual acceptance of who proposes, what plans are compared by; `rounds` has an entry for each acceptance
     of `ACCEPTANCES` and is empty where nothing proposes. `draft_acceptance` is the middle level's of the draft's
     proposals; it and `middle_step_s` are None without a middle level.
@@ -34,6 +35,7 @@ class RunForecast:
 
     context_tokens: int
     gamma: int
+    tree_nodes: int
     plain: PassPrediction
     verify: PassPrediction
     prefill: PrefillPrediction
@@ -43,6 +45,11 @@ class RunForecast:
     usual: RoundPrediction
     rounds: tuple[RoundPrediction, ...]
     draft_acceptance: float | None
+
+    @property
+    def proposals(self) -> int:
+        """Proposed tokens that a pass verifies."""
+        return self.tree_nodes or self.gamma
 
     @property
     def usual_tok_per_s(self) -> float:
@@ -59,7 +66,8 @@ def forecast(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> Ru
     rounds = [speed.round_at(placed, acceptance) for acceptance in ACCEPTANCES]
     drafts = placed.middle is not None and placed.plans.draft is not None
     return RunForecast(
-        length, gamma, plain, speed.verification(placed), predict_prefill(prefill_costs(placed, length), machine),
+        length, gamma, speed.tree_nodes_of(placed), plain, speed.verification(placed),
+        predict_prefill(prefill_costs(placed, length), machine),
         speed.draft_step_s(placed), speed.middle_step_s(placed), target.batch / plain.seconds,
         speed.usual_round(placed), tuple(rounds) if gamma else (),
         USUAL_ACCEPTANCE[draft_level(placed.plans.draft)] if drafts else None,

@@ -26,6 +26,7 @@ from offload_runtime.speculation import (
     StepWorth,
     TreeDraftProposer,
     TriForceProposer,
+    WithNgrams,
 )
 from offload_runtime.tracing import TraceRecorder
 
@@ -53,16 +54,16 @@ def make_proposer(
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
     chains.model.recorder = recorder
+    ngrams = NgramProposer()
     if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
-        return chains
+        return WithNgrams(chains, ngrams)
     tree = DraftTree(
         runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
-    return TreeDraftProposer(
-        chains, tree, device=budget.device, ngrams=NgramProposer(), worth=StepWorth(free_s)
-    )  # fmt: skip
+    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(free_s))
+    return WithNgrams(trees, ngrams)
 
 
 def _make_triforce(

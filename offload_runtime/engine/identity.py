@@ -131,7 +131,8 @@ def verify_identity(
             comparison = Comparison(plain, sampling, len(prompt), bitwise=runtime.device.type == "cuda")
             for number, (name, proposer) in enumerate({**loaded, "script": script}.items()):
                 gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if proposer is script else None
+                trees = "tree" in proposer.families({})
+                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
                 said = transcribe(
                     runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
                 )

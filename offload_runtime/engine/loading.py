@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import GB, SpeculationOptions, require_positive
+from offload_runtime.config import GB, SpeculationOptions, require_nodes, require_positive
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.candidates import Asked
@@ -24,8 +24,9 @@ from offload_runtime.engine.machines import common_figures, known_figures
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype, resolve_dtype
 from offload_runtime.engine.run_plan import RunPlan, with_placement
-from offload_runtime.engine.speed import Speed, default_gamma
-from offload_runtime.engine.windows import WindowLimits, WindowSize
+from offload_runtime.engine.speed import Speed
+from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
+from offload_runtime.engine.windows import WindowLimits
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.link_pace import paced_link
 from offload_runtime.machine_profile import MachineProfile
@@ -37,7 +38,7 @@ from offload_runtime.memory import (
     resolve_device,
 )
 from offload_runtime.planner import MachineFigures
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Proposer
 from offload_runtime.tracing import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
 from offload_runtime.weights import CheckpointSource
 
@@ -49,9 +50,9 @@ _FREE_SHARE = 0.85
 class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
-    `proposer` serves up to `batch` sequences at once, in `windows` whose default gamma is 0 where it proposes nothing;
-    `placement` says in a line what lives where, and `plan` in bytes. `machine` is what is known of this one. `recorder`
-    is told what the copy queues and steps of proposers do.
+    `proposer` serves up to `batch` sequences at once, in `windows`; `placement` says in a line what lives where, and
+    `plan` in bytes. `machine` is what is known of this one. `recorder` is told what the copy queues and steps of
+    proposers do.
     """
 
     sources: assembly.Sources
@@ -84,6 +85,7 @@ def load_runtime(
         ram_bytes: Most host memory to use; None for what is available.
         pinned_bytes: Most of it to page-lock; None for what the system allows.
         emulation: A smaller machine to play.
+        tree_nodes: None for room that suits the run, 0 for none.
         trace: Record what the copy queues and the steps of proposers do.
         profile: Figures to choose and to predict by; None for what is known of this machine.
         gamma: Tokens to propose per pass where nothing else is asked for; None for what suits device and draft.
@@ -92,7 +94,6 @@ def load_runtime(
     check_proposals(kind, options.mode)
     check_tree_nodes(tree_nodes, kind, options.mode)
     check_gamma(gamma, max_gamma, kind, options.mode)
-    most_nodes = max(max_gamma, tree_nodes or 0)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
@@ -113,15 +114,20 @@ def load_runtime(
         machine = known_figures(profile, chosen, torch_dtype)
         speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", gamma, max_gamma)
 
-        def planned(context: int | str) -> RunPlan:
+        def planned(context: int | str, nodes: int) -> RunPlan:
             plans = make_plans(
-                sources.target, sources.draft, dtype, chosen, context=context, window=most_nodes + 1, kv=kv,
-                options=options, batch=batch, tree_nodes=tree_nodes,
+                sources.target, sources.draft, dtype, chosen, context=context, window=max(max_gamma, nodes) + 1, kv=kv,
+                options=options, batch=batch, tree_nodes=nodes or None,
             )  # fmt: skip
             asked = Asked(plans, budget, host.locking, resident_layers, kv, options)
             return choose(asked, HostMemory(host.ram_bytes, host.page_locks), speed)
 
-        plan = planned_within(host.ram_bytes, context, planned)
+        def roomy(context: int | str) -> RunPlan:
+            return with_tree_room(
+                tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=host.ram_bytes
+            )  # fmt: skip
+
+        plan = planned_within(host.ram_bytes, context, roomy)
         placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
@@ -138,7 +144,7 @@ def load_runtime(
             traced_copies(recorder, LINK_BACK),
         ):
             models = assembly.load_models(
-                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=tree_nodes is not None
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=plan.tree_room > 0
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
@@ -146,13 +152,14 @@ def load_runtime(
             proposer = make_proposer(
                 kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
             )  # fmt: skip
-            proposes = not isinstance(proposer, NoProposer)
-            default = min(default_gamma(chosen.type, placed), max_gamma) if gamma is None else gamma
+            windows = WindowLimits(
+                max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room
+            )
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
-                windows=WindowLimits(max_gamma, most_nodes, WindowSize(default if proposes else 0, tree_nodes)),
+                windows=windows,
                 placement=describe_placement(models.target, plans, budget)
-                + f"; {describe_speculation(kind, placed, options)}"
+                + f"; {describe_speculation(kind, placed, options)}{describe_tree_room(plan)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
                 plan=with_placement(plan, models.target.placement), machine=machine, recorder=recorder,
             )  # fmt: skip
@@ -207,14 +214,14 @@ def check_proposals(draft: str, mode: str) -> None:
 
 
 def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
-    """Refuse trees where nobody proposes branches. Arguments as of `check_proposals`.
+    """Refuse trees where nobody proposes branches; 0 and None ask for none. Arguments as of `check_proposals`.
 
     Raises:
         OptionError: The number makes no sense, or would be ignored.
     """
-    if tree_nodes is None:
+    if not tree_nodes:
         return
-    require_positive("tree_nodes", tree_nodes)
+    require_nodes(tree_nodes)
     if draft == "none" or mode in ("none", "triforce"):
         who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
         raise OptionError(

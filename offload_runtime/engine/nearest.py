@@ -60,7 +60,9 @@ class _Search:
     """Changes one setting at a time, then several."""
 
     def __init__(self, request: PlanRequest, machine: MachineFigures) -> None:
-        self._request = request
+        # Room that nobody asked for is nothing that a run has to have: what fits without it fits.
+        self._tree_nodes = request.tree_nodes
+        self._request = replace(request, tree_nodes=request.tree_nodes or 0)
         self._machine = machine
         self.short_bytes: dict[str, int] = {}
 
@@ -77,6 +79,7 @@ class _Search:
         yield from self._machines()
 
     def _attempt(self, change: str, request: PlanRequest, machine: MachineFigures) -> Proposal | None:
+        request = replace(request, tree_nodes=self._tree_nodes)
         try:
             return Proposal(change, request, machine, plan_run(request, machine))
         except (BudgetError, ContextLengthError, OptionError):

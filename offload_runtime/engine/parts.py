@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.text import Tokenizer
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
-from offload_runtime.engine.windows import WindowSize
+from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.runners import ModelRunner
@@ -18,7 +21,8 @@ from offload_runtime.speculation import NoProposer, Proposer
 class StreamParts:
     """What a generation works with; all of it belongs to the runtime.
 
-    `traced` is the target where there is a trace, to be told what its passes came to.
+    `traced` is the target where there is a trace, to be told what its passes came to. `learnt` is what windows are
+    chosen by.
     """
 
     target: ModelRunner | TracedTarget
@@ -31,9 +35,11 @@ class StreamParts:
     pinned_bytes: int  # of weights
     pageable: PageableMemory | None = None  # what is staged; None where nothing can be
     traced: TracedTarget | None = None
+    learnt: Learnt = field(default_factory=lambda: Learnt({}))
+    clock: Callable[[], float] = time.perf_counter  # seconds, by which rounds are timed
 
-    def proposing(self, window: WindowSize) -> Proposer:
-        """Who proposes up to `window` a round."""
-        if not window.gamma:
+    def proposing(self, windows: WindowSize | ChosenWindows) -> Proposer:
+        """Who proposes what is asked for or chosen."""
+        if isinstance(windows, WindowSize) and not windows.gamma:
             return NoProposer()
         return self.proposer if self.traced is None else TracedProposer(self.proposer, self.traced.recorder)

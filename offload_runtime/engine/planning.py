@@ -10,11 +10,12 @@ from offload_runtime.config import SpeculationOptions, format_bytes, require_pos
 from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_proposals
+from offload_runtime.engine.loading import check_proposals, check_tree_nodes
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.staging_plan import LockLimit
+from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.errors import BudgetError
 from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import ModelDescription, describe_model
@@ -27,7 +28,7 @@ class PlanRequest:
     """What `Runtime.load` would be asked for.
 
     `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes`, `ram_bytes` and `pinned_bytes`
-    None allow all of the machine's.
+    None allow all of the machine's. `tree_nodes` as of `Runtime.load`.
     """
 
     target: ModelDescription
@@ -44,6 +45,7 @@ class PlanRequest:
     vram_bytes: int | None = None
     ram_bytes: int | None = None
     pinned_bytes: int | None = None
+    tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("batch", self.batch)
@@ -81,13 +83,18 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    check_proposals(request.draft_name if request.draft is None else "the draft", request.speculation.mode)
+    kind, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
+    check_proposals(kind, mode)
+    check_tree_nodes(request.tree_nodes, kind, mode)
     ram_bytes, speed = ram_limit_bytes(request, machine), planned_speed(request, machine)
 
-    def planned(context: int | str) -> RunPlan:
-        return choose(_asked(request, machine, context), HostMemory(ram_bytes), speed)
+    def planned(context: int | str, nodes: int) -> RunPlan:
+        return choose(_asked(request, machine, context, nodes), HostMemory(ram_bytes), speed)
 
-    plan = planned_within(ram_bytes, request.context, planned)
+    def roomy(context: int | str) -> RunPlan:
+        return with_tree_room(request.tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=ram_bytes)
+
+    plan = planned_within(ram_bytes, request.context, roomy)
     asked = ram_bytes == request.ram_bytes
     check_ram(
         plan, ram_bytes, "--ram" if asked else "the host memory",
@@ -109,7 +116,7 @@ def least_pinned_bytes(request: PlanRequest, machine: MachineFigures) -> int:
         BudgetError, OptionError, ContextLengthError: It cannot be in any case.
     """
     unlimited = replace(machine, pinnable_bytes=None)
-    asked = _asked(replace(request, pinned_bytes=None), unlimited, request.context)
+    asked = _asked(replace(request, pinned_bytes=None), unlimited, request.context, request.tree_nodes or 0)
     return min(map(least_pinned_bytes_of, find_candidates(asked).all))
 
 
@@ -119,19 +126,19 @@ def least_host_bytes(request: PlanRequest, machine: MachineFigures) -> int:
     Raises:
         BudgetError, OptionError, ContextLengthError: It cannot be in any case.
     """
-    asked = _asked(request, machine, request.context)
+    asked = _asked(request, machine, request.context, request.tree_nodes or 0)
     return min(describe_run(way, asked.budget, _DEVICE.type).host_bytes for way in find_candidates(asked).all)
 
 
-def _asked(request: PlanRequest, machine: MachineFigures, context: int | str) -> Asked:
-    """What is to be placed on a machine."""
+def _asked(request: PlanRequest, machine: MachineFigures, context: int | str, nodes: int) -> Asked:
+    """What is to be placed on a machine, with room for trees of so many nodes."""
     pinnable_bytes, name = machine.pinnable_bytes, machine.name
     if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
         pinnable_bytes, name = request.pinned_bytes, "--pinned"
     plans = make_plans(
         request.target, request.draft, request.dtype, _DEVICE, context=context,
-        window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
-        batch=request.batch,
+        window=max(request.max_gamma, request.gamma or 0, nodes) + 1, kv=request.kv, options=request.speculation,
+        batch=request.batch, tree_nodes=nodes or None,
     )  # fmt: skip
     limits, locking = _device_limits(request, machine), LockLimit(pinnable_bytes, name)
     return Asked(plans, limits, locking, request.resident_layers, request.kv, request.speculation)

@@ -128,7 +128,12 @@ class ModelPlan:
     streaming: StreamingPlan | None = None
     kv: KVPlan = field(default_factory=KVPlan)
     retrieval: RetrievalPlan | None = None
-    tree_slots: int = 0  # of a draft that grows trees: places for what may become part of a sequence
+    tree_nodes: int = 0  # most nodes of the trees that a draft grows
+
+    @property
+    def tree_slots(self) -> int:
+        """Of a draft that grows trees: places for what may become part of a sequence."""
+        return tree_slots(self.tree_nodes) if self.tree_nodes else 0
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -326,8 +331,7 @@ def draft_plan(
     if kind == "streaming":
         return _with_streaming_cache(plan, options)
     if kind == "full":
-        slots = 0 if tree_nodes is None else tree_slots(tree_nodes)
-        return replace(plan, context_tokens=min(context, longest), tree_slots=slots)
+        return replace(plan, context_tokens=min(context, longest), tree_nodes=tree_nodes or 0)
     if context > longest:
         raise OptionError(
             f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "

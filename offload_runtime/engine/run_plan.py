@@ -36,6 +36,7 @@ class RunPlan:
     `device` are the parts of device memory, `host` those of host memory once the models are loaded, at the longest
     context. `loading_bytes` of host memory are held while weights are read, before resident ones are given back.
     `device_type`: `cuda` or `cpu`.
+    Trees of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
     """
 
     placed: PlacedLevels
@@ -44,6 +45,8 @@ class RunPlan:
     host: tuple[MemoryPart, ...]
     loading_bytes: int
     device_type: str
+    tree_room: int = 0
+    tree_note: str = ""
 
     @property
     def device_bytes(self) -> int:

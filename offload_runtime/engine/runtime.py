@@ -23,6 +23,7 @@ from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.expectation import expect
+from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
@@ -31,7 +32,7 @@ from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput
-from offload_runtime.engine.windows import WindowSize
+from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.tracing import require_writable
@@ -68,6 +69,7 @@ class Runtime:
         self._closed = False
         traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
         self._trace = self._trace_output(trace, traced)
+        self._expected = expect(loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
         self._parts = StreamParts(
             target=traced or target.runner,
             proposer=loaded.proposer,
@@ -79,8 +81,11 @@ class Runtime:
             pinned_bytes=target.pinned_bytes,
             pageable=None if target.staged is None else target.staged.pageable,
             traced=traced,
-        )
-        self._expected = expect(loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
+            learnt=Learnt(
+                loaded.windows.by_family, None if loaded.machine is None else self._expected.seconds_of_round,
+                streamed=target.runner.streamer.bytes_per_pass > 0 or target.link_peak_gbps is not None,
+            ),
+        )  # fmt: skip
 
     @classmethod
     def load(
@@ -117,7 +122,9 @@ class Runtime:
             gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
                 what suits device and draft.
             tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
-                for another number; None proposes chains. Windows have room for this many, or `max_gamma`.
+                for another number; windows have room for this many, or `max_gamma`. None chooses, and makes as much
+                room as costs little: for 256 nodes where weights or keys and values are streamed, for 32 where nothing
+                is; 0 makes none.
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.
@@ -173,11 +180,12 @@ class Runtime:
             min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
             seed: Of the sampling noise.
             stop: A string, or several, that end the text.
-            gamma: Most tokens proposed per pass in a row; None for the default.
+            gamma: Most tokens proposed per pass in a row; None chooses round by round, by what was measured so far.
             speculate: False decodes plainly, one token a pass.
             ignore_eos: Go on after the end-of-sequence token.
             on_prefill: Called with (layers done, layers) while the prompt is worked on.
-            tree_nodes: Most tokens proposed per pass in all, branches included; None for the default.
+            tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
+                `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -241,10 +249,10 @@ class Runtime:
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
         tokens = self._fitting_prompts(prompts, max_new_tokens)
-        window = self._window(params, speculate=speculate)
+        windows = self._settle_windows(params, speculate=speculate)
         self._clear_cache(range(self._max_batch))
         self._cache_owner, self._current = None, None
-        batch = BatchGeneration(self._parts, self._expected, tokens, params, window=window)
+        batch = BatchGeneration(self._parts, self._expected, tokens, params, windows=windows)
         with device_errors(self.device):
             return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
 
@@ -287,22 +295,22 @@ class Runtime:
         speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
-        window = self._window(params, speculate=speculate)
+        windows = self._settle_windows(params, speculate=speculate)
         self._models.target.runner.cache.truncate(0, num_kept)
         self._clear_cache(range(1, self._max_batch))
         self._cache_owner = owner
         self._current = TokenStream(
-            self._parts, self._expected, tokens, params, window=window, num_kept=num_kept,
+            self._parts, self._expected, tokens, params, windows=windows, num_kept=num_kept,
             is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
         )  # fmt: skip
         return self._current
 
-    def _window(self, params: GenerationParams, *, speculate: bool) -> WindowSize:
-        """Most tokens to propose per round; refuses a closed runtime and what makes no sense."""
+    def _settle_windows(self, params: GenerationParams, *, speculate: bool) -> WindowSize | ChosenWindows:
+        """How much to propose per round; refuses a closed runtime and what makes no sense."""
         if self._closed:
             raise OptionError("this runtime is closed: load it again")
-        window = self._windows.settle(params, self._parts.proposer)
-        return window if speculate else WindowSize(0)
+        windows = self._windows.settle(params, self._parts.proposer)
+        return windows if speculate else WindowSize(0)
 
     def _clear_cache(self, sequences: range) -> None:
         """Forget these sequences, which every pass would stream otherwise."""

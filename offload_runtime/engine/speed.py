@@ -23,6 +23,7 @@ from offload_runtime.planner import (
     predict_round,
     predict_step,
 )
+from offload_runtime.runners.draft_tree import STEP_ROWS
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The middle level: 0.93 to
 # 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose; where
@@ -37,6 +38,8 @@ _DEFAULT_GAMMA = {
     ("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 12, ("cuda", "triforce, streamed"): 24,
 }  # fmt: skip
 _CPU_DEFAULT_GAMMA = 7
+# Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
+_PATH_STEPS = 4
 
 
 def default_gamma(device_type: str, placed: PlacedLevels) -> int:
@@ -45,6 +48,12 @@ def default_gamma(device_type: str, placed: PlacedLevels) -> int:
     if placed.middle is not None:
         source = "triforce, streamed" if placed.plans.target.kv.on_host else "triforce"
     return _DEFAULT_GAMMA.get((device_type, source), _CPU_DEFAULT_GAMMA)
+
+
+def tree_steps(nodes: float) -> float:
+    """Steps of a draft that grow a tree before its pass: one for every level of the most probable path that is not
+    there yet, and one for every so many nodes."""
+    return _PATH_STEPS + nodes / STEP_ROWS
 
 
 def draft_level(draft: ModelPlan | None) -> str:
@@ -74,10 +83,19 @@ class Speed:
         """Tokens per second at the usual acceptance."""
         return self.usual_round(placed).tok_per_s
 
+    def tree_nodes_of(self, placed: PlacedLevels) -> int:
+        """Nodes of the trees that are proposed; 0 for chains."""
+        draft = placed.plans.draft
+        if draft is None or placed.middle is not None or self.gamma is not None:
+            return 0
+        return min(draft.tree_nodes, max(0, placed.plans.target.context_tokens - 2))
+
     def gamma_of(self, placed: PlacedLevels) -> int:
-        """Tokens proposed for a pass, at most what the context has room for."""
+        """Tokens proposed for a pass in a row, at most what the context has room for."""
         if not (self.proposes or placed.middle is not None):
             return 0
+        if self.tree_nodes_of(placed):
+            return min(self.max_gamma, placed.plans.target.context_tokens - 2)
         gamma = default_gamma(self.device_type, placed) if self.gamma is None else self.gamma
         return max(0, min(gamma, self.max_gamma, placed.plans.target.context_tokens - 2))
 
@@ -105,17 +123,20 @@ class Speed:
         return self.round_at(placed, USUAL_ACCEPTANCE[level])
 
     def _pass_and_round(self, placed: PlacedLevels) -> tuple[PassPrediction, RoundCosts]:
-        target, gamma = placed.plans.target, self.gamma_of(placed)
-        costs = pass_costs(placed, length_tokens=target.context_tokens - gamma - 1, rows=gamma + 1)
+        target, nodes = placed.plans.target, self.tree_nodes_of(placed)
+        window = nodes or self.gamma_of(placed)
+        costs = pass_costs(placed, length_tokens=target.context_tokens - window - 1, rows=window + 1)
         verify, middle = predict_pass(costs, self.machine), placed.middle
         return verify, RoundCosts(
             link_s=verify.copies_s,
             busy_s=max(verify.compute_s, verify.launch_s),
             bound_by=verify.bound_by,
             lookahead_s=lookahead_bytes(placed, costs) / (self.machine.link_gbps * GB),
-            gamma=gamma,
+            gamma=self.gamma_of(placed),
             draft_step_s=self.draft_step_s(placed),
             middle_step_s=self.middle_step_s(placed),
             gamma_draft=0 if middle is None or placed.plans.draft is None else middle.options.gamma_draft,
             batch=target.batch,
+            tree_nodes=nodes,
+            tree_steps=tree_steps(nodes),
         )

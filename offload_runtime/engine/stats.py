@@ -37,6 +37,8 @@ class GenerationStats:
             passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
         accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
+        windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
+            number is that of proposals.
     """
 
     prompt_tokens: int
@@ -60,6 +62,7 @@ class GenerationStats:
     hidden_draft_share: float | None = None
     accepted_by_depth: tuple[int, ...] = ()
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    windows: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""

@@ -13,8 +13,9 @@ from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.playing import RoundPlayer, Text
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.windows import WindowSize
+from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, NoProposer, Proposer, SpeculativeDecoder, Tally
@@ -30,7 +31,7 @@ class TokenStream:
         expected: What the figures are held against.
         prompt: Token ids; the first `num_kept` of them are in the target's cache already.
         params: What was asked for.
-        window: Most tokens proposed per round.
+        windows: Most tokens proposed per round, fixed or chosen.
         num_kept: Committed tokens of the cache that belong to the prompt.
         is_current: Whether the cache is still this generation's, given the stream.
         on_prefill: Called with (layers done, layers) while the prompt is worked on.
@@ -38,7 +39,7 @@ class TokenStream:
 
     def __init__(
         self, parts: StreamParts, expected: Expectation, prompt: Sequence[int], params: GenerationParams,
-        *, window: WindowSize, num_kept: int, is_current: Callable[[TokenStream], bool],
+        *, windows: WindowSize | ChosenWindows, num_kept: int, is_current: Callable[[TokenStream], bool],
         on_prefill: OnPrefill | None = None,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)
@@ -46,7 +47,7 @@ class TokenStream:
         self._expected = expected
         self._prompt = list(prompt)
         self._params = params
-        self._window = window
+        self._windows = windows
         self._num_kept = num_kept
         self._is_current = is_current
         self._on_prefill = on_prefill
@@ -90,10 +91,11 @@ class TokenStream:
     def _run(self) -> Generator[str, None, None]:
         parts, params = self._parts, self._params
         self._started_s = time.perf_counter()
-        proposer = parts.proposing(self._window)
+        proposer = parts.proposing(self._windows)
         proposer.start(params.sampling)
         self._proposer = proposer
         decoder = SpeculativeDecoder(parts.target, proposer, params.sampling)
+        player = RoundPlayer(parts, proposer, params.sampling, self._windows)
         new_tokens = self._first_token(decoder)
         self._first_token_s = time.perf_counter()
         self._meter = PassMeter(parts)
@@ -109,13 +111,9 @@ class TokenStream:
                     if rest:
                         yield rest
                     return
-            # The target's own token always comes on top, so the last round of a generation proposes one less.
-            gamma = min(self._window.gamma, self._answer.remaining - 1)
             with self._own_cache():
-                played = decoder.round(self.sequence_tokens, gamma, self._window.tree_nodes)
-            if parts.traced is not None:
-                parts.traced.decided([played])
-            self._tally.add(played.num_proposed, played.accepted_sources)
+                (played,) = player.play([Text(0, self.sequence_tokens, self._answer.remaining)])
+            self._tally.add(played.num_proposed, played.accepted_sources, window=player.window)
             new_tokens = played.tokens
             self._passes += 1
 
@@ -158,7 +156,7 @@ class TokenStream:
             prompt_tokens=len(self._prompt), new_tokens=len(self._answer.tokens), started_s=self._started_s,
             first_token_s=self._first_token_s, last_token_s=self._last_token_s, passes=self._passes,
             acceptance=self._acceptance(), accepted_by_depth=self._tally.accepted_by_depth,
-            accepted_by_source=self._tally.accepted_by_source,
+            accepted_by_source=self._tally.accepted_by_source, windows=self._tally.windows,
         )  # fmt: skip
         passes = (self._meter or PassMeter(parts)).read(self._passes, self._last_token_s - self._first_token_s)
         predicted_s = self._expected.seconds_per_pass([answer])

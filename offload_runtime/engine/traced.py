@@ -47,8 +47,10 @@ class TracedTarget:
         args = {"kind": "verify", "tokens": [len(window.tokens) for window in windows]}
         return self._record(args, lambda: self._runner.verify(windows, sequences))
 
-    def decided(self, rounds: Sequence[Round]) -> None:
-        """What came of the last pass, for each sequence, whose tokens the host has just read."""
+    def decided(self, rounds: Sequence[Round], window: str) -> None:
+        """What came of the last pass, for each sequence, whose tokens the host has just read; and what was asked for,
+        in words."""
+        self._args["window"] = window
         self._args["proposed"] = [played.num_proposed for played in rounds]
         self._args["accepted"] = [played.num_accepted for played in rounds]
         args = {"pass": self._args["pass"]}
@@ -84,10 +86,9 @@ class TracedProposer:
         """As `Proposer.name`."""
         return self._proposer.name
 
-    @property
-    def makes_trees(self) -> bool:
-        """As `Proposer.makes_trees`."""
-        return self._proposer.makes_trees
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        """As `Proposer.families`."""
+        return self._proposer.families(texts)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """As `Proposer.start`."""

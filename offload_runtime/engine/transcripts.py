@@ -7,7 +7,7 @@ proposer by the one under test.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -28,8 +28,10 @@ from offload_runtime.speculation import (
     NoProposer,
     Proposal,
     Proposer,
+    TreeDraftProposer,
     TriForceProposer,
     Turn,
+    WithNgrams,
 )
 
 # Of the windows of a script with room for trees.
@@ -56,7 +58,9 @@ class ScriptedProposer:
         self._random = random.Random(seed)
 
     name = "script"
-    makes_trees = True
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain", "tree")
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         assert num_sequences == 1, "the script is one sequence's"
@@ -226,7 +230,8 @@ def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Seque
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
     own = runtime._parts.proposer
-    names: dict[type, str] = {DraftProposer: "draft", TriForceProposer: "triforce"}
+    own = own.draft if isinstance(own, WithNgrams) else own
+    names: dict[type, str] = {DraftProposer: "draft", TreeDraftProposer: "draft", TriForceProposer: "triforce"}
     if type(own) in names:
         return {"ngram": NgramProposer(), names[type(own)]: own}
     assert isinstance(own, NgramProposer | NoProposer), f"{type(own).__name__} would go untested"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Choice, NoProposer, Proposer, makes_trees
 
 
 @dataclass(frozen=True)
@@ -18,28 +19,54 @@ class WindowSize:
 
 
 @dataclass(frozen=True)
+class ChosenWindows:
+    """Windows that are chosen round by round: by family the most proposals, `max_gamma` of them in a row."""
+
+    limits: Mapping[str, int]
+    max_gamma: int
+
+    def window(self, choice: Choice) -> WindowSize:
+        """What a choice asks for."""
+        if choice.family == "tree":
+            return WindowSize(self.max_gamma, choice.size)
+        # What n-grams have to say behind their longest chain are branches.
+        return WindowSize(min(choice.size, self.max_gamma), choice.size if choice.family == "ngram" else None)
+
+
+@dataclass(frozen=True)
 class WindowLimits:
     """What windows were planned for.
 
     Attributes:
         max_gamma: Largest gamma to be asked for.
         most_nodes: Proposals that a window has room for.
-        default: Where nothing is asked for.
+        gamma: What was asked for when loading, and is proposed where nothing else is; None where windows are chosen.
+        tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
+            chosen.
+        tree_room: Nodes of a tree that may be chosen; 0 where there is no room for trees of a draft.
     """
 
     max_gamma: int
     most_nodes: int
-    default: WindowSize
+    gamma: int | None = None
+    tree_nodes: int | None = None
+    tree_room: int = 0
 
-    def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize:
+    @property
+    def by_family(self) -> dict[str, int]:
+        """Largest windows that can ever be chosen."""
+        limits = {"ngram": max(self.max_gamma, self.tree_room), "chain": self.max_gamma, "tree": self.tree_room}
+        return {family: largest for family, largest in limits.items() if largest}
+
+    def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | ChosenWindows:
         """What a generation proposes.
 
         Raises:
             OptionError: More than there is room for, or something that this proposer would ignore.
         """
-        gamma = self.default.gamma if params.gamma is None else params.gamma
-        nodes = self.default.tree_nodes if params.tree_nodes is None else params.tree_nodes
-        if gamma > self.max_gamma:
+        gamma = self.gamma if params.gamma is None else params.gamma
+        nodes = self.tree_nodes if params.tree_nodes is None else params.tree_nodes
+        if gamma is not None and gamma > self.max_gamma:
             raise OptionError(f"gamma {gamma} exceeds the {self.max_gamma} this runtime was loaded for (max_gamma)")
         if isinstance(proposer, NoProposer) and params.gamma is not None:
             raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
@@ -48,9 +75,21 @@ class WindowLimits:
                 f"tree_nodes {nodes} exceeds the {self.most_nodes} that a window of this runtime has room for: load it "
                 f"with tree_nodes={nodes} (--tree-nodes {nodes})"
             )
-        if params.tree_nodes is not None and not proposer.makes_trees:
+        if params.tree_nodes and not makes_trees(proposer):
             raise OptionError(
                 f"tree_nodes {nodes} does nothing where nobody proposes branches: drop it, choose --draft ngram, or "
                 f"load a draft model with tree_nodes={nodes} (--tree-nodes {nodes}), which makes room for them"
             )
-        return WindowSize(gamma, nodes)
+        return self._settled(gamma, nodes, proposer)
+
+    def _settled(self, gamma: int | None, nodes: int | None, proposer: Proposer) -> WindowSize | ChosenWindows:
+        if isinstance(proposer, NoProposer):
+            return WindowSize(0)
+        if nodes:
+            return WindowSize(self.max_gamma if gamma is None else gamma, nodes)
+        if gamma is not None:
+            return WindowSize(gamma)
+        limits = {family: self.by_family[family] for family in proposer.families({}) if family in self.by_family}
+        if nodes == 0:
+            limits = {family: min(largest, self.max_gamma) for family, largest in limits.items() if family != "tree"}
+        return ChosenWindows(limits, self.max_gamma)

@@ -3,16 +3,23 @@
 from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
+from offload_runtime.speculation.choosing import Chooser
 from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
 from offload_runtime.speculation.proposal import Proposal
-from offload_runtime.speculation.proposers import DraftProposer, NoProposer, Proposer, Turn
+from offload_runtime.speculation.proposers import DraftProposer, NoProposer, Proposer, Turn, makes_trees
+from offload_runtime.speculation.round_times import RoundTimes, guessed_cost
 from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accepted_path, play_round
 from offload_runtime.speculation.tree_draft import TreeDraftProposer
 from offload_runtime.speculation.triforce import TriForceProposer
+from offload_runtime.speculation.window_sizes import PLAIN, Choice
+from offload_runtime.speculation.with_ngrams import WithNgrams
 
 __all__ = [
+    "PLAIN",
     "Acceptance",
     "CandidateTree",
+    "Choice",
+    "Chooser",
     "DraftProposer",
     "NgramLookup",
     "NgramProposer",
@@ -20,12 +27,16 @@ __all__ = [
     "Proposal",
     "Proposer",
     "Round",
+    "RoundTimes",
     "SpeculativeDecoder",
     "StepWorth",
     "Tally",
     "TreeDraftProposer",
     "TriForceProposer",
     "Turn",
+    "WithNgrams",
     "accepted_path",
+    "guessed_cost",
+    "makes_trees",
     "play_round",
 ]

@@ -43,9 +43,13 @@ class Tally:
         self._verifications = self._proposed = 0
         self._by_depth: list[int] = []
         self._by_source: Counter[str] = Counter()
+        self._windows: Counter[str] = Counter()
 
-    def add(self, num_proposed: int, accepted_sources: Sequence[str]) -> None:
-        """One round of one sequence: its proposals, and of those that were accepted who made them, in order."""
+    def add(self, num_proposed: int, accepted_sources: Sequence[str], *, window: str | None = None) -> None:
+        """One round of one sequence: its proposals, and of those that were accepted who made them, in order; and what
+        was asked for, in words."""
+        if window is not None:
+            self._windows[window] += 1
         self._verifications += num_proposed > 0
         self._proposed += num_proposed
         self._by_depth += [0] * (len(accepted_sources) - len(self._by_depth))
@@ -62,6 +66,11 @@ class Tally:
     def accepted_by_source(self) -> dict[str, int]:
         """Proposals accepted by who made them first, those of whom one was accepted."""
         return dict(self._by_source)
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Rounds by what was asked for, the most frequent first."""
+        return dict(self._windows.most_common())
 
     def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
         """All levels, the target's last.

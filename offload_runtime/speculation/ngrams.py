@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation.acceptance import Acceptance
@@ -47,6 +47,10 @@ class NgramLookup:
         """
         self.catch_up(tokens)
         return Proposal.of_paths(((self._copy_from(start, depth), self.name) for start in self._starts()), nodes)
+
+    def has_idea(self) -> bool:
+        """Whether the ending of what is known occurred before."""
+        return next(self._starts(), None) is not None
 
     def _starts(self) -> Iterator[int]:
         """Where the continuations of the sequence's endings begin, the most promising first."""
@@ -120,11 +124,16 @@ class NgramProposer:
     """An `NgramLookup` for every sequence."""
 
     name = NgramLookup.name
-    makes_trees = True
 
     def __init__(self) -> None:
         self._lookups: defaultdict[int, NgramLookup] = defaultdict(NgramLookup)
         self._known: set[int] = set()  # sequences that have only grown since they were compared
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        for sequence, tokens in texts.items():
+            self.prepare(sequence, tokens)
+        known = not texts or any(self._lookups[sequence].has_idea() for sequence in texts)
+        return (self.name,) if known else ()
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._known.clear()

@@ -6,7 +6,7 @@ serves all sequences of a round at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +22,16 @@ class Turn:
 
     `tokens` is the whole sequence so far, whose last token is not in the target's cache yet; up to `gamma` more are
     proposed in a row, and up to `tree_nodes` in all, where None asks for a chain. `sequence` is its batch row in every
-    cache, and the noise's sequence. A `thrifty` turn takes fewer where more of them are not worth the time that it
-    takes to think of them.
+    cache, and the noise's sequence. `family` says who is to propose where there are several (see `Choice`); None leaves
+    it to the proposer. A `thrifty` turn takes fewer where more of them are not worth the time that it takes to think of
+    them.
     """
 
     sequence: int
     tokens: Sequence[int]
     gamma: int
     tree_nodes: int | None = None
+    family: str | None = None
     thrifty: bool = False
 
     @property
@@ -50,9 +52,9 @@ class Proposer(Protocol):
     def name(self) -> str | None:
         """Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none."""
 
-    @property
-    def makes_trees(self) -> bool:
-        """Whether guesses may branch where a turn has room for more than a chain."""
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there
+        are of some sequences; of no texts all ways that there are."""
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Called before a generation with the way its tokens will be chosen: of sequences 0 to `num_sequences` - 1."""
@@ -75,11 +77,19 @@ class Proposer(Protocol):
         device."""
 
 
+def makes_trees(proposer: Proposer) -> bool:
+    """Whether guesses may branch where a turn has room for more than a chain, whoever else may be asked for."""
+    able = proposer.families({})
+    return "tree" in able or ("ngram" in able and "chain" not in able)
+
+
 class NoProposer:
     """Plain decoding."""
 
     name = None
-    makes_trees = False
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ()
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         pass
@@ -108,10 +118,12 @@ class DraftProposer:
     """
 
     name = "draft"
-    makes_trees = False
 
     def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain",)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self.model.start(params, num_sequences)

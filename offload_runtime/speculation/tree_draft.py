@@ -115,7 +115,6 @@ class TreeDraftProposer:
     """
 
     name = "draft"
-    makes_trees = True
 
     def __init__(
         self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None,
@@ -130,6 +129,9 @@ class TreeDraftProposer:
         self._grown: dict[int, _Grown] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain", "tree")
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._forget()

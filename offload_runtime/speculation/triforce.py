@@ -83,7 +83,6 @@ class TriForceProposer:
     """
 
     name = "middle"
-    makes_trees = False
     # The first step of a draft feeds two tokens, and a window without a draft needs one.
     _KNOWN_TOKENS = 2
 
@@ -99,6 +98,9 @@ class TriForceProposer:
         self._refresh_steps = refresh_steps
         self._capacity_tokens = capacity_tokens
         self.num_steps = 0  # of the middle level since `start`, each of all sequences
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain",)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._middle.start(params, num_sequences)

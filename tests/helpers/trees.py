@@ -35,7 +35,9 @@ class TreeScript:
     """
 
     name = "script"
-    makes_trees = True
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("tree",)
 
     def __init__(self, truth: Mapping[int, Sequence[int]], *, seed: int, most_branches: int = 6) -> None:
         self._truth = truth

@@ -13,14 +13,21 @@ from offload_runtime.config import GenerationParams
 from offload_runtime.copy_engine import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.assembly import LoadedModels
-from offload_runtime.engine.windows import WindowSize
+from offload_runtime.engine.playing import RoundPlayer
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
 from offload_runtime.kv_cache.device import block_shape
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import DraftProposer, NoProposer, Proposer, TreeDraftProposer, TriForceProposer
+from offload_runtime.speculation import (
+    DraftProposer,
+    NoProposer,
+    Proposer,
+    TreeDraftProposer,
+    TriForceProposer,
+    WithNgrams,
+)
 
 
 def models_of(runtime: Runtime) -> LoadedModels:
@@ -48,14 +55,11 @@ def proposer_of(runtime: Runtime) -> Proposer:
     return runtime._parts.proposer
 
 
-def window_of(runtime: Runtime, params: GenerationParams) -> WindowSize:
-    """What a generation proposes per round."""
-    return runtime._window(params, speculate=True)
-
-
-def proposer_for(runtime: Runtime, window: WindowSize) -> Proposer:
-    """Who proposes such windows: nobody where there is nothing to propose."""
-    return runtime._parts.proposing(window)
+def player_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, RoundPlayer]:
+    """Who proposes in a generation, and what plays its rounds."""
+    windows = runtime._settle_windows(params, speculate=True)
+    proposer = runtime._parts.proposing(windows)
+    return proposer, RoundPlayer(runtime._parts, proposer, params.sampling, windows)
 
 
 def link_peak_gbps(runtime: Runtime) -> float | None:
@@ -103,6 +107,8 @@ class Levels:
 
 def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
+    if isinstance(proposer, WithNgrams):
+        return levels_of(proposer.draft)
     if isinstance(proposer, TriForceProposer):
         assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalTarget)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
@@ -182,6 +188,7 @@ def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
     """The rank among a draft's children of each token that the target then says, None where it is none of them: a list
     that grows while the runtime proposes trees."""
     proposer = proposer_of(runtime)
+    proposer = proposer.draft if isinstance(proposer, WithNgrams) else proposer
     assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
     told, ranks = proposer._learn_rank, []
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from common import PeerOptions, model_name, options_from, peer_parser
 from long_context.decoding import target_acceptance
-from long_context.internals import budget_of, link_peak_gbps, pinned_bytes, proposer_for, runner_of, window_of
+from long_context.internals import budget_of, link_peak_gbps, pinned_bytes, player_for, runner_of
 from measurement import ERROR_CODE, NO_ROOM_CODE
 from runs import Run, answers, figures, num_differing
 
@@ -23,6 +23,7 @@ from bench_report import emit, provenance  # isort: skip (`common` sets the path
 
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.speculation import Round, SpeculativeDecoder
@@ -61,8 +62,8 @@ def load(options: PeerOptions, own: OurOptions) -> Runtime:
 def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, prompt: int) -> tuple[Run, list[Round]]:
     """One generation, round by round as `Runtime.generate` does it, but for the text."""
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    window = window_of(runtime, GenerationParams(options.new_tokens, gamma=own.gamma, sampling=sampling))
-    proposer, runner, known = proposer_for(runtime, window), runner_of(runtime), options.prompts[prompt]
+    params = GenerationParams(options.new_tokens, gamma=own.gamma, sampling=sampling)
+    (proposer, player), runner, known = player_for(runtime, params), runner_of(runtime), options.prompts[prompt]
     runner.cache.truncate(0, 0)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
@@ -74,8 +75,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, prompt: in
     tokens = [*known, decoder.first_token(logits)]
     stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + options.new_tokens
     while len(tokens) < last:
-        # The target's own token always comes on top, so the last round of a generation proposes one less.
-        played = decoder.round(tokens, min(window.gamma, last - len(tokens) - 1), window.tree_nodes)
+        (played,) = player.play([Text(0, tokens, last - len(tokens))])
         tokens += played.tokens
         rounds.append(played)
         stamps_s.append(time.perf_counter())

@@ -1,0 +1,94 @@
+"""A generation's rounds: what is asked of each is fixed or chosen, and what comes of it is learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.windows import ChosenWindows, WindowSize
+from offload_runtime.speculation import PLAIN, Choice, Proposer, Round, Turn, play_round
+
+# A tree so deep is hardly ever cut where an answer ends.
+_DEEP_ENOUGH = 16
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence that takes part in a round: all of its tokens, and how many new ones it may still have."""
+
+    sequence: int
+    tokens: Sequence[int]
+    remaining: int
+
+    @property
+    def most_in_a_row(self) -> int:
+        """Proposals behind each other: the target's own token always comes on top."""
+        return self.remaining - 1
+
+
+class RoundPlayer:
+    """Plays the rounds of a generation.
+
+    Args:
+        parts: The runtime's machinery.
+        proposer: Guesses.
+        sampling: How tokens are chosen.
+        windows: What to propose.
+    """
+
+    def __init__(
+        self, parts: StreamParts, proposer: Proposer, sampling: SamplingParams, windows: WindowSize | ChosenWindows
+    ) -> None:
+        self._parts, self._proposer, self._sampling, self._windows = parts, proposer, sampling, windows
+        self.window = ""  # of the last round, in words
+
+    def play(self, texts: Sequence[Text]) -> list[Round]:
+        """One round of these texts. Arguments and errors as of `play_round`."""
+        if isinstance(self._windows, WindowSize):
+            return self._play(texts, self._windows, self._fixed(self._windows), family=None)
+        known = {text.sequence: text.tokens for text in texts}
+        able = self._proposer.families(known)
+        limits = {family: self._windows.limits[family] for family in able if family in self._windows.limits}
+        times = self._parts.learnt.times(len(texts), max(len(text.tokens) for text in texts))
+        chooser = self._parts.learnt.chooser(self._sampling)
+        started_s = self._parts.clock()
+        choice = chooser.choose(times, limits)
+        window = self._windows.window(choice)
+        rounds = self._play(texts, window, choice, family=choice.family)
+        seconds = self._parts.clock() - started_s
+        needed = min(_DEEP_ENOUGH, choice.size) if choice.family == "tree" else window.gamma
+        whole = [text.most_in_a_row >= needed for text in texts]
+        chooser.learn(
+            times, choice, [played.path for played, fits in zip(rounds, whole, strict=True) if fits],
+            tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
+        )  # fmt: skip
+        return rounds
+
+    def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
+        turns = [
+            Turn(
+                text.sequence,
+                text.tokens,
+                min(window.gamma, text.most_in_a_row),
+                window.tree_nodes,
+                family,
+                thrifty=family is not None,
+            )
+            for text in texts
+        ]
+        rounds = play_round(self._parts.target, self._sampling, self._proposer, turns)
+        self.window = str(choice if any(turn.gamma for turn in turns) else PLAIN)
+        if self._parts.traced is not None:
+            self._parts.traced.decided(rounds, self.window)
+        return rounds
+
+    def _fixed(self, window: WindowSize) -> Choice:
+        """What a window that was asked for would be if it had been chosen."""
+        if not window.gamma:
+            return PLAIN
+        able = self._proposer.families({})
+        if window.tree_nodes is not None and "chain" in able:
+            return Choice("tree", window.tree_nodes)
+        return Choice("chain", window.gamma) if "chain" in able else Choice("ngram", window.tree_nodes or window.gamma)

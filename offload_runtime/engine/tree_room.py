@@ -1,0 +1,62 @@
+"""Room for trees where nobody said how much: none, some or much of it, whichever is predicted to be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from offload_runtime.engine.choice import comparison
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.speed import Speed
+from offload_runtime.errors import BudgetError, OptionError
+
+# Nodes that a pass verifies at hardly any cost where everything is on the device, and beside what is streamed.
+_ROOMS = (32, 256)
+
+
+def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: Speed, *, ram_bytes: int) -> RunPlan:
+    """A plan with room for trees. As fast with more device memory or faster, if `planned` is for every room.
+
+    Args:
+        asked: Nodes of a window; 0 for no room, None for what suits the run.
+        planned: Plans a run with room for so many nodes; raises what planning raises.
+        speed: Predicts it.
+        ram_bytes: Host memory that may be used.
+
+    Raises:
+        BudgetError, OptionError, ContextLengthError: As `planned`; never because of room that was not asked for.
+    """
+    if asked is not None:
+        return replace(planned(asked), tree_room=asked)
+    lean = planned(0)
+    # Without a model only n-grams would grow them, which seldom have as much to say as a chain's window has room for.
+    if lean.placed.plans.draft is None or speed.gamma is not None:
+        return lean
+    found, refused = [lean], ""
+    for nodes in _ROOMS:
+        try:
+            roomy = planned(nodes)
+        except BudgetError:
+            continue
+        except OptionError:  # of a draft's cache that cannot grow trees
+            refused = "they need a draft with a full KV cache (--draft-cache full)"
+            break
+        if roomy.host_bytes <= max(ram_bytes, lean.host_bytes):
+            found.append(replace(roomy, tree_room=nodes))
+    # The first of equals: the least room.
+    best = max(found, key=lambda plan: speed(plan.placed))
+    if best.tree_room:
+        reason = lean.placed.reason
+        if lean.placed.middle is not None:
+            reason = f"predicted to be slower: {comparison(speed(lean.placed), speed(best.placed), speed)}"
+        return replace(best, placed=replace(best.placed, reason=reason))
+    if best.placed.middle is not None:
+        return best
+    return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
+
+
+def describe_tree_room(plan: RunPlan) -> str:
+    """A phrase with its separator; nothing where trees are out of the question."""
+    if plan.tree_note:
+        return f"; {plan.tree_note}"
+    return f"; trees of up to {plan.tree_room} nodes" if plan.tree_room else ""

@@ -1,0 +1,156 @@
+"""How long rounds take, by who proposes and how much: measured as they are played. No clock of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from offload_runtime.speculation.window_sizes import PLAIN, SIZES, Choice, steps_within
+
+# Newest times of a choice that count.
+_MEMORY = 32
+# First times so much longer than expected may have captured a graph or compiled a kernel: so many are needed until they
+# are believed.
+_SUSPICIOUS, _BELIEVED = 1.5, 3
+
+# Of a round, in whatever unit: only proportions count.
+Foreseen = Callable[[Choice], float]
+
+
+def guessed_cost(choice: Choice, *, streamed: bool = False) -> float:
+    """Plain rounds that a round may take where nobody knows the machine.
+
+    The steps of a draft cost, rows hardly do; beside what is streamed neither costs much.
+    """
+    per_proposal = {"chain": 0.042, "tree": 0.012}.get(choice.family, 0.002)
+    return 1 + (per_proposal / 10 if streamed else per_proposal) * choice.size
+
+
+class RoundTimes:
+    """Seconds of rounds, from before anything is proposed until the target's tokens are on the host.
+
+    Args:
+        foreseen: Times to expect of what was not played yet.
+        sure: Whether they come from figures of the machine, so that plain decoding need not be played to hold others
+            against it.
+    """
+
+    def __init__(self, foreseen: Foreseen = guessed_cost, *, sure: bool = False) -> None:
+        self._foreseen_of, self._sure = foreseen, sure
+        self._foreseen: dict[Choice, float] = {}
+        self._samples: dict[Choice, deque[float]] = {}
+        self._usual: dict[Choice, float] = {}
+        self._suspected: dict[Choice, list[float]] = {}
+        self._steps: dict[str, int] = {}
+        self._curves: dict[str, list[float]] = {}
+
+    def observe(self, choice: Choice, seconds: float) -> None:
+        """A round was played."""
+        samples = self._samples.get(choice)
+        if samples is None:
+            suspected = self._suspected.setdefault(choice, [])
+            if self._usual and seconds > _SUSPICIOUS * self.seconds(choice):
+                suspected.append(seconds)
+                if len(suspected) < _BELIEVED:
+                    return
+                samples = self._samples[choice] = deque(suspected, maxlen=_MEMORY)
+            else:
+                samples = self._samples[choice] = deque([seconds], maxlen=_MEMORY)
+        else:
+            samples.append(seconds)
+        self._usual[choice] = _lower_median(samples)
+        if choice == PLAIN:
+            self._curves.clear()
+        else:
+            self._curves.pop(choice.family, None)
+
+    def seconds(self, choice: Choice) -> float:
+        """To be expected of a choice of `SIZES`."""
+        return self.curve(choice.family, choice.size)[steps_within(choice.size)]
+
+    def cost(self, choice: Choice, seconds: float | None) -> float:
+        """Plain rounds that a round took, at least one, exceptions not counted in full.
+
+        Args:
+            choice: Of the round, which was observed.
+            seconds: Of the round; None where it was none of the usual ones.
+        """
+        usual_s = self.seconds(choice)
+        plain_s = self._usual.get(PLAIN, self._curves[choice.family][0])
+        return max(1.0, (usual_s if seconds is None else min(seconds, _SUSPICIOUS * usual_s)) / plain_s)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether others can be held against plain decoding: what was foreseen is sure, or it was played twice, as a
+        single time may be an exception."""
+        return self._sure or len(self._samples.get(PLAIN, ())) > 1
+
+    def curve(self, family: str, largest: int) -> list[float]:
+        """Seconds of windows of each size of a family up to `largest` or beyond, beginning with plain decoding, never
+        falling.
+
+        Times of sizes between those played are in proportion to what was foreseen.
+        """
+        steps = steps_within(largest)
+        if steps > self._steps.get(family, -1):
+            self._steps[family] = steps
+            self._curves.pop(family, None)
+        known = self._curves.get(family)
+        if known is None:
+            known = self._curves[family] = self._drawn(family, self._steps[family])
+        return known
+
+    def _drawn(self, family: str, steps: int) -> list[float]:
+        choices = [PLAIN, *(Choice(family, size) for size in SIZES[1 : steps + 1])]
+        foreseen = [self._foresee(choice) for choice in choices]
+        played = [step for step, choice in enumerate(choices) if choice in self._usual]
+        if not played:
+            return foreseen
+        times = {step: self._usual[choices[step]] for step in played}
+        counts = {step: len(self._samples[choices[step]]) for step in played}
+        for step in [step for step in played if counts[step] < _BELIEVED]:
+            others = {other: seconds for other, seconds in times.items() if other != step}
+            if others and times[step] > _SUSPICIOUS * _in_proportion(others, foreseen)[step]:
+                times = others
+        rising = _never_falling(list(times.values()), [counts[step] for step in times])
+        return _in_proportion(dict(zip(times, rising, strict=True)), foreseen)
+
+    def _foresee(self, choice: Choice) -> float:
+        if choice not in self._foreseen:
+            self._foreseen[choice] = self._foreseen_of(choice)
+        return self._foreseen[choice]
+
+
+def _lower_median(samples: Sequence[float]) -> float:
+    """The middle one, of two the shorter: exceptions are long."""
+    return sorted(samples)[(len(samples) - 1) // 2]
+
+
+def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float]:
+    """The closest that never falls: larger windows take no less time, so what says otherwise is noise."""
+    pools: list[tuple[float, int, int]] = []  # mean, weight, members
+    for mean, weight in zip(means, weights, strict=True):
+        pools.append((mean, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, left, before), (low, right, after) = pools.pop(-2), pools.pop()
+            pools.append(((high * left + low * right) / (left + right), left + right, before + after))
+    return [mean for mean, _, members in pools for _ in range(members)]
+
+
+def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float]) -> list[float]:
+    """Foreseen times, by the proportion that the played ones next to them have to what was foreseen of these."""
+    played = sorted(times)
+    ratios = [times[step] / foreseen[step] for step in played]
+    drawn: list[float] = []
+    after = 0  # of the played ones, the first that is no smaller
+    for step, seconds in enumerate(foreseen):
+        while after < len(played) and played[after] < step:
+            after += 1
+        if after in (0, len(played)):
+            ratio = ratios[max(0, after - 1)]
+        else:
+            low, high = SIZES[played[after - 1]], SIZES[played[after]]
+            share = (SIZES[step] - low) / (high - low)
+            ratio = ratios[after - 1] + share * (ratios[after] - ratios[after - 1])
+        drawn.append(seconds * ratio)
+    return drawn

@@ -1,0 +1,61 @@
+"""A draft, and in rounds that ask for them the n-grams of the text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.ngrams import NgramProposer
+from offload_runtime.speculation.proposal import Proposal
+from offload_runtime.speculation.proposers import Proposer, Turn
+
+
+class WithNgrams:
+    """Leaves turns of the family `ngram` to n-grams, which cost nothing, and all others to a draft.
+
+    Args:
+        draft: Proposes unless n-grams are asked for.
+        ngrams: May be shared with the draft.
+    """
+
+    def __init__(self, draft: Proposer, ngrams: NgramProposer) -> None:
+        self.draft, self.ngrams = draft, ngrams
+        self._drafted = False  # in the last round
+
+    @property
+    def name(self) -> str | None:
+        """The draft's."""
+        return self.draft.name
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        # What costs nothing is tried first.
+        return (*self.ngrams.families(texts), *self.draft.families(texts))
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self.draft.start(params, num_sequences)
+        self.ngrams.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self.draft.prepare(sequence, tokens)
+        self.ngrams.prepare(sequence, tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        found: dict[int, Proposal] = {}
+        drafted = [turn for turn in turns if turn.family != self.ngrams.name]
+        self._drafted = bool(drafted)
+        for proposer, asked in (
+            (self.draft, drafted),
+            (self.ngrams, [turn for turn in turns if turn.family == self.ngrams.name]),
+        ):
+            if asked:
+                answers = proposer.propose(asked)
+                found |= {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
+        return [found[turn.sequence] for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        if self._drafted:
+            self.draft.ahead(pending)
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return self.draft.counts(sequence)
