@@ -1,0 +1,242 @@
+"""Windows that a runtime chooses by a clock of our own: the same tokens, useless drafts off, good ones on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.cli.answer import window_figure
+from offload_runtime.config import GenerationParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.learnt import Learnt
+from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
+from offload_runtime.runners import DraftModel, DraftTree
+from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.speculation import PLAIN, Choice, NgramProposer, NoProposer, RoundTimes
+from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.test_cli_fakes import make_stats
+
+PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.6, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}
+]  # fmt: skip
+COUNT = 40
+PASS_S, ROW_S = 1.0, 0.001
+
+
+class WorkClock:
+    """Tells the time that the work done would have taken: passes of the target, steps of whoever drafts."""
+
+    def __init__(self, runtime: Runtime, patch: pytest.MonkeyPatch, *, step_s: float) -> None:
+        self.now_s, self.draft_steps, self._step_s = 0.0, 0, step_s
+        runner = runtime._models.target.runner
+        verify = runner.verify
+
+        def timed_verify(windows: Any, sequences: Any) -> Any:
+            self.now_s += PASS_S + ROW_S * max(len(window.tokens) - 1 for window in windows)
+            return verify(windows, sequences)
+
+        patch.setattr(runner, "verify", timed_verify)
+        for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalTarget, "step")):
+            self._count_steps(owner, name, patch)
+        own = runtime._parts
+        runtime._parts = replace(own, clock=lambda: self.now_s, learnt=Learnt(runtime._windows.by_family))
+
+    def _count_steps(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
+        done = getattr(owner, name)
+
+        def timed(drafting: Any, *args: Any, **options: Any) -> Any:
+            steps = args[0] if name == "steps" else 1
+            self.draft_steps += steps
+            self.now_s += steps * self._step_s
+            return done(drafting, *args, **options)
+
+        patch.setattr(owner, name, timed)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+@pytest.fixture(scope="module")
+def useless(target: Path) -> Path:
+    return write_checkpoint(target.parent / "useless", seed=99, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Runtime]:
+    with load(target, draft="none", max_batch=3) as runtime:
+        yield runtime
+
+
+def says(runtime: Runtime, sampling: dict[str, Any], **options: Any) -> list[list[int]]:
+    """One prompt alone, and three together."""
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling, **options}
+    together = runtime.generate_batch(PROMPTS, **asked)
+    return [runtime.generate(PROMPT, **asked).tokens, *(result.tokens for result in together)]
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.2])
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("resident_layers", [1, "auto"])
+def test_whatever_is_chosen_the_tokens_are_the_same(
+    target: Path, draft: Path, plain: Runtime, kv: str, resident_layers: int | str, step_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With weights streamed, keys and values, both and neither; alone and in a batch; a turn of a conversation too."""
+    with load(target, draft=draft, kv=kv, resident_layers=resident_layers, max_batch=3) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=step_s)
+        for sampling in SAMPLINGS:
+            assert says(runtime, sampling) == says(plain, sampling)
+        talks = [runtime.conversation(), plain.conversation()]
+        for text in PROMPTS[:2]:
+            answers = ["".join(talk.say(text, max_new_tokens=20, ignore_eos=True, **SAMPLINGS[1])) for talk in talks]
+            assert answers[0] == answers[1]
+        stats = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats
+    assert sum(stats.windows.values()) == stats.passes
+    families = {name.split()[0] for name in stats.windows}
+    if step_s < 0.1:  # drafting costs next to nothing, and the draft is good
+        assert families & {"chain", "tree"} and stats.tokens_per_pass > 2
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_chosen_windows_of_triforce(
+    target: Path, draft: Path, plain: Runtime, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
+    options = SpeculationOptions("triforce", "streaming", **small)
+    with load(target, draft=draft, kv=kv, max_batch=3, speculation=options) as runtime:
+        clock = WorkClock(runtime, monkeypatch, step_s=0.002)
+        for sampling in SAMPLINGS:
+            assert says(runtime, sampling) == says(plain, sampling)
+        result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
+    assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
+    assert result.stats.tokens_per_pass > 2 and clock.draft_steps > COUNT
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_useless_draft_is_switched_off(
+    target: Path, useless: Path, plain: Runtime, trees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1 % slower than plain decoding, by the clock that rounds are timed with."""
+    asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    expected = plain.generate(PROMPT, **asked).tokens
+    with load(target, draft=useless, tree_nodes=None if trees else 0) as runtime:
+        # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
+        clock = WorkClock(runtime, monkeypatch, step_s=0.6 if trees else 0.05)
+        result = runtime.generate(PROMPT, **asked)
+        assert result.tokens == expected
+        assert clock.now_s < 1.01 * 256 * PASS_S
+        assert result.stats.windows["plain"] > 200
+        assert 0 < clock.draft_steps < 40
+        # What was learnt stays: the next answer has less to find out.
+        before_s, steps = clock.now_s, clock.draft_steps
+        again = runtime.generate(PROMPTS[1], **{**asked, "seed": 6})
+        assert clock.now_s - before_s < 1.01 * 256 * PASS_S
+        assert clock.draft_steps - steps < steps and again.stats.windows["plain"] > 220
+
+
+def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"max_new_tokens": 200, "ignore_eos": True}
+    with load(target, draft=draft, tree_nodes=0) as runtime:
+        clock = WorkClock(runtime, monkeypatch, step_s=0.05)
+        first = runtime.generate(PROMPT, **asked).stats
+        seconds = clock.now_s
+        stats = runtime.generate(PROMPT, **asked).stats
+        fixed_s = []
+        for gamma in (1, 2, 4, 8):
+            before_s = clock.now_s
+            runtime.generate(PROMPT, gamma=gamma, **asked)
+            fixed_s.append(clock.now_s - before_s)
+        before_s = clock.now_s
+        runtime.generate(PROMPT, **asked)
+    assert stats.windows.get("plain", 0) < 0.1 * stats.passes and first.passes < 150
+    assert min(fixed_s) < 0.75 * 199 * PASS_S and seconds < 0.9 * 199 * PASS_S
+    assert clock.now_s - before_s < 1.1 * min(fixed_s)
+
+
+def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True}
+    with load(target, draft=draft, resident_layers=1) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=100.0)  # nobody would choose to draft
+        for how, window in (
+            ({"gamma": 5}, "chain 5"), ({"gamma": 3, "tree_nodes": 24}, "tree 24"), ({"tree_nodes": 30}, "tree 30"),
+            ({"gamma": 5, "tree_nodes": 0}, "chain 5"), ({"speculate": False}, "plain"),
+        ):  # fmt: skip
+            windows = runtime.generate(PROMPT, **asked, **how).stats.windows
+            assert set(windows) <= {window, "plain"} and windows[window] > windows.get("plain", 0) * (window != "plain")
+        chains = runtime.generate(PROMPT, tree_nodes=0, **asked).stats.windows
+        assert not any(name.startswith("tree") for name in chains)
+    with load(target, draft="ngram", tree_nodes=12) as runtime:
+        assert set(runtime.generate(PROMPT, **asked).stats.windows) <= {"ngram 12", "plain"}
+
+
+@pytest.mark.parametrize("name", ["ngram", "model"])
+def test_room_for_trees(target: Path, draft: Path, name: str) -> None:
+    """As much as is likely to be of use, and none where it would push layers out."""
+    chosen = draft if name == "model" else name
+    with load(target, draft=chosen, resident_layers=2) as runtime:
+        assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
+        assert runtime.plan.placed.plans.target.window_tokens == 257
+    with load(target, draft=chosen) as runtime:
+        assert runtime.plan.tree_room == 32 and "trees of up to 32 nodes" in runtime.placement
+    with load(target, draft=chosen, tree_nodes=0) as runtime:
+        assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
+        held_bytes = runtime.plan.device_bytes
+    if name == "ngram":  # whose trees take no more room than chains
+        return
+    with load(target, draft=chosen, vram=held_bytes) as runtime:
+        assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
+        assert "no trees: room for them would push layers off the device" in runtime.placement
+
+
+def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:
+    options = SpeculationOptions(draft_cache="streaming", recent_tokens=64)
+    with load(target, draft=draft, speculation=options) as runtime:
+        assert runtime.plan.tree_room == 0 and "no trees: they need a draft with a full KV cache" in runtime.placement
+
+
+def test_limits_of_what_is_chosen() -> None:
+    limits = WindowLimits(20, 256, 8, tree_room=256)
+    ngrams = NgramProposer()
+    assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256}, 20)
+    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == ChosenWindows({"ngram": 20}, 20)
+    assert limits.settle(GenerationParams(gamma=3), ngrams) == WindowSize(3)
+    assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(8, 30)
+    assert limits.settle(GenerationParams(), NoProposer()) == WindowSize(0)
+    chosen = ChosenWindows({}, 20)
+    assert chosen.window(PLAIN) == WindowSize(0)
+    assert chosen.window(Choice("chain", 8)) == WindowSize(8)
+    assert chosen.window(Choice("tree", 8)) == WindowSize(20, 8)
+    assert chosen.window(Choice("ngram", 48)) == WindowSize(20, 48)
+
+
+def test_times_of_another_length_begin_in_proportion() -> None:
+    learnt = Learnt({"chain": 8}, lambda choice, sequences, tokens: 0.1 * sequences + choice.size)
+    short = learnt.times(1, 200)
+    assert learnt.times(1, 900) is short and short.seconds(PLAIN) == 0.1 and learnt.times(2, 900).seconds(PLAIN) == 0.2
+    for seconds, choice in ((0.5, PLAIN), (0.6, Choice("chain", 8))):
+        for _ in range(3):
+            short.observe(choice, seconds)
+    long = learnt.times(1, 5000)
+    assert long is not short and long.seconds(Choice("chain", 8)) == pytest.approx(0.6) and long.knows_plain
+    long.observe(PLAIN, 5.0)
+    assert long.seconds(Choice("chain", 8)) == pytest.approx(6.0)
+    unknown = Learnt({"chain": 8}).times(1, 10)
+    assert isinstance(unknown, RoundTimes) and not unknown.knows_plain
+
+
+def test_the_printed_windows() -> None:
+    assert window_figure(make_stats()) == window_figure(make_stats(windows={"plain": 9})) == ""
+    said = window_figure(make_stats(windows={"tree 256": 30, "chain 8": 5, "plain": 2, "ngram 16": 1, "ngram 8": 1}))
+    assert said == "windows 30 x tree 256, 5 x chain 8, 2 x plain, 1 x ngram 16, ..."
