@@ -35,6 +35,16 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def full_host(*, at_piece: int) -> Callable[[int], None]:
+    """What a runtime meets when memory runs out before this piece; 0 is the prefill."""
+
+    def before_piece(number: int) -> None:
+        if number == at_piece:
+            raise BudgetError("the host is full")
+
+    return before_piece
+
+
 @dataclass
 class FakeStream:
     """An answer of fixed pieces; `held_back` shows in the result of a stopped answer only.

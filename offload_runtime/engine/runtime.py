@@ -33,7 +33,7 @@ from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
@@ -205,14 +205,22 @@ class Runtime:
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         tree_nodes: int | None = None,
     ) -> GenerationResult:  # fmt: skip
-        """Like `stream`, but returns when everything is there."""
+        """Like `stream`, but returns when everything is there.
+
+        Raises:
+            BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
+        """
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
             tree_nodes=tree_nodes,
         )  # fmt: skip
-        for _ in stream:
-            pass
+        try:
+            for _ in stream:
+                pass
+        except BudgetError as error:
+            stream.close()
+            raise BudgetError(str(error), [stream.result] if stream.result.tokens else []) from error
         return stream.result
 
     def conversation(self, system: str | None = None) -> Conversation:
