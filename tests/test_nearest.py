@@ -1,8 +1,9 @@
-"""Nearest settings: what is printed can be typed over what was asked, and then fits."""
+"""What a refusal says: nearest settings that can be typed and fit, ways out that are there, figures that suffice."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import GB, SpeculationOptions, parse_bytes
 from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest
+from offload_runtime.engine.planning import PlanRequest, plan_run
+from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
@@ -90,3 +92,40 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
     fitting = [tokens for tokens in range(256, 100_000, 256) if plan_or_none(replace(request, context=tokens), machine)]
     assert fitting[0] == 4096 and fitting[-1] < 6000
     assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.proposals}
+
+
+def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
+    machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
+        speculation=SpeculationOptions("triforce"),
+    )  # fmt: skip
+    for vram_bytes in range(18 * GB, 22 * GB, GB // 3):
+        with pytest.raises(OptionError, match=r"of 32 layers would be streamed: raise --vram by ") as refused:
+            plan_run(replace(request, vram_bytes=vram_bytes), machine)
+        more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
+        assert more is not None
+        enough_bytes = vram_bytes + parse_bytes(more[1])
+        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).placed.middle is not None
+        with pytest.raises(OptionError):
+            plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"--context": "2048"}, {"--vram": "12GB"}, {"--vram": "4GB"}, {"--resident-layers": "3"},
+        {"--kv": "host", "--context": "131072", "--pinned": "2GB"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nobody_is_told_to_propose_a_chain_without_a_draft(options: dict[str, str]) -> None:
+    asked = {"--speculation": "triforce", **options}
+    by_itself, drafted = plan({**asked, "--draft": "none"}), plan({**asked, "--draft": DRAFT})
+    assert "--speculation none" in problem(by_itself) and "--speculation chain" not in problem(by_itself)
+    assert "--speculation chain" in problem(drafted)
+
+
+def problem(refused: Result) -> str:
+    assert refused.exit_code == 2, refused.stdout
+    return str(json.loads(refused.stdout)["problem"])
