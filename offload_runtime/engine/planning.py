@@ -10,7 +10,7 @@ from offload_runtime.config import SpeculationOptions, format_bytes, require_pos
 from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_proposals
+from offload_runtime.engine.loading import check_gamma, check_proposals
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed
@@ -81,7 +81,9 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    check_proposals(request.draft_name if request.draft is None else "the draft", request.speculation.mode)
+    draft, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
+    check_proposals(draft, mode)
+    check_gamma(request.gamma, request.max_gamma, draft, mode)
     ram_bytes, speed = ram_limit_bytes(request, machine), planned_speed(request, machine)
 
     def planned(context: int | str) -> RunPlan:
@@ -130,7 +132,7 @@ def _asked(request: PlanRequest, machine: MachineFigures, context: int | str) ->
         pinnable_bytes, name = request.pinned_bytes, "--pinned"
     plans = make_plans(
         request.target, request.draft, request.dtype, _DEVICE, context=context,
-        window=max(request.max_gamma, request.gamma or 0) + 1, kv=request.kv, options=request.speculation,
+        window=request.max_gamma + 1, kv=request.kv, options=request.speculation,
         batch=request.batch,
     )  # fmt: skip
     limits, locking = _device_limits(request, machine), LockLimit(pinnable_bytes, name)
