@@ -323,8 +323,8 @@ def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> 
     """A link that waits for staging hides no less by being faster."""
     machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
     request = PlanRequest(
-        describe_model(CONFIGS / "llama-2-7b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=512, gamma=63,
-        speculation=SpeculationOptions("chain"),
+        describe_model(CONFIGS / "llama-2-7b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=512,
+        gamma=63, speculation=SpeculationOptions("chain"),
     )  # fmt: skip
     plan = plan_run(request, machine)
     slow, fast = (forecast(plan, request, replace(machine, link_gbps=gbps)).usual for gbps in (12.0, 50.0))
