@@ -243,6 +243,9 @@ def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Pa
 def test_a_default_of_proposals_that_makes_no_sense(target: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device="cpu", **options)
+    request = PlanRequest(describe_model(str(target)), options.get("draft", "ngram"), gamma=options["gamma"])
+    with pytest.raises(OptionError, match=message):
+        plan_run(request, LARGE)
 
 
 def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: Path) -> None:

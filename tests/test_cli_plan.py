@@ -41,6 +41,7 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
     result = plan("llama-3.1-8b", "--draft", draft, "--context", "131072", "--profile", "rtx4090")
     assert result.exit_code == 0, result.output
     for text in (
+        "\nstreaming draft cache of the 16 first and 512 newest tokens (",
         "machine: rtx4090", "TriForce: the draft, then the target over 4096 retrieved tokens", "all 32 layers on the",
         "KV cache of 1 x 131072 tokens: 2 of 32 layers on the device (8, 24), 30 streamed (0-7, 9-23, 25-31)",
         "retrieval cache", "draft weights", "ring of KV pieces", "workspace", "of 25.8 GB", "of 68.7 GB", "page-locked",
@@ -80,6 +81,17 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
     assert {gain["before_tok_per_s"] for gain in record["upgrades"]} == {record["usual"]["tok_per_s"]}
     assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
+
+
+def test_the_draft_cache_that_is_chosen_is_said() -> None:
+    """With little memory it gives way to layers of the target."""
+    asked = ("llama-3.1-8b", "--draft", str(CONFIGS / "llama-3.2-1b"), "--context", "20000")
+    caches = {vram: planned(*asked, "--vram", vram)["draft_cache"] for vram in ("9GB", "14GB")}
+    assert caches == {"9GB": "streaming", "14GB": "retrieval"}
+    said = "\nthe draft retrieves 4096 tokens a head of its own KV cache ("
+    for vram, cache in caches.items():
+        assert (said in plan(*asked, "--vram", vram, "--profile", "rtx4090").stdout) == (cache == "retrieval")
+    assert planned("llama-3.1-8b", "--context", "2048")["draft_cache"] is None
 
 
 def test_options_reach_the_plan() -> None:

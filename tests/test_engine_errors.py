@@ -148,7 +148,7 @@ class TestBeforeLoading:
             ({"kv": "disk"}, "auto, gpu or host"),
             (
                 {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
-                "--speculation chain",
+                "--speculation none",
             ),
             (
                 {

@@ -134,7 +134,7 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     options: dict[str, Any] = {"draft": draft, "kv": "host", "speculation": SpeculationOptions("triforce", **SMALL)}
     least = least_vram(target, **options)
     message = refused(OptionError, target, vram=least, **options)
-    assert re.search(r"\d of 5 layers are streamed: raise --vram by ", message)
+    assert re.search(r"beside it \d of 5 layers would be streamed: raise --vram by ", message)
     more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", message)
     assert more is not None
     with (

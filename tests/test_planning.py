@@ -178,9 +178,12 @@ def test_more_link_or_hbm_is_never_slower(
     if plan is None:
         return
     better = replace(machine, link_gbps=link * machine.link_gbps, hbm_gbps=hbm * machine.hbm_gbps)
-    slow, fast = forecast(plan, request, machine), forecast(plan_run(request, better), request, better)
+    slow, fast = forecast(plan, request, machine), forecast(plan, request, better)
     assert fast.plain.seconds <= slow.plain.seconds * (1 + 1e-9)
     assert fast.prefill.seconds <= slow.prefill.seconds * (1 + 1e-9)
+    # What is then chosen may take longer for a prompt, but its tokens never come slower.
+    chosen = forecast(plan_run(request, better), request, better)
+    assert chosen.usual_tok_per_s >= fast.usual_tok_per_s * (1 - 1e-9) >= slow.usual_tok_per_s * (1 - 2e-9)
 
 
 @PROPERTY
@@ -314,6 +317,19 @@ def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: 
 def staged_request(request: PlanRequest) -> PlanRequest:
     """The same with a small card and all of it streamed."""
     return replace(request, context=4096, batch=1, kv="gpu", vram_bytes=8 * GB)
+
+
+def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> None:
+    """A link that waits for staging hides no less by being faster."""
+    machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-2-7b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=512,
+        gamma=63, speculation=SpeculationOptions("chain"),
+    )  # fmt: skip
+    plan = plan_run(request, machine)
+    slow, fast = (forecast(plan, request, replace(machine, link_gbps=gbps)).usual for gbps in (12.0, 50.0))
+    assert slow.bound_by == "staging" and 0 < slow.hidden_s < slow.drafting_s
+    assert fast == slow
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

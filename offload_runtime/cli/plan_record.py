@@ -9,6 +9,7 @@ from typing import Any
 from offload_runtime.engine.forecast import RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import MemoryPart, RunPlan
+from offload_runtime.engine.speed import draft_level
 from offload_runtime.machine_profile import MachineProfile
 
 
@@ -59,6 +60,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "ring_slots": placed.placement.num_slots,
         },
         "prefill_attention": plan.prefill_attention,
+        "draft_cache": None if placed.plans.draft is None else draft_level(placed.plans.draft),
         "middle_level": placed.middle is not None,
         "why_no_middle_level": None if placed.middle is not None else placed.reason or None,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from offload_runtime.config import format_bytes
 from offload_runtime.engine.costs import pass_costs, prefill_costs
 from offload_runtime.engine.forecast import RunForecast, Upgrade
+from offload_runtime.engine.levels import describe_draft_cache
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import describe_staging
@@ -67,7 +68,9 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
     place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
     staging = [describe_staging(plan.placed.placement)] if plan.is_staged else []
+    cache = describe_draft_cache(plan.placed.plans)
     return [
+        *([cache] if cache else []),
         f"weights: {_layers(plan.resident_weight_layers, layers)}",
         *staging,
         f"{place}: {_layers(plan.resident_kv_layers, layers)}",

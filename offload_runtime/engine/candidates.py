@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from offload_runtime.config import SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.levels import MiddlePlan, PlacedLevels
-from offload_runtime.engine.placing import Limits, placements
+from offload_runtime.engine.placing import Limits, memory_needs, placements
 from offload_runtime.engine.plans import Plans, draft_alternatives
 from offload_runtime.engine.staging_plan import LockLimit, host_kv_bytes, least_pinned_bytes, place_staged
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.planner import Placement
 from offload_runtime.runners.step_graph import step_graph_bytes
 
 
@@ -137,10 +136,10 @@ def _hierarchies(asked: Asked) -> tuple[PlacedLevels, ...] | _Obstacle:
 
 
 def _obstacle(placed: PlacedLevels, asked: Asked) -> _Obstacle | None:
-    kept_out = what_keeps_triforce_out(placed, asked.options, resident_layers=asked.resident_layers)
+    kept_out = _what_keeps_triforce_out(placed, asked)
     if kept_out is not None:
         reason, remedies = kept_out
-        said = f"no TriForce here: {reason}: {', '.join([*remedies, 'or use --speculation chain'])}"
+        said = f"no TriForce here: {reason}: {', '.join([*remedies, f'or use {_without_middle(placed)}'])}"
         return _Obstacle(reason, OptionError(said))
     target, locking = placed.plans.target, asked.locking
     kv_bytes = host_kv_bytes(target)
@@ -151,21 +150,18 @@ def _obstacle(placed: PlacedLevels, asked: Asked) -> _Obstacle | None:
         f"{locking.name} page-locks {format_bytes(locking.nbytes)} of the {format_bytes_up(kv_bytes)} of the KV cache, "
         f"too little by {format_bytes_up(kv_bytes - locking.nbytes)}"
     )
-    ways = f"lower --context (now {target.context_tokens}), raise --vram, or use --speculation chain"
+    ways = f"lower --context (now {target.context_tokens}), raise --vram, or use {_without_middle(placed)}"
     return _Obstacle(reason, BudgetError(f"no TriForce here: {reason}: allow more with --pinned, {ways}"))
 
 
-def what_keeps_triforce_out(
-    placed: PlacedLevels, options: SpeculationOptions, *, resident_layers: int | None
-) -> tuple[str, Sequence[str]] | None:
-    """Why there cannot be a middle level, and what would help; None when there can.
+def _without_middle(placed: PlacedLevels) -> str:
+    """Who has no draft has nobody to propose a chain."""
+    return "--speculation none" if placed.plans.draft is None else "--speculation chain"
 
-    Args:
-        placed: With the middle level.
-        options: How to propose.
-        resident_layers: As many as were asked for; None if that was left to us.
-    """
-    plans, placement = placed.plans, placed.placement
+
+def _what_keeps_triforce_out(placed: PlacedLevels, asked: Asked) -> tuple[str, Sequence[str]] | None:
+    """Why there cannot be a middle level where one was placed, and what would help; None when there can."""
+    plans, placement, options = placed.plans, placed.placement, asked.options
     config, context, draft = plans.target.config, plans.target.context_tokens, plans.draft
     if options.budget_tokens > context:
         reason = f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}"
@@ -173,10 +169,11 @@ def what_keeps_triforce_out(
     if any(window is not None for window in config.layer_windows):
         return "it needs full attention, and this model has sliding windows", []
     if placement.num_streamed:
-        reason = f"{placement.num_streamed} of {config.num_layers} layers are streamed"
-        if resident_layers is not None:
-            return reason, ["drop --resident-layers"]
-        return reason, [f"raise --vram by {format_bytes_up(_missing_bytes(plans, placement))}", "lower --context"]
+        streamed = f"{placement.num_streamed} of {config.num_layers} layers"
+        if asked.resident_layers is not None:
+            return f"{streamed} are streamed", ["drop --resident-layers"]
+        missing = format_bytes_up(_missing_bytes(plans, asked.budget))
+        return f"beside it {streamed} would be streamed", [f"raise --vram by {missing}", "lower --context"]
     if draft is not None and draft.streaming is None and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the middle level would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
@@ -184,6 +181,9 @@ def what_keeps_triforce_out(
     return None
 
 
-def _missing_bytes(plans: Plans, placement: Placement) -> int:
-    """What keeps the streamed layers from staying: without them there is no ring either."""
-    return (placement.num_streamed - placement.num_slots) * plans.target.layer_bytes
+def _missing_bytes(plans: Plans, budget: Limits) -> int:
+    """Device memory that all layers of weights take beyond what there is, with no keys and values that could go."""
+    assert budget.limit_bytes is not None
+    target = replace(plans.target, kv=replace(plans.target.kv, resident_layers=()))
+    fixed_bytes = memory_needs(replace(plans, target=target), budget).fixed_bytes
+    return fixed_bytes + target.config.num_layers * target.layer_bytes - budget.limit_bytes

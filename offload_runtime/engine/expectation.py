@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from offload_runtime.config import GB
-from offload_runtime.engine.costs import draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, lookahead_s, middle_step_costs, pass_costs
 from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import known_figures
@@ -112,7 +111,7 @@ def _pass_and_drafting_s(
     verify = predict_pass(passed, machine)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
-        lookahead_s=lookahead_bytes(placed, passed) / (machine.link_gbps * GB),
+        lookahead_s=lookahead_s(placed, passed, verify),
         gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
     )  # fmt: skip
     return predict_round(costs, 0.0).seconds

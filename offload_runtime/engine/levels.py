@@ -85,3 +85,19 @@ def describe_speculation(draft: str, placed: PlacedLevels, options: SpeculationO
         f"TriForce: {first}, then the target over {options.budget_tokens} retrieved tokens a head "
         f"({format_bytes(middle.nbytes)}){f', {why}' if why else ''}"
     )
+
+
+def describe_draft_cache(plans: Plans) -> str:
+    """One phrase: what the draft keeps of the context; empty without a draft, or where that is all of it."""
+    draft = plans.draft
+    if draft is None:
+        return ""
+    held = format_bytes(draft.kv_bytes)
+    if draft.streaming is not None:
+        kept = f"{draft.streaming.sink_tokens} first and {draft.streaming.recent_tokens} newest tokens"
+        return f"streaming draft cache of the {kept} ({held})"
+    if draft.retrieval is not None:
+        return f"the draft retrieves {draft.retrieval.budget_tokens} tokens a head of its own KV cache ({held})"
+    if draft.context_tokens < plans.target.context_tokens:
+        return f"the draft has nothing to say behind {draft.context_tokens} tokens"
+    return ""

@@ -10,7 +10,7 @@ from offload_runtime.config import SpeculationOptions, format_bytes, require_pos
 from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_proposals, check_tree_nodes
+from offload_runtime.engine.loading import check_gamma, check_proposals, check_tree_nodes
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed
@@ -86,6 +86,7 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
     kind, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
     check_proposals(kind, mode)
     check_tree_nodes(request.tree_nodes, kind, mode)
+    check_gamma(request.gamma, request.max_gamma, kind, mode)
     ram_bytes, speed = ram_limit_bytes(request, machine), planned_speed(request, machine)
 
     def planned(context: int | str, nodes: int) -> RunPlan:
@@ -137,8 +138,8 @@ def _asked(request: PlanRequest, machine: MachineFigures, context: int | str, no
         pinnable_bytes, name = request.pinned_bytes, "--pinned"
     plans = make_plans(
         request.target, request.draft, request.dtype, _DEVICE, context=context,
-        window=max(request.max_gamma, request.gamma or 0, nodes) + 1, kv=request.kv, options=request.speculation,
-        batch=request.batch, tree_nodes=nodes or None,
+        window=max(request.max_gamma, nodes) + 1, kv=request.kv, options=request.speculation, batch=request.batch,
+        tree_nodes=nodes or None,
     )  # fmt: skip
     limits, locking = _device_limits(request, machine), LockLimit(pinnable_bytes, name)
     return Asked(plans, limits, locking, request.resident_layers, request.kv, request.speculation)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from offload_runtime.config import GB
-from offload_runtime.engine.costs import draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, lookahead_s, middle_step_costs, pass_costs
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.planner import (
@@ -131,7 +130,7 @@ class Speed:
             link_s=verify.copies_s,
             busy_s=max(verify.compute_s, verify.launch_s),
             bound_by=verify.bound_by,
-            lookahead_s=lookahead_bytes(placed, costs) / (self.machine.link_gbps * GB),
+            lookahead_s=lookahead_s(placed, costs, verify),
             gamma=self.gamma_of(placed),
             draft_step_s=self.draft_step_s(placed),
             middle_step_s=self.middle_step_s(placed),
