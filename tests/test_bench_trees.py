@@ -23,7 +23,8 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: 
     out = tmp_path / "trees.json"
     code = bench_trees.main([
         "--source", str(model), "--text", str(text), "--code", str(text), "--shape", "none", "--noises", "0.05",
-        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", nodes, "--chain-tokens", "16", "--depth", "5", "--gamma", "3", "--device", "cpu",
+        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", nodes, "--chain-tokens", "16", "--depth", "5",
+        "--gamma", "3", "--device", "cpu",
         "--prompt-tokens", "20", "--tokens", "16", "--size-tokens", "16", "--context", "96", "--dtype", "fp32",
         "--resident-layers", "1", "--out", str(out),
     ])  # fmt: skip

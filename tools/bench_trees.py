@@ -96,7 +96,8 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
     with tempfile.TemporaryDirectory() as scratch, Runtime.load(
         target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
-        max_gamma=options.depth, tree_nodes=max(options.nodes, default=None), trace=options.trace or Path(scratch) / "trace.json",
+        max_gamma=options.depth, tree_nodes=max(options.nodes, default=None),
+        trace=options.trace or Path(scratch) / "trace.json",
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)

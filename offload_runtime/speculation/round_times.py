@@ -80,6 +80,11 @@ class RoundTimes:
         return max(1.0, (usual_s if seconds is None else min(seconds, _SUSPICIOUS * usual_s)) / plain_s)
 
     @property
+    def is_sure(self) -> bool:
+        """Whether what was foreseen comes from figures of the machine."""
+        return self._sure
+
+    @property
     def knows_plain(self) -> bool:
         """Whether others can be held against plain decoding: what was foreseen is sure, or it was played twice, as a
         single time may be an exception."""
