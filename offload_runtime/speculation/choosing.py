@@ -20,7 +20,7 @@ _PROBING_SHARE = 0.005
 _FIRST_LOSS = 0.4
 _MOST_CREDIT = 4.0
 # A single round that took exceptionally long may not keep proposals off for longer than this lasts.
-_LEAST_CREDIT = -0.1
+_LEAST_CREDIT = -0.2
 # The same of finding out; against plain decoding this is lost too only as far as that allows.
 _MOST_PROBING = 3.0
 # Of it, what is kept for looking at other families than the best.
@@ -92,6 +92,7 @@ class Chooser:
         self._neighbour_due = _NEIGHBOUR_ROUNDS
         self._upwards = True
         self._best = _PLAIN_STANDING
+        self._last = PLAIN
         self._standing: tuple[tuple[tuple[str, int], ...], int] | None = None  # where, and until which round
 
     def choose(self, times: RoundTimes, limits: Mapping[str, int]) -> Choice:
@@ -101,6 +102,8 @@ class Chooser:
             times: Of rounds like this one.
             limits: The families that have something to propose, each with its largest window.
         """
+        if self._last.family in limits and times.doubts(self._last):
+            return self._last
         key = tuple(limits.items())
         if self._standing is not None and (self._standing[0], self._round < self._standing[1]) == (key, True):
             return self._best.choice
@@ -138,6 +141,7 @@ class Chooser:
         if choice != PLAIN and windows:
             self._gains[choice.family].observe(choice.size, windows, number=self._round)
         self._round += 1
+        self._last = choice
         cost = 1.0 if choice == PLAIN else times.cost(choice, seconds)
         credit = self._credit + tokens - cost + _LOST_SHARE * cost
         self._credit = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
@@ -174,6 +178,8 @@ class Chooser:
         for family, largest in limits.items():
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
+                # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
+                largest = largest if rounds or times.is_sure else 1
                 found = self._best_of(family, times, largest, self._credit / _TRIED)
                 if found is not None:
                     return found.choice
