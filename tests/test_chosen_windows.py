@@ -133,7 +133,7 @@ def test_a_useless_draft_is_switched_off(
     expected = plain.generate(PROMPT, **asked).tokens
     with load(target, draft=useless, tree_nodes=None if trees else 0) as runtime:
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
-        clock = WorkClock(runtime, monkeypatch, step_s=0.6 if trees else 0.05)
+        clock = WorkClock(runtime, monkeypatch, step_s=0.5 if trees else 0.05)
         result = runtime.generate(PROMPT, **asked)
         assert result.tokens == expected
         assert clock.now_s < 1.01 * 256 * PASS_S
