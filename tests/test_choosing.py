@@ -138,6 +138,15 @@ def test_windows_tell_about_all_smaller_ones() -> None:
     assert gains.curve()[steps_within(16)] == pytest.approx(5, rel=0.1)
 
 
+def test_what_changes_all_at_once_is_soon_believed() -> None:
+    gains, number = Gains(8, first=0.5, in_depth=True), 0
+    for before, after in ((0, 8), (8, 0), (0, 8)):
+        for path in [range(before)] * 64 + [range(after)] * 14:
+            gains.observe(8, [path], number=number)
+            number += 1
+        assert abs(gains.curve()[-1] - after) < 0.35 * 8
+
+
 def test_of_a_batch_the_mean_counts() -> None:
     gains = Gains(4, first=0.5, in_depth=True)
     for number in range(40):

@@ -13,10 +13,13 @@ from offload_runtime.cli.answer import window_figure
 from offload_runtime.config import GenerationParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.learnt import Learnt
+from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
+from offload_runtime.machine_profile import load_profile
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import PLAIN, Choice, NgramProposer, NoProposer, RoundTimes
+from offload_runtime.weights import describe_model
 from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.test_cli_fakes import make_stats
 
@@ -25,6 +28,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.6, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}
 ]  # fmt: skip
 COUNT = 40
+CONFIGS = Path(__file__).parent / "data" / "configs"
 PASS_S, ROW_S = 1.0, 0.001
 
 
@@ -198,6 +202,22 @@ def test_room_for_trees(target: Path, draft: Path, name: str) -> None:
     with load(target, draft=chosen, vram=held_bytes) as runtime:
         assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
         assert "no trees: room for them would push layers off the device" in runtime.placement
+
+
+def test_room_for_trees_pushes_no_layer_off_a_card() -> None:
+    """Where all layers just fit, and what is asked for all the same."""
+    machine = machine_figures(load_profile("rtx4090"))
+    models = [describe_model(CONFIGS / name) for name in ("llama-3.1-8b", "llama-3.2-1b")]
+    request = PlanRequest(models[0], "a draft", models[1], context=2048, tree_nodes=0)
+    lean = plan_run(request, machine)
+    tight = replace(request, vram_bytes=lean.device_bytes)
+    chosen, insisted = (plan_run(replace(tight, tree_nodes=nodes), machine) for nodes in (None, 32))
+    assert lean.placed.placement.num_streamed == chosen.placed.placement.num_streamed == 0 == chosen.tree_room
+    assert "push layers off the device" in chosen.tree_note
+    assert insisted.tree_room == 32 and insisted.placed.placement.num_streamed > 0
+    assert plan_run(replace(request, tree_nodes=None), machine).tree_room == 32
+    streamed = replace(request, tree_nodes=None, vram_bytes=15 * 10**9)
+    assert plan_run(streamed, machine).tree_room == 256
 
 
 def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:
