@@ -216,8 +216,9 @@ def test_room_for_trees_pushes_no_layer_off_a_card() -> None:
     assert "push layers off the device" in chosen.tree_note
     assert insisted.tree_room == 32 and insisted.placed.placement.num_streamed > 0
     assert plan_run(replace(request, tree_nodes=None), machine).tree_room == 32
-    streamed = replace(request, tree_nodes=None, vram_bytes=15 * 10**9)
-    assert plan_run(streamed, machine).tree_room == 256
+    models = [describe_model(CONFIGS / name) for name in ("llama-2-13b", "llama-68m")]
+    streamed = plan_run(PlanRequest(models[0], "a draft", models[1], context=2048), machine)
+    assert streamed.placed.placement.num_streamed > 0 and streamed.tree_room == 256
 
 
 def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:
