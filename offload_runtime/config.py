@@ -233,13 +233,12 @@ class SpeculationOptions:
     """How tokens are proposed. None of it changes the output.
 
     `mode`: `chain` proposes from the draft, `triforce` puts the target over retrieved chunks between draft and target,
-    `auto` takes `triforce` where the KV cache is in host memory, all weights are on the device and there is a draft
-    model. `draft_cache`: the draft's own cache, `full`, `retrieval` (all of it, of which steps read chunks of their
-    choice) or `streaming` (`sink_tokens` first and `recent_tokens` newest tokens); `auto` is `full` up to 8192 tokens
-    and beyond them `retrieval` where the draft's positions and the device's memory allow it. Of the middle level:
-    `budget_tokens` per layer and KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its
-    steps; the draft proposes `gamma_draft` tokens to each step. A draft that retrieves does so with the same
-    `budget_tokens` and `chunk_size`.
+    `auto`, with a draft model, takes the one that is predicted to be faster. `draft_cache`: the draft's own cache,
+    `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
+    `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
+    tokens and `retrieval` beyond them, by what is predicted as well. Of the middle level: `budget_tokens` per layer and
+    KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its steps; the draft proposes
+    `gamma_draft` tokens to each step. A draft that retrieves does so with the same `budget_tokens` and `chunk_size`.
     """
 
     mode: str = "auto"
@@ -269,6 +268,32 @@ class SpeculationOptions:
         if self.recent_tokens < 2:
             raise OptionError(f"recent_tokens must be at least 2, not {self.recent_tokens}")
         chunks_of_budget(self.budget_tokens, self.chunk_size)
+
+
+def idle_options(has_draft: bool, mode: str, draft_cache: str, policy: str | None) -> dict[str, str]:
+    """Fields of `SpeculationOptions` that nothing would look at, and why, with the way out.
+
+    `has_draft` says whether a model drafts; the others are such fields, `policy` None where it was not given.
+    """
+    idle: dict[str, str] = {}
+    if mode in ("none", "chain"):
+        why = f"with --speculation {mode}, which has no middle level: drop it, or take --speculation triforce"
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps", "gamma_draft"), why)
+    elif mode == "auto" and not has_draft:
+        why = "without a draft model, because auto takes no middle level then: name one with --draft, or take "
+        why += "--speculation triforce --draft none"
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps"), why)
+    if has_draft and mode != "none" and draft_cache in ("auto", "retrieval"):  # a draft's own cache may be of chunks
+        idle = {name: why for name, why in idle.items() if name not in ("chunk_size", "budget_tokens")}
+    if draft_cache not in ("auto", "streaming"):
+        why = f"with --draft-cache {draft_cache}: drop it, or take --draft-cache streaming"
+        idle |= dict.fromkeys(("sink_tokens", "recent_tokens"), why)
+    if not has_draft:
+        why = "without a draft model: drop it, or name one with --draft"
+        idle |= dict.fromkeys(("gamma_draft", "draft_cache", "sink_tokens", "recent_tokens"), why)
+    if policy == "streaming" and "policy" not in idle:  # it keeps as many sinks as the draft would
+        idle.pop("sink_tokens", None)
+    return idle
 
 
 def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:

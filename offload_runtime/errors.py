@@ -43,7 +43,8 @@ class ContextLengthError(OffloadError):
 class BudgetError(OffloadError):
     """A memory budget (VRAM, RAM, pinned) is too small; the message says what would fit.
 
-    `answers` are those of a batch (`GenerationResult`) as far as they had come when memory ran out in the middle of it.
+    `answers` (`GenerationResult`, one of each prompt) are as far as they had come when memory ran out while tokens were
+    being generated; none before that.
     """
 
     def __init__(self, message: str, answers: Sequence[Any] = ()) -> None:

@@ -15,29 +15,25 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_trees
 
 
-def test_expected_tokens_of_trees_by_hand() -> None:
-    assert bench_trees.expected_tokens([0.8, 0.1], 0, 9) == 1
-    assert bench_trees.expected_tokens([0.8], 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
-    assert bench_trees.expected_tokens([0.8], 3, 2) == pytest.approx(1 + 0.8 + 0.64)
-    # 0.5, 0.4, 0.25, 0.2 and 0.2: the best five of two levels.
-    assert bench_trees.expected_tokens([0.5, 0.4], 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)
-
-
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("nodes", ["", "4,8"])
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: str) -> None:
     model = write_checkpoint(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the quick brown fox sleeps " * 3)
     out = tmp_path / "trees.json"
     code = bench_trees.main([
         "--source", str(model), "--text", str(text), "--code", str(text), "--shape", "none", "--noises", "0.05",
-        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", "8", "--depth", "5", "--gamma", "3", "--device", "cpu",
+        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", nodes, "--chain-tokens", "16", "--depth", "5",
+        "--gamma", "3", "--device", "cpu",
         "--prompt-tokens", "20", "--tokens", "16", "--size-tokens", "16", "--context", "96", "--dtype", "fp32",
         "--resident-layers", "1", "--out", str(out),
     ])  # fmt: skip
     assert code == 0
     report = json.loads(out.read_text())
     assert report == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["how"] for row in report["streamed"]] == ["plain", "chain 3", "tree 8", "auto"] * 2
+    assert [row["how"] for row in report["streamed"]] == (
+        ["plain", "chain 3", "tree 4", "tree 8"] if nodes else ["plain", "chain 3", "auto"]
+    ) * 2
     assert all(row["bytes_per_pass"] > 0 and row["link_idle_share"] is not None for row in report["streamed"])
     proposed = [row for row in report["streamed"] if row["how"] != "plain"]
     assert all(row["identical"] for row in (*proposed, *report["sizes"]))

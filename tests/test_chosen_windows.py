@@ -11,15 +11,13 @@ import pytest
 
 from offload_runtime.cli.answer import window_figure
 from offload_runtime.config import GenerationParams, SpeculationOptions
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, loading
 from offload_runtime.engine.learnt import Learnt
-from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import PLAIN, Choice, NgramProposer, NoProposer, RoundTimes
-from offload_runtime.weights import describe_model
 from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.test_cli_fakes import make_stats
 
@@ -28,8 +26,12 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.6, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}
 ]  # fmt: skip
 COUNT = 40
-CONFIGS = Path(__file__).parent / "data" / "configs"
 PASS_S, ROW_S = 1.0, 0.001
+# A link so slow that room for large trees pays as soon as anything is streamed.
+SLOW_LINK = MachineProfile(
+    "slow", "made up", 1, 10**9, gpu_name="none", vram_bytes=10**9, link_gbps=0.001, link_back_gbps=0.001,
+    hbm_gbps=100.0, tflops={"fp32": 1.0},
+)  # fmt: skip
 
 
 class WorkClock:
@@ -98,8 +100,11 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With weights streamed, keys and values, both and neither; alone and in a batch; a turn of a conversation too."""
-    with load(target, draft=draft, kv=kv, resident_layers=resident_layers, max_batch=3) as runtime:
+    options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "max_batch": 3, "profile": SLOW_LINK}
+    with load(target, draft=draft, **options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=step_s)
+        room = runtime.plan.tree_room
+        assert room == 256 or resident_layers == "auto"
         for sampling in SAMPLINGS:
             assert says(runtime, sampling) == says(plain, sampling)
         talks = [runtime.conversation(), plain.conversation()]
@@ -135,7 +140,12 @@ def test_a_useless_draft_is_switched_off(
     """At most 1 % slower than plain decoding, by the clock that rounds are timed with."""
     asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = plain.generate(PROMPT, **asked).tokens
-    with load(target, draft=useless, tree_nodes=None if trees else 0) as runtime:
+    # Whatever the figures of a machine would say of models as small as these.
+    monkeypatch.setattr(
+        loading, "with_tree_room", lambda asked, planned, *_, **__: replace(planned(nodes), tree_room=nodes)
+    )
+    nodes = 32 if trees else 0
+    with load(target, draft=useless) as runtime:
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
         clock = WorkClock(runtime, monkeypatch, step_s=0.5 if trees else 0.05)
         result = runtime.generate(PROMPT, **asked)
@@ -147,7 +157,7 @@ def test_a_useless_draft_is_switched_off(
         before_s, steps = clock.now_s, clock.draft_steps
         again = runtime.generate(PROMPTS[1], **{**asked, "seed": 6})
         assert clock.now_s - before_s < 1.01 * 256 * PASS_S
-        assert clock.draft_steps - steps < steps and again.stats.windows["plain"] > 220
+        assert clock.draft_steps - steps < max(steps, 8) and again.stats.windows["plain"] > 220
 
 
 def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +181,7 @@ def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.Mo
 
 def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"max_new_tokens": COUNT, "ignore_eos": True}
-    with load(target, draft=draft, resident_layers=1) as runtime:
+    with load(target, draft=draft, resident_layers=1, profile=SLOW_LINK) as runtime:
         WorkClock(runtime, monkeypatch, step_s=100.0)  # nobody would choose to draft
         for how, window in (
             ({"gamma": 5}, "chain 5"), ({"gamma": 3, "tree_nodes": 24}, "tree 24"), ({"tree_nodes": 30}, "tree 30"),
@@ -185,40 +195,19 @@ def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pyt
         assert set(runtime.generate(PROMPT, **asked).stats.windows) <= {"ngram 12", "plain"}
 
 
-@pytest.mark.parametrize("name", ["ngram", "model"])
-def test_room_for_trees(target: Path, draft: Path, name: str) -> None:
-    """As much as is likely to be of use, and none where it would push layers out."""
-    chosen = draft if name == "model" else name
-    with load(target, draft=chosen, resident_layers=2) as runtime:
+def test_room_for_trees(target: Path, draft: Path) -> None:
+    """As much as is predicted to be of use, and none where it would push layers out."""
+    with load(target, draft=draft, resident_layers=2, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
         assert runtime.plan.placed.plans.target.window_tokens == 257
-    with load(target, draft=chosen) as runtime:
-        assert runtime.plan.tree_room == 32 and "trees of up to 32 nodes" in runtime.placement
-    with load(target, draft=chosen, tree_nodes=0) as runtime:
+    with load(target, draft=draft, tree_nodes=0, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
         held_bytes = runtime.plan.device_bytes
-    if name == "ngram":  # whose trees take no more room than chains
-        return
-    with load(target, draft=chosen, vram=held_bytes) as runtime:
+    with load(target, draft=draft, vram=held_bytes, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
-        assert "no trees: room for them would push layers off the device" in runtime.placement
-
-
-def test_room_for_trees_pushes_no_layer_off_a_card() -> None:
-    """Where all layers just fit, and what is asked for all the same."""
-    machine = machine_figures(load_profile("rtx4090"))
-    models = [describe_model(CONFIGS / name) for name in ("llama-3.1-8b", "llama-3.2-1b")]
-    request = PlanRequest(models[0], "a draft", models[1], context=2048, tree_nodes=0)
-    lean = plan_run(request, machine)
-    tight = replace(request, vram_bytes=lean.device_bytes)
-    chosen, insisted = (plan_run(replace(tight, tree_nodes=nodes), machine) for nodes in (None, 32))
-    assert lean.placed.placement.num_streamed == chosen.placed.placement.num_streamed == 0 == chosen.tree_room
-    assert "push layers off the device" in chosen.tree_note
-    assert insisted.tree_room == 32 and insisted.placed.placement.num_streamed > 0
-    assert plan_run(replace(request, tree_nodes=None), machine).tree_room == 32
-    models = [describe_model(CONFIGS / name) for name in ("llama-2-13b", "llama-68m")]
-    streamed = plan_run(PlanRequest(models[0], "a draft", models[1], context=2048), machine)
-    assert streamed.placed.placement.num_streamed > 0 and streamed.tree_room == 256
+        assert "no trees: room for them would cost more than they bring" in runtime.placement
+    with load(target, draft="ngram", resident_layers=2, profile=SLOW_LINK) as runtime:
+        assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
 
 
 def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:
@@ -228,12 +217,14 @@ def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft:
 
 
 def test_limits_of_what_is_chosen() -> None:
-    limits = WindowLimits(20, 256, 8, tree_room=256)
+    limits = WindowLimits(20, 256, tree_room=256)
     ngrams = NgramProposer()
     assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256}, 20)
     assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == ChosenWindows({"ngram": 20}, 20)
     assert limits.settle(GenerationParams(gamma=3), ngrams) == WindowSize(3)
-    assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(8, 30)
+    assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(20, 30)
+    assert replace(limits, gamma=8).settle(GenerationParams(), ngrams) == WindowSize(8)
+    assert replace(limits, gamma=8).settle(GenerationParams(gamma=3, tree_nodes=30), ngrams) == WindowSize(3, 30)
     assert limits.settle(GenerationParams(), NoProposer()) == WindowSize(0)
     chosen = ChosenWindows({}, 20)
     assert chosen.window(PLAIN) == WindowSize(0)

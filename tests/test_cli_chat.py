@@ -17,7 +17,7 @@ from offload_runtime import engine
 from offload_runtime.cli import app, line_editor
 from offload_runtime.cli.chat_commands import COMMANDS, read_json_object, write_json_atomically
 from offload_runtime.errors import OptionError, StorageError
-from tests.test_cli_fakes import FakeRuntime, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
@@ -67,6 +67,22 @@ def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
     assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 2)
     assert said(runtime) == ["one", "two"]
     assert error_lines(result) == ["error: the context is full: start over with /reset"]
+
+
+def test_memory_that_runs_out_keeps_what_was_said(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.before_piece, path = full_host(at_piece=2), tmp_path / "chat.json"
+    result = chat(turns=f"one\n/save {path}\n")
+    assert (result.exit_code, result.stdout) == (0, NOISE + "Hel\n")
+    assert error_lines(result) == ["error: the host is full"]
+    assert [message["content"] for message in json.loads(path.read_text())["messages"]] == ["one", "Hel"]
+    (record,) = (json.loads(line) for line in chat("--json", turns="one\n").stdout.splitlines())
+    assert (record["text"], record["error_type"], record["error"]) == ("Hel", "BudgetError", "the host is full")
+
+
+def test_memory_that_runs_out_before_the_answer_drops_the_message(runtime: FakeRuntime) -> None:
+    runtime.before_piece = full_host(at_piece=0)
+    (record,) = (json.loads(line) for line in chat("--json", turns="one\n").stdout.splitlines())
+    assert record == {"error": "the host is full", "error_type": "BudgetError"}
 
 
 def test_reset_and_system(runtime: FakeRuntime) -> None:

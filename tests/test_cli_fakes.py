@@ -35,6 +35,16 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def full_host(*, at_piece: int) -> Callable[[int], None]:
+    """What a runtime meets when memory runs out before this piece; 0 is the prefill."""
+
+    def before_piece(number: int) -> None:
+        if number == at_piece:
+            raise BudgetError("the host is full")
+
+    return before_piece
+
+
 @dataclass
 class FakeStream:
     """An answer of fixed pieces; `held_back` shows in the result of a stopped answer only.
@@ -107,7 +117,7 @@ class FakeRuntime:
     def load(
         self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, ram: int | None,
         pinned: int | None, resident_layers: int | str,
-        context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int,
+        context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int, gamma: int | None,
         tree_nodes: int | None, emulate: str | None, profile: str | None,
         on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None, trace: Path | None,
     ) -> FakeRuntime:  # fmt: skip
@@ -115,6 +125,7 @@ class FakeRuntime:
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
         options |= {
             "tree_nodes": tree_nodes,
+            "gamma": gamma,
             "max_batch": max_batch,
             "emulate": emulate,
             "profile": profile,

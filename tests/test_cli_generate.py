@@ -15,7 +15,7 @@ from offload_runtime.cli import app
 from offload_runtime.cli.answer import link_figure
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import BudgetError
-from tests.test_cli_fakes import FakeRuntime, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
 
 NOISE = "a library that cannot keep quiet\n"
 
@@ -84,7 +84,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
             "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host", "emulate": "rtx3090",
             "profile": "rtx4090", "ram": 60_000_000_000, "pinned": 30_000_000_000, "trace": Path("t.json"),
-            "tree_nodes": 40,
+            "tree_nodes": 40, "gamma": 90,
             "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
         })
     ]  # fmt: skip
@@ -123,6 +123,24 @@ def test_a_batch_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntim
     assert [answer["finish_reason"] for answer in json.loads(
         generate("--json", *(f"--prompt-file={file}" for file in files)).stdout
     )["results"]] == ["stop", "interrupted"]  # fmt: skip
+
+
+def test_an_answer_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntime) -> None:
+    runtime.before_piece, runtime.held_back = full_host(at_piece=2), "p"
+    result = generate("--prompt", "Hi")
+    assert result.exit_code == 2 and result.stdout == NOISE + "Help\n"
+    assert result.stderr.splitlines()[-1] == "error: the host is full"
+    whole = generate("--prompt", "Hi", "--json")
+    record = json.loads(whole.stdout)
+    assert (record["text"], record["tokens"], record["finish_reason"]) == ("Help", [1, 2, 3], "interrupted")
+    assert whole.exit_code == 2
+
+
+def test_memory_that_runs_out_before_the_answer(runtime: FakeRuntime) -> None:
+    runtime.before_piece = full_host(at_piece=0)
+    result = generate("--prompt", "Hi", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert error_lines(result) == ["error: the host is full"]
 
 
 def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.config import parse_bytes
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE
 from offload_runtime.machine_profile import MachineProfile, load_profile, save_profile
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
@@ -40,6 +41,7 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
     result = plan("llama-3.1-8b", "--draft", draft, "--context", "131072", "--profile", "rtx4090")
     assert result.exit_code == 0, result.output
     for text in (
+        "\nstreaming draft cache of the 16 first and 512 newest tokens (",
         "machine: rtx4090", "TriForce: the draft, then the target over 4096 retrieved tokens", "all 32 layers on the",
         "KV cache of 1 x 131072 tokens: 2 of 32 layers on the device (8, 24), 30 streamed (0-7, 9-23, 25-31)",
         "retrieval cache", "draft weights", "ring of KV pieces", "workspace", "of 25.8 GB", "of 68.7 GB", "page-locked",
@@ -76,7 +78,20 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     verify = record["pass"]["verify"]
     assert verify["bound_by"] == "link" and verify["seconds"] == pytest.approx(verify["bytes_streamed"] / 25e9)
     assert [row["acceptance"] for row in record["by_acceptance"]] == [0.7, 0.8, 0.85, 0.9, 0.95, 0.98]
+    assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
+    assert {gain["before_tok_per_s"] for gain in record["upgrades"]} == {record["usual"]["tok_per_s"]}
     assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
+
+
+def test_the_draft_cache_that_is_chosen_is_said() -> None:
+    """With little memory it gives way to layers of the target."""
+    asked = ("llama-3.1-8b", "--draft", str(CONFIGS / "llama-3.2-1b"), "--context", "20000")
+    caches = {vram: planned(*asked, "--vram", vram)["draft_cache"] for vram in ("9GB", "14GB")}
+    assert caches == {"9GB": "streaming", "14GB": "retrieval"}
+    said = "\nthe draft retrieves 4096 tokens a head of its own KV cache ("
+    for vram, cache in caches.items():
+        assert (said in plan(*asked, "--vram", vram, "--profile", "rtx4090").stdout) == (cache == "retrieval")
+    assert planned("llama-3.1-8b", "--context", "2048")["draft_cache"] is None
 
 
 def test_options_reach_the_plan() -> None:
@@ -201,7 +216,8 @@ def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
         assert text in result.stderr
     assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
-    assert "no profile of this machine is known: nothing is predicted" in result.stderr
+    assert "no profile of this machine is known: nothing is predicted, and " in result.stderr
+    assert "was chosen by the figures of rtx4090" in result.stderr
     toy = tmp_path / "toy.toml"
     toy.write_text(
         'name = "toy"\nsource = "made up"\ngpus = 1\nram_bytes = 1000000000\ngpu_name = "toy"\n'

@@ -13,8 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.cli.options import DraftCache
 from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.hierarchy import place_with_middle
+from offload_runtime.engine.candidates import Asked
+from offload_runtime.engine.choice import HostMemory, choose
+from offload_runtime.engine.machines import common_figures
 from offload_runtime.engine.plans import ModelPlan, Plans, draft_plan, target_plan
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.speed import Speed
+from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -145,12 +150,25 @@ def plans(context: int, draft_cache: str = "auto") -> Plans:
     return Plans(target, draft_plan(SMALL, torch.bfloat16, CPU, context=context, window=64, options=options))
 
 
+SPEED = Speed(common_figures(), "cuda", proposes=True)
+
+
+def chosen(
+    limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto"
+) -> RunPlan:
+    """`plans` as they are placed on a card of 25 GB/s."""
+    options = SpeculationOptions("chain", draft_cache)
+    asked = Asked(
+        plans(context, draft_cache), DeviceBudget(CPU, limit_bytes), LockLimit(None, ""), resident, kv, options
+    )  # fmt: skip
+    return choose(asked, HostMemory(10**13), SPEED)
+
+
 def placed_draft(
     limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto"
 ) -> ModelPlan | None:
     """The draft of `plans` as it is placed beside everything else."""
-    budget, options = DeviceBudget(CPU, limit_bytes), SpeculationOptions("chain", draft_cache)
-    return place_with_middle(plans(context, draft_cache), budget, resident, kv, options).plans.draft
+    return chosen(limit_bytes, context, draft_cache, resident=resident, kv=kv).placed.plans.draft
 
 
 def kind(draft: ModelPlan | None) -> str:
@@ -164,23 +182,47 @@ def test_auto_retrieves_where_positions_and_memory_allow_it() -> None:
     ]  # fmt: skip
     draft = plans(65536).draft
     assert draft is not None and draft.kv_bytes > 65536 * SMALL.kv_bytes_per_token(2)
-    assert kind(placed_draft(None, 65536)) == kind(placed_draft(10 * draft.kv_bytes, 65536)) == "retrieval"
-    assert placed_draft(10 * draft.kv_bytes - 1, 65536) == plans(65536, "streaming").draft
-    assert kind(placed_draft(10 * draft.kv_bytes - 1, 65536, "retrieval")) == "retrieval"
+    assert kind(placed_draft(None, 65536)) == kind(placed_draft(100 * 10**9, 65536)) == "retrieval"
+    assert placed_draft(None, 65537) == plans(65537, "streaming").draft
+
+
+def test_auto_takes_the_cache_that_brings_more() -> None:
+    """What the cache of a draft takes of the device, layers and the KV cache of the target lose."""
+    kinds = []
+    for limit_bytes in range(8 * 10**9, 56 * 10**9, 2 * 10**9):
+        speeds = {cache: SPEED(chosen(limit_bytes, 65536, cache).placed) for cache in ("retrieval", "streaming")}
+        auto = chosen(limit_bytes, 65536).placed
+        assert SPEED(auto) == max(speeds.values())
+        assert speeds[kind(auto.plans.draft)] == max(speeds.values())
+        kinds.append(kind(auto.plans.draft))
+    assert set(kinds) == {"retrieval", "streaming"}
+    assert kind(placed_draft(8 * 10**9, 65536, "retrieval")) == "retrieval"  # what is asked for is not overruled
+
+
+def test_a_short_context_may_get_a_streaming_cache_too() -> None:
+    """Where a full one does not fit, unless a streaming one would hold as much."""
+
+    def least(context: int) -> int:
+        return bisect_left(range(10**11), True, key=lambda limit: fits(limit, "full", context=context))
+
+    assert kind(placed_draft(least(8192), 8192, resident=32, kv="gpu")) == "full"
+    assert kind(placed_draft(least(8192) - 1, 8192, resident=32, kv="gpu")) == "streaming"
+    assert not fits(least(512) - 1, "auto", context=512)
+
+
+def fits(limit_bytes: int, draft_cache: str, *, context: int, resident: int = 32) -> bool:
+    try:
+        return placed_draft(limit_bytes, context, draft_cache, resident=resident, kv="gpu") is not None
+    except BudgetError:
+        return False
 
 
 def test_auto_gives_way_where_a_streaming_cache_fits() -> None:
-    def fits(limit_bytes: int, draft_cache: str) -> bool:
-        try:
-            return placed_draft(limit_bytes, 32768, draft_cache, resident=32, kv="gpu") is not None
-        except BudgetError:
-            return False
-
     def least(draft_cache: str) -> int:
-        return bisect_left(range(100 * 10**9), True, key=lambda limit_bytes: fits(limit_bytes, draft_cache))
+        return bisect_left(range(100 * 10**9), True, key=lambda limit: fits(limit, draft_cache, context=32768))
 
     retrieval, streaming, draft = least("retrieval"), least("streaming"), plans(32768).draft
-    assert draft is not None and draft.kv_bytes < streaming / 10, "its share is no obstacle"
+    assert draft is not None and retrieval > streaming + draft.kv_bytes / 2
     assert kind(placed_draft(retrieval, 32768, resident=32, kv="gpu")) == "retrieval"
     assert kind(placed_draft(retrieval - 1, 32768, resident=32, kv="gpu")) == "streaming"
     assert least("auto") == streaming

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.kv_cache import host_blocks
 from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 
 COUNT = 32
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    """A draft that is the target, so that windows are accepted whole and every end is in the middle of one."""
-    target = write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-    with load(target, draft=write_noisy_copy(target, target.parent / "draft", noise=0.0), resident_layers=2) as runtime:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    """The target again, so that windows are accepted whole and every end is in the middle of one."""
+    return write_noisy_copy(target, target.parent / "draft", noise=0.0)
+
+
+@pytest.fixture(scope="module")
+def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
+    with load(target, draft=draft, resident_layers=2) as runtime:
         yield runtime
 
 
@@ -159,6 +170,30 @@ def test_ctrl_c_during_passes(
     assert result.finish_reason == "interrupted"
     assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
     assert_usable(runtime, said)
+
+
+def test_a_host_that_is_full_in_mid_answer(
+    runtime: Runtime, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block that the answer fills finds no memory: the error has what was said before, and the session goes on."""
+    prompt = runtime.encode(" ".join([PROMPT] * 20))[:250]
+    whole = runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens
+    with load(target, draft=draft, kv="host") as paged:
+
+        def refuse(nbytes: int, *, what: str) -> None:
+            raise BudgetError(f"no memory for {what}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host_blocks, "check_host_memory", refuse)
+            with pytest.raises(BudgetError, match="could not grow by") as caught:
+                paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True, gamma=2)
+            (answer,) = caught.value.answers
+            assert answer.finish_reason == "interrupted" and 1 < len(answer.tokens) < COUNT
+            assert answer.tokens == whole[: len(answer.tokens)] and answer.text == paged.tokenizer.decode(answer.tokens)
+            with pytest.raises(BudgetError, match="could not grow by") as caught:
+                paged.generate(prompt * 2, max_new_tokens=1)
+            assert caught.value.answers == ()
+        assert paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens == whole
 
 
 def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ class TestBeforeLoading:
             ({"kv": "disk"}, "auto, gpu or host"),
             (
                 {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
-                "--speculation chain",
+                "--speculation none",
             ),
             (
                 {
@@ -205,7 +205,7 @@ def runtime(target: Path) -> Iterator[Runtime]:
         (PROMPT, {"max_new_tokens": 4, "tree_nodes": -1}, OptionError, ["tree_nodes must be at least 0"]),
         (
             PROMPT, {"max_new_tokens": 4, "tree_nodes": 33}, OptionError,
-            ["tree_nodes 33 exceeds the 32", "--tree-nodes 33"],
+            ["tree_nodes 33 exceeds the 20", "--tree-nodes 33"],
         ),
         (PROMPT, {"max_new_tokens": 4, "stop": ["x", ""]}, OptionError, ["empty stop string"]),
         (PROMPT, {"max_new_tokens": 4, "temperature": -1.0}, OptionError, ["temperature"]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
-from offload_runtime.engine.expectation import Expectation, expect, known_figures
-from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.expectation import Expectation, expect
+from offload_runtime.engine.machines import known_figures, machine_figures
+from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.machine_profile import load_profile, save_profile
@@ -39,6 +41,7 @@ class Answer:
     new_tokens: int
     passes: int
     acceptance: tuple[Acceptance, ...] = ()
+    windows: Mapping[str, int] = field(default_factory=dict)
 
 
 def _plan(

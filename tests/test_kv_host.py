@@ -163,6 +163,24 @@ def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Pat
     with_writes.close()
 
 
+def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(directory: Path) -> None:
+    """However many pieces the prompt is worked on in."""
+    made = assemble("llama", directory, host_kv=HostKV(piece_blocks=2, slots=3), resident=(0, 2), slots=2)
+    runner, streamer, writes = made.runner, made.runner.streamer, made.runner.cache._writeback  # type: ignore[attr-defined]
+    block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
+    layers, weights = streamer.num_layers, streamer.bytes_per_pass
+    assert weights > 0 and runner.shape.prefill_chunk_tokens < 100
+    runner.prefill(0, random_tokens(700))
+    writes.drain()
+    assert (streamer.bytes_begun, writes.bytes_copied) == (weights, layers * 2 * block)
+    runner.prefill(0, random_tokens(900, seed=1))
+    writes.drain()
+    read, written = streamer.bytes_begun - weights, writes.bytes_copied - layers * 2 * block
+    assert (read, written) == (weights + layers * 2 * block, layers * 4 * block)
+    made.engine.drain()
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("kept", "more"), [(600, 100), (600, 500), (600, 1000), (512, 500), (512, 900), (300, 1100), (40, 300), (40, 1060)]
 )

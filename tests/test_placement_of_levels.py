@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime, assembly
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.machine_profile import load_profile
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
+CARD = load_profile("rtx4090")
 CONTEXT, DRAFT_CONTEXT = 700, 512
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(600)]
 SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 64, "budget_tokens": 128, "gamma_draft": 3}
@@ -88,8 +91,13 @@ def placement(target: Path, mode: str = "auto", draft_cache: str = "auto", **opt
 
 def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, windowed: Path) -> None:
     assert placement(target, draft=draft, kv="host").startswith("TriForce: the draft, then the target")
+    assert placement(target, draft=draft, kv="gpu").startswith("TriForce: the draft, then the target")
     not_triforce = "proposals from the draft (not TriForce: {})"
-    assert placement(target, draft=draft, kv="gpu") == not_triforce.format("the KV cache is on the device")
+    small = write_checkpoint(target.parent / "small", num_layers=1, context=1024)
+    slower = placement(target, draft=small, kv="gpu", profile=replace(CARD, hbm_gbps=0.1))
+    compared = re.search(r"predicted to be slower: ([0-9.]+) against ([0-9.]+) tokens/s by the .* of rtx4090", slower)
+    assert compared is not None and float(compared[1]) < float(compared[2])
+    assert slower == not_triforce.format(compared[0])
     streamed = placement(target, draft=draft, kv="host", resident_layers=2)
     assert streamed == not_triforce.format("3 of 5 layers are streamed")
     assert "this model has sliding windows" in placement(windowed, draft=draft, kv="host")
@@ -126,7 +134,7 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     options: dict[str, Any] = {"draft": draft, "kv": "host", "speculation": SpeculationOptions("triforce", **SMALL)}
     least = least_vram(target, **options)
     message = refused(OptionError, target, vram=least, **options)
-    assert re.search(r"\d of 5 layers are streamed: raise --vram by ", message)
+    assert re.search(r"beside it \d of 5 layers would be streamed: raise --vram by ", message)
     more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", message)
     assert more is not None
     with (

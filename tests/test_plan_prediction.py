@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.engine.costs import pass_costs, prefill_costs
-from offload_runtime.engine.planning import PlanRequest, machine_figures, plan_run
+from offload_runtime.engine.machines import machine_figures
+from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import load_profile
@@ -24,7 +25,9 @@ from offload_runtime.planner import (
     PrefillCosts,
     RoundCosts,
     StepCosts,
+    best_tree_tokens,
     expected_tokens,
+    expected_tree_tokens,
     predict_pass,
     predict_prefill,
     predict_round,
@@ -200,3 +203,23 @@ def test_long_contexts_as_measured(kv: str) -> None:
     assert prefill.link_bytes == found["prefill"]["link_bytes"]
     # Growing host memory took from 10 to 18 of 30 to 38 seconds, on machines of the same kind.
     assert prefill.seconds == pytest.approx(found["prefill"]["s"], rel=0.25 if kv == "host" else 0.1)
+
+
+def test_tokens_of_a_tree_by_hand() -> None:
+    assert best_tree_tokens([0.8, 0.1], 0, 9) == best_tree_tokens([0.8], 5, 0) == 1
+    assert best_tree_tokens([0.8], 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert best_tree_tokens([0.8], 3, 2) == pytest.approx(1 + 0.8 + 0.64)
+    # 0.5, 0.4, 0.25, 0.2 and 0.2: the best five of two levels.
+    assert best_tree_tokens([0.5, 0.4], 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)
+
+
+def test_a_tree_is_worth_more_than_a_chain_and_costs_its_steps() -> None:
+    costs = RoundCosts(
+        link_s=0.3, busy_s=0.05, bound_by="link", lookahead_s=0.01, gamma=63, draft_step_s=0.002, tree_nodes=64,
+        tree_steps=6.0,
+    )  # fmt: skip
+    tree, chain = predict_round(costs, 0.8), predict_round(replace(costs, gamma=16, tree_nodes=0), 0.8)
+    assert chain.tokens == expected_tokens(0.8, 16) < tree.tokens < expected_tokens(0.95, 64)
+    assert tree.drafting_s == pytest.approx(6 * 0.002) and tree.seconds == pytest.approx(0.3 + 0.002)
+    # As many nodes as one wants of a draft that is always right are a chain.
+    assert expected_tree_tokens(1.0, 20, 63) == 21

@@ -69,7 +69,8 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
         load(target, draft="none", context=CONTEXT) as plain,
         load(target, draft=draft, context=CONTEXT, kv="host", speculation=OPTIONS, max_gamma=GAMMA) as runtime,
     ):
-        for temperature in (0.0, 0.6, 1.0):
+        # How heads share keys has nothing to do with how tokens are chosen.
+        for temperature in (0.0, 0.6, 1.0) if runtime.config.num_kv_heads == 2 else (0.6,):
             expected = generate(plain, temperature)
             watch = Watch(monkeypatch)
             assert generate(runtime, temperature, GAMMA) == expected

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.widening import GQA, WidenedCheckpoint, small_model, tensors_of
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+import widen_model  # noqa: E402
 
 
 @pytest.fixture
@@ -103,10 +107,24 @@ def test_a_stopped_command_leaves_nothing(number, source_dir, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source"} | ({"out"} if number == signal.SIGKILL else set())
 
 
-def test_errors_of_the_command_are_one_line(source_dir, tmp_path):
-    result = subprocess.run(command(source_dir, tmp_path / "out", shape="llama9"), capture_output=True, text=True)
-    assert result.returncode == 2 and not (tmp_path / "out").exists()
-    assert result.stderr.strip().splitlines()[-1].startswith("error: shape 'llama9' is not known: use one of llama2-7b")
+@pytest.fixture
+def refusal(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the command in this process with options that it must refuse; returns its last line."""
+
+    def run(*words: str) -> str:
+        given = ["--source", str(source_dir), "--device", "cpu", "--out", str(tmp_path / "out"), *words]
+        monkeypatch.setattr(sys, "argv", ["widen_model.py", *given])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process are pytest's
+        assert widen_model.main() == 2 and not (tmp_path / "out").exists()
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    return run
+
+
+def test_errors_of_the_command_are_one_line(refusal):
+    assert refusal("--shape", "llama9").startswith("error: shape 'llama9' is not known: use one of llama2-7b")
 
 
 def test_a_random_draft_has_the_shape_and_the_vocabulary(source_dir, tmp_path):
@@ -125,9 +143,7 @@ def test_a_random_draft_has_the_shape_and_the_vocabulary(source_dir, tmp_path):
         assert 0.018 < std < 0.022 and abs(mean - (tensor.dim() == 1)) < 0.005, name
 
 
-def test_a_random_draft_ignores_no_option(source_dir, tmp_path):
+def test_a_random_draft_ignores_no_option(refusal):
     for others in (("--noise", "0.1"), ("--context-rope", "yarn:4")):
-        run = command(source_dir, tmp_path / "out", shape="llama-68m", others=("--random", *others))
-        result = subprocess.run(run, capture_output=True, text=True)
-        assert result.returncode == 2 and not (tmp_path / "out").exists()
-        assert "--random has no use for --noise and --context-rope" in result.stderr.strip().splitlines()[-1]
+        said = refusal("--shape", "llama-68m", "--random", *others)
+        assert "--random has no use for --noise and --context-rope" in said

@@ -29,7 +29,7 @@ from bench_report import emit, provenance  # noqa: E402
 from offload_runtime.config import SamplingParams  # noqa: E402
 from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
 from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: E402
-from offload_runtime.engine.placing import place, reserve_workspace  # noqa: E402
+from offload_runtime.engine.placing import plan_placement, reserve_workspace  # noqa: E402
 from offload_runtime.engine.plans import Plans, target_plan  # noqa: E402
 from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
@@ -116,7 +116,8 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
     budget = DeviceBudget(device, None)
-    plans, placement = place(Plans(plan, None), budget, resident_layers, "gpu")
+    plans = Plans(plan, None)
+    placement = plan_placement(plans, budget, resident_layers)
     reserve_workspace(plans, budget)
     # As the runtime does: what stays on the device needs no page-locked memory.
     streamed = set(range(placement.num_layers)) - set(placement.resident_layers)

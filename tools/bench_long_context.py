@@ -190,7 +190,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 set_variant(proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)
                 row = bench.decode(proposer, params, gamma, arguments.tokens)
                 row |= {"gamma_draft": gamma_draft, "refresh_steps": refresh_steps}
-                row["identical_to_plain"] = compare([plain["text"]], [row["text"]]).identical
+                same = compare([plain["text"][1:]], [row["text"][1:]])  # both begin with the prefill's token
+                row |= {"identical_to_plain": same.identical, "compared_tokens": same.num_tokens}
                 row["times_plain"] = plain["s_per_token"] / row["s_per_token"]
                 report["decoding"].append({**row, "plain_s_per_token": plain["s_per_token"]})
                 _show("triforce", row)

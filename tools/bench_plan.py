@@ -33,9 +33,9 @@ from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.emulation import Emulation, emulation_of
-from offload_runtime.engine.hierarchy import place_batch
-from offload_runtime.engine.placing import memory_needs
-from offload_runtime.engine.planning import PlannedDevice, machine_figures
+from offload_runtime.engine.machines import machine_figures
+from offload_runtime.engine.placing import memory_needs, placements
+from offload_runtime.engine.planning import PlannedDevice
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.errors import OffloadError
 from offload_runtime.machine_profile import load_profile
@@ -79,9 +79,9 @@ def limit_bytes(setting: Setting, source: RepeatedLlama, device: torch.device) -
     plans = make_plans(
         source, None, "auto", device, context=setting.context, window=_MAX_GAMMA + 1, kv=setting.kv, options=_PLAIN
     )
-    placed = place_batch(plans, limits, setting.resident, setting.kv, _PLAIN)
-    needs = memory_needs(placed.plans, limits)
-    held_layers = len(placed.placement.resident_layers) + placed.placement.num_slots
+    (placed, placement), *_ = placements(plans, limits, setting.resident, setting.kv)
+    needs = memory_needs(placed, limits)
+    held_layers = len(placement.resident_layers) + placement.num_slots
     return needs.fixed_bytes + held_layers * needs.layer_bytes + needs.layer_bytes // 4
 
 

@@ -12,7 +12,6 @@ same as the widened one, beside what the draft's hits by rank of child predict. 
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from offload_runtime.config import GB
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OffloadError
 from offload_runtime.memory import resolve_device
+from offload_runtime.planner import best_tree_tokens
 from offload_runtime.runners.draft_tree import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -46,22 +46,6 @@ class Case:
 
     prompt: str
     temperature: float
-
-
-def expected_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
-    """Tokens a pass of the best tree, where the child of rank r is what the target says with probability `hits[r]`,
-    whatever came before: 1 and the sum of the `nodes` most probable paths no longer than `depth`."""
-    total, heap = 1.0, [(-hit, 1) for hit in hits]
-    heapq.heapify(heap)
-    for _ in range(nodes):
-        if not heap:
-            break
-        negative, length = heapq.heappop(heap)
-        total -= negative
-        if length < depth:
-            for hit in hits:
-                heapq.heappush(heap, (negative * hit, length + 1))
-    return total
 
 
 def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> CheckpointSource:
@@ -112,11 +96,12 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
     with tempfile.TemporaryDirectory() as scratch, Runtime.load(
         target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
-        max_gamma=options.depth, tree_nodes=options.nodes, trace=options.trace or Path(scratch) / "trace.json",
+        max_gamma=options.depth, tree_nodes=max(options.nodes, default=None),
+        trace=options.trace or Path(scratch) / "trace.json",
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)
-        for depth, nodes in ((options.gamma, 0), (options.depth, options.nodes)):  # compiles, captures
+        for depth, nodes in ((options.gamma, 0), (None, None)):  # compiles, captures
             generate(runtime, prompts, Case("prose", 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
         for temperature in options.temperatures:
             for prompt in prompts:
@@ -124,12 +109,14 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
                 plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=0)
                 shared = {"noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps}
                 yield {**shared, "how": "plain", **answer_row(case, plain, None)}
-                chain = generate(runtime, prompts, case, options.tokens, depth=options.gamma, nodes=0)
+                chain = generate(runtime, prompts, case, options.chain_tokens, depth=options.gamma, nodes=0)
                 yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, plain)}
-                tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=options.nodes)
-                yield {**shared, "how": f"tree {options.nodes}", **answer_row(case, tree, plain)}
-                chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
-                yield {**shared, "how": "auto", **answer_row(case, chosen, plain)}
+                for nodes in options.nodes:
+                    tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=nodes)
+                    yield {**shared, "how": f"tree {nodes}", **answer_row(case, tree, plain)}
+                if not options.nodes:
+                    chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
+                    yield {**shared, "how": "auto", **answer_row(case, chosen, plain)}
 
 
 def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -153,7 +140,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
                 for nodes, result in found:
                     yield {
                         "noise": noise, "nodes": nodes, **answer_row(case, result, plain), "hits_by_rank": hits,
-                        "predicted_tokens_per_pass": expected_tokens(hits, nodes, options.depth),
+                        "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
                     }  # fmt: skip
 
 
@@ -198,11 +185,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=_floats, default=(0.0, 0.6))
     parser.add_argument("--parts", default="streamed,sizes")
     parser.add_argument("--sizes", type=_integers, default=(1, 4, 16, 64, 256, 1024))
-    parser.add_argument("--nodes", type=int, default=256, help="of the streamed target's trees")
+    parser.add_argument(
+        "--nodes", type=_integers, default=(), help="of fixed trees, comma-separated; else they are chosen"
+    )
     parser.add_argument("--depth", type=int, default=63, help="longest path of a tree")
     parser.add_argument("--gamma", type=int, default=16, help="length of a chain")
     parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--chain-tokens", type=int, default=96)
     parser.add_argument("--plain-tokens", type=int, default=8)
     parser.add_argument("--size-tokens", type=int, default=256)
     parser.add_argument("--context", type=int, default=2048)
@@ -222,7 +212,7 @@ def _floats(text: str) -> tuple[float, ...]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

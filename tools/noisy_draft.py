@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "kernels"), str(ROOT)]
+
+from offload_runtime.errors import OffloadError  # noqa: E402
+from offload_runtime.weights.convert import atomic_directory  # noqa: E402
+
 
 def write_noisy_copy(source: Path, directory: Path, *, noise: float = 0.05, seed: int = 0) -> Path:
-    """Copy a safetensors checkpoint, multiplying each weight by 1 + `noise` times a Gaussian number.
+    """Copy a safetensors checkpoint, multiplying each weight by 1 + `noise` times a Gaussian number; all or nothing.
 
     Args:
         source: Directory of the checkpoint.
@@ -26,31 +33,45 @@ def write_noisy_copy(source: Path, directory: Path, *, noise: float = 0.05, seed
 
     Returns:
         `directory`.
+
+    Raises:
+        OptionError: `directory` is there already.
+        StorageError: It cannot be written.
     """
-    directory.mkdir(parents=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors":
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    with atomic_directory(directory, sum(path.stat().st_size for path in files)) as partial:
+        _write_files(files, partial, noise, torch.Generator().manual_seed(seed))
+    return directory
+
+
+def _write_files(files: list[Path], directory: Path, noise: float, generator: torch.Generator) -> None:
+    """Copy the files of a checkpoint, its weights with noise."""
+    for path in files:
+        if path.suffix != ".safetensors":
             shutil.copyfile(path, directory / path.name)
-    generator = torch.Generator().manual_seed(seed)
-    for path in sorted(source.glob("*.safetensors")):
+            continue
         noisy = {}
         for name, weight in sorted(load_file(path).items()):
             factor = 1 + noise * torch.randn(weight.shape, generator=generator)
             noisy[name] = (weight.float() * factor).to(weight.dtype)
         save_file(noisy, directory / path.name, metadata={"format": "pt"})
-    return directory
 
 
-def main() -> None:
-    """Write one copy."""
+def main() -> int:
+    """Write one copy; returns the exit code: 2 for what the user can mend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--noise", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print(write_noisy_copy(arguments.source, arguments.directory, noise=arguments.noise, seed=arguments.seed))
+    try:
+        print(write_noisy_copy(arguments.source, arguments.directory, noise=arguments.noise, seed=arguments.seed))
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

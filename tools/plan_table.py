@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload_runtime.config import format_bytes
-from offload_runtime.engine.forecast import USUAL_ACCEPTANCE, forecast
+from offload_runtime.engine.forecast import forecast
+from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest, machine_figures
+from offload_runtime.engine.planning import PlanRequest
 from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.weights import describe_model
 
@@ -44,13 +46,17 @@ ROWS = (
 )
 HEADER = (
     "| model | context | weights on the card | KV on the card | VRAM | pinned | a pass streams | s / pass | bound by | "
-    f"first token, s | tokens/s plain | at {USUAL_ACCEPTANCE} |\n"
+    "first token, s | tokens/s plain | with the draft |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|"
 )
+_MIDDLE, _WHOLE, _STREAMING = (USUAL_ACCEPTANCE[level] for level in ("middle", "full", "streaming"))
 INTRODUCTION = f"""# Plans
 
 What `offload-runtime plan` says of well-known models, from their configurations alone; nothing here was run. A draft
-proposes (Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B); the last column takes {USUAL_ACCEPTANCE} of the proposals to be right.
+(Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B) proposes to the target or to TriForce's middle level, whichever is predicted to
+be faster. The last column takes {_MIDDLE} of the middle level's proposals to be right, {_WHOLE} of a draft's that
+sees the whole text (of the first child of a node, where it grows trees), and {_STREAMING} of one that sees only its
+beginning and its end.
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/planner`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
 Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.

@@ -43,7 +43,7 @@ from long_context.table import print_row  # noqa: E402
 
 from offload_runtime.config import SpeculationOptions  # noqa: E402
 from offload_runtime.engine import Runtime  # noqa: E402
-from offload_runtime.engine.hierarchy import MiddlePlan  # noqa: E402
+from offload_runtime.engine.levels import MiddlePlan  # noqa: E402
 from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
 
 # Of a needle's answer, its window of the target at least.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars
 from offload_runtime.config import GenerationParams
+from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
@@ -85,6 +86,7 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             kv=options.kv,
             speculation=options.speculation,
             max_batch=options.max_batch,
+            gamma=options.gamma,
             max_gamma=options.max_gamma,
             tree_nodes=options.tree_nodes,
             emulate=options.emulate,
@@ -99,9 +101,13 @@ def _explain(plan: RunPlan, *, options: LoadOptions) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
     from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.engine.machines import COMMON_PROFILE
 
     machine = planned_figures(plan, device=options.device, profile=options.profile, emulate=options.emulate)
-    unknown = "no profile of this machine is known: nothing is predicted"
+    unknown = (
+        "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
+        f"figures of {COMMON_PROFILE}"
+    )
     print_tables([*memory_tables(plan), unknown if machine is None else speed_line(plan, machine)], sys.stderr)
 
 
@@ -119,8 +125,13 @@ def stream_answer(
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
     exception, the stream is not settled: a conversation then stays as it was before the turn.
+
+    Raises:
+        BudgetError: Memory ran out; behind the first piece of text the answer so far comes with it, and stays in a
+            conversation.
     """
     shown_characters = 0
+    failure: BudgetError | None = None
     with StopRequest() as stop, ProgressBars(enabled=show_progress) as bars:
         stream = start(
             prompt,
@@ -146,11 +157,17 @@ def stream_answer(
         except KeyboardInterrupt:
             if not shown_characters:
                 raise
+        except BudgetError as error:
+            if not shown_characters:
+                raise
+            failure = error
         stream.close()
         result = stream.result
         # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
         if result.finish_reason == "interrupted":
             show(result.text[shown_characters:])
+    if failure is not None:
+        raise BudgetError(str(failure), [result]) from failure
     return result
 
 

@@ -280,8 +280,9 @@ def plan(
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
             max_batch=batch, tree_nodes=tree_nodes,
         )  # fmt: skip
+        check_gamma(gamma, draft=draft, mode=proposing.mode)
         run_plan_command(
-            load, profile=profile, gamma=check_gamma(gamma, draft=draft, mode=proposing.mode),
+            load, profile=profile,
             picture=None if plot is None else user_path(plot), as_json=as_json,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
 from offload_runtime.cli.user_text import decode_utf8
 from offload_runtime.config import GenerationParams
-from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
@@ -101,9 +101,13 @@ class ChatSession:
         return figures
 
     def _report(self, error: OffloadError, *, is_turn: bool) -> None:
-        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too."""
+        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too, with what
+        there is of the answer."""
         if is_turn and self._write_record is not None:
-            self._write_record({"error": str(error), "error_type": type(error).__name__})
+            record: dict[str, object] = {"error": str(error), "error_type": type(error).__name__}
+            for result in error.answers if isinstance(error, BudgetError) else ():
+                record |= result_record(result, runtime=self.runtime, options=self._options, params=self._params)
+            self._write_record(record)
         error_line(error)
 
 

@@ -39,17 +39,24 @@ def run_generate(
 ) -> None:
     """Answer the one prompt on stdout, as text while it comes or as one JSON object at the end; figures go to stderr.
 
-    Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answer.
+    Raises `typer.Exit(130)` after printing what was there when Ctrl-C ended the answer, and the `BudgetError` that
+    ended it likewise.
     """
     (prompt,) = prompts
+    failure: BudgetError | None = None
     with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
-        result = stream_answer(
-            runtime.stream,
-            _request(prompt, as_chat=as_chat),
-            params,
-            show=_show_nothing if as_json else write_text,
-            show_progress=show_progress,
-        )
+        try:
+            result = stream_answer(
+                runtime.stream,
+                _request(prompt, as_chat=as_chat),
+                params,
+                show=_show_nothing if as_json else write_text,
+                show_progress=show_progress,
+            )
+        except BudgetError as error:
+            if not error.answers:
+                raise
+            failure, (result,) = error, error.answers
         record = result_record(result, runtime=runtime, options=options, params=params)
         load_report = runtime.load_report
     if as_json:
@@ -57,6 +64,8 @@ def run_generate(
     else:
         write_text("\n")
     status_line(" · ".join([*_figures(result), load_report]))
+    if failure is not None:  # after what there is of the answer
+        raise failure
     _end_if_interrupted([result])
 
 

@@ -53,7 +53,9 @@ class KVPlace(str, Enum):
 KVOption = Annotated[
     KVPlace,
     typer.Option(
-        "--kv", rich_help_panel=_MODEL, help="Where the KV cache lives: on the GPU, or paged from host memory."
+        "--kv",
+        rich_help_panel=_MODEL,
+        help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
     ),
 ]
 
@@ -90,7 +92,8 @@ SpeculationOption = Annotated[
     typer.Option(
         "--speculation",
         rich_help_panel=_SPECULATION,
-        help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens.",
+        help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
+        "auto: what is predicted to be faster.",
     ),
 ]
 DraftCacheOption = Annotated[
@@ -99,7 +102,7 @@ DraftCacheOption = Annotated[
         "--draft-cache",
         rich_help_panel=_SPECULATION,
         help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
-        "tokens only.",
+        "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
     ),
 ]
 SinkTokensOption = Annotated[
@@ -236,8 +239,8 @@ FiguresOption = Annotated[
         "--profile",
         metavar="NAME|FILE",
         rich_help_panel=_MACHINE,
-        help="Predict the time of a pass by these figures; left out, by a profile of this GPU, your own or a shipped "
-        "one.",
+        help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
+        "your own or a shipped one.",
     ),
 ]
 ResidentLayersOption = Annotated[

@@ -24,7 +24,6 @@ def run_plan_command(
     options: LoadOptions,
     *,
     profile: str | None,
-    gamma: int | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -42,12 +41,13 @@ def run_plan_command(
             # Libraries print to stdout now and then; a reader of JSON must not meet it.
             stack.enter_context(redirect_stdout(sys.stderr))
         from offload_runtime.engine.forecast import forecast, upgrades
-        from offload_runtime.engine.hierarchy import describe_speculation
+        from offload_runtime.engine.levels import describe_speculation
+        from offload_runtime.engine.machines import machine_figures
         from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-        from offload_runtime.engine.planning import machine_figures, ram_limit_bytes
+        from offload_runtime.engine.planning import ram_limit_bytes
         from offload_runtime.engine.tree_room import describe_tree_room
 
-        figures, request = machine_figures(machine), plan_request(options, gamma=gamma)
+        figures, request = machine_figures(machine), plan_request(options)
         outcome = plan_or_refuse(request, figures)
     if isinstance(outcome, Refusal):
         _refuse(outcome, machine, as_json=as_json)
@@ -105,7 +105,7 @@ def choose_profile(name: str | None) -> MachineProfile:
     return found
 
 
-def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:
+def plan_request(options: LoadOptions) -> PlanRequest:
     """Read the configuration files of target and draft."""
     from offload_runtime.engine.loading import parse_resident_layers
     from offload_runtime.engine.planning import PlanRequest, describe_pair
@@ -120,7 +120,7 @@ def plan_request(options: LoadOptions, *, gamma: int | None) -> PlanRequest:
         kv=options.kv,
         batch=options.max_batch,
         resident_layers=parse_resident_layers(options.resident_layers),
-        gamma=gamma,
+        gamma=options.gamma,
         tree_nodes=options.tree_nodes,
         max_gamma=options.max_gamma,
         speculation=options.speculation,

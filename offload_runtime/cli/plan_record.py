@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, RunForecast, Upgrade
+from offload_runtime.engine.forecast import RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import MemoryPart, RunPlan
+from offload_runtime.engine.speed import draft_level
 from offload_runtime.machine_profile import MachineProfile
 
 
@@ -25,12 +26,14 @@ def plan_record(
         "batch": model.batch,
         **memory_record(plan),
         "gamma": predicted.gamma,
+        "tree_nodes": predicted.tree_nodes,
         "pass": {"plain": asdict(predicted.plain), "verify": asdict(predicted.verify)},
         "prefill": asdict(predicted.prefill),
         "draft_step_s": predicted.draft_step_s,
         "middle_step_s": predicted.middle_step_s,
         "plain_tok_per_s": predicted.plain_tok_per_s,
-        "draft_acceptance": DRAFT_ACCEPTANCE if predicted.middle_step_s is not None else None,
+        "draft_acceptance": predicted.draft_acceptance,
+        "usual": asdict(predicted.usual),
         "by_acceptance": [asdict(row) for row in predicted.rounds],
         "upgrades": [asdict(gain) for gain in gains],
     }
@@ -57,8 +60,9 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "ring_slots": placed.placement.num_slots,
         },
         "prefill_attention": plan.prefill_attention,
+        "draft_cache": None if placed.plans.draft is None else draft_level(placed.plans.draft),
         "middle_level": placed.middle is not None,
-        "why_no_middle_level": placed.reason or None,
+        "why_no_middle_level": None if placed.middle is not None else placed.reason or None,
     }  # fmt: skip
 
 

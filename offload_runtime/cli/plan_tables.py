@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from offload_runtime.config import format_bytes
 from offload_runtime.engine.costs import pass_costs, prefill_costs
-from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE, USUAL_ACCEPTANCE, RunForecast, Upgrade
+from offload_runtime.engine.forecast import RunForecast, Upgrade
+from offload_runtime.engine.levels import describe_draft_cache
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import describe_staging
@@ -37,7 +38,7 @@ def plan_tables(
         tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
     tables += [*memory_tables(plan, ram_limit_bytes=ram_limit_bytes), _time_table(plan, predicted)]
     if predicted.rounds:
-        tables.append(_rounds_table(plan, predicted))
+        tables.append(_rounds_table(predicted))
     if plan.is_staged:
         tables.append(_staging_line(predicted.plain))
     tables += [_gain_line(gain) for gain in gains]
@@ -67,7 +68,9 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
     place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
     staging = [describe_staging(plan.placed.placement)] if plan.is_staged else []
+    cache = describe_draft_cache(plan.placed.plans)
     return [
+        *([cache] if cache else []),
         f"weights: {_layers(plan.resident_weight_layers, layers)}",
         *staging,
         f"{place}: {_layers(plan.resident_kv_layers, layers)}",
@@ -121,7 +124,7 @@ def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
     )
     table.add_row("pass, 1 token", *_pass_cells(predicted.plain))
     if predicted.gamma:
-        table.add_row(f"pass, {predicted.gamma + 1} tokens", *_pass_cells(predicted.verify))
+        table.add_row(f"pass, {predicted.proposals + 1} tokens", *_pass_cells(predicted.verify))
     if plan.placed.plans.draft is not None:
         table.add_row("draft step", _seconds(predicted.draft_step_s))
     if predicted.middle_step_s is not None:
@@ -141,17 +144,20 @@ def _pass_cells(predicted: PassPrediction) -> list[str]:
     ]  # fmt: skip
 
 
-def _rounds_table(plan: RunPlan, predicted: RunForecast) -> Table:
-    draft = f", {DRAFT_ACCEPTANCE} of the draft's accepted" if plan.placed.middle and plan.placed.plans.draft else ""
+def _rounds_table(predicted: RunForecast) -> Table:
+    accepted = predicted.draft_acceptance
+    draft = "" if accepted is None else f", {accepted} of the draft's accepted"
+    grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
     table = _figures_table(
-        f"tokens/s by the target's acceptance of {predicted.gamma} proposals{draft}",
+        f"tokens/s by the target's acceptance of {predicted.proposals} proposals{grown}{draft}",
         ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
     )
     table.add_row("plain", "1", "", "", _seconds(predicted.plain.seconds), f"{predicted.plain_tok_per_s:.2f}",
                   predicted.plain.bound_by)  # fmt: skip
-    for row in predicted.rounds:
+    for row in sorted((*predicted.rounds, predicted.usual), key=lambda row: row.acceptance):
+        usual = " (usual)" if row is predicted.usual else ""
         table.add_row(
-            f"{row.acceptance:.2f}", f"{row.tokens:.2f}", _seconds(row.drafting_s), _seconds(row.hidden_s),
+            f"{row.acceptance:.2f}{usual}", f"{row.tokens:.2f}", _seconds(row.drafting_s), _seconds(row.hidden_s),
             _seconds(row.seconds), f"{row.tok_per_s:.2f}", row.bound_by,
         )  # fmt: skip
     return table
@@ -178,8 +184,7 @@ def _staging_line(predicted: PassPrediction) -> str:
 def _gain_line(gain: Upgrade) -> str:
     note = f" ({gain.note})" if gain.note else ""
     return (
-        f"{gain.what}: {gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at acceptance "
-        f"{USUAL_ACCEPTANCE}{note}"
+        f"{gain.what}: {gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance{note}"
     )
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 from offload_runtime.cli.options import ChunkPolicyName, Device, DraftCache, Dtype, KVPlace, SpeculationMode
 from offload_runtime.cli.user_text import user_path
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions, parse_bytes, require_positive
+from offload_runtime.config import (
+    GenerationParams,
+    SamplingParams,
+    SpeculationOptions,
+    idle_options,
+    parse_bytes,
+    require_positive,
+)
 from offload_runtime.errors import OptionError
 
 
@@ -19,9 +26,9 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `max_gamma` is the deepest window to make room for; the default is the runtime's own. `tree_nodes` None leaves trees
-    to the runtime, 0 makes no room for any. `emulate` and `profile` name machines. With `explain` the plan is printed
-    before anything is loaded. `trace` is the file for what happened when.
+    `gamma` is what a pass proposes where nothing else is asked for (None chooses) and `max_gamma` the deepest window to
+    make room for. `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `emulate` and `profile` name
+    machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
     """
 
     target: str
@@ -35,6 +42,7 @@ class LoadOptions:
     context: int | str = "auto"
     kv: str = "auto"
     max_batch: int = 1
+    gamma: int | None = None
     max_gamma: int = 63
     tree_nodes: int | None = None
     emulate: str | None = None
@@ -89,6 +97,7 @@ def load_options(
         kv=kv.value,
         speculation=speculation,
         max_batch=max_batch,
+        gamma=chosen_gamma,
         max_gamma=max(LoadOptions.max_gamma, chosen_gamma or 0),
         # A gamma alone asks for chains, and room for trees would be of no use.
         tree_nodes=0 if nodes is None and chosen_gamma is not None else nodes,
@@ -123,34 +132,13 @@ def speculation_options(
     given: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
     given |= {} if policy is None else {"policy": policy.value}
     given |= {} if draft_cache == DraftCache.auto else {"draft_cache": draft_cache.value}
-    for name, why in _idle_options(draft, mode.value, draft_cache.value, policy).items():
+    idle = idle_options(
+        draft not in ("ngram", "none"), mode.value, draft_cache.value, None if policy is None else policy.value
+    )
+    for name, why in idle.items():
         if name in given:
             raise OptionError(f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
     return replace(SpeculationOptions(mode.value), **given)
-
-
-def _idle_options(draft: str, mode: str, draft_cache: str, policy: ChunkPolicyName | None) -> dict[str, str]:
-    """Options that nothing would look at, and why, with the way out."""
-    has_draft = draft not in ("ngram", "none")
-    idle: dict[str, str] = {}
-    if mode in ("none", "chain"):
-        why = f"with --speculation {mode}, which has no middle level: drop it, or take --speculation triforce"
-        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps", "gamma_draft"), why)
-    elif mode == "auto" and not has_draft:
-        why = "without a draft model, because auto takes no middle level then: name one with --draft, or take "
-        why += "--speculation triforce --draft none"
-        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps"), why)
-    if has_draft and mode != "none" and draft_cache in ("auto", "retrieval"):  # a draft's own cache may be of chunks
-        idle = {name: why for name, why in idle.items() if name not in ("chunk_size", "budget_tokens")}
-    if draft_cache not in ("auto", "streaming"):
-        why = f"with --draft-cache {draft_cache}: drop it, or take --draft-cache streaming"
-        idle |= dict.fromkeys(("sink_tokens", "recent_tokens"), why)
-    if not has_draft:
-        why = "without a draft model: drop it, or name one with --draft"
-        idle |= dict.fromkeys(("gamma_draft", "draft_cache", "sink_tokens", "recent_tokens"), why)
-    if policy == ChunkPolicyName.streaming and "policy" not in idle:  # it keeps as many sinks as the draft would
-        idle.pop("sink_tokens", None)
-    return idle
 
 
 def generation_params(

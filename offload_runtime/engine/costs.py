@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.kv_cache import block_bytes
 from offload_runtime.kv_cache.retrieval import summaries_bytes
 from offload_runtime.model.linear import padded_rows
-from offload_runtime.planner import LayerCosts, PassCosts, PrefillCosts, StepCosts, attention_operations
+from offload_runtime.planner import LayerCosts, PassCosts, PassPrediction, PrefillCosts, StepCosts, attention_operations
 from offload_runtime.weights import PackedLayout, layer_layout
 
 DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
@@ -32,46 +33,53 @@ def dtype_name(plan: ModelPlan) -> str:
 
 def pass_costs(placed: PlacedLevels, *, length_tokens: int, rows: int) -> PassCosts:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence."""
-    target, config = placed.plans.target, placed.plans.target.config
-    layout = layer_layout(config, target.dtype)
-    num_rows, tile = target.batch * rows, target.shape.window_rows
-    height = padded_rows(num_rows, tile)
-    streamed_weights = set(range(config.num_layers)) - set(placed.placement.resident_layers)
-    layers = []
-    for layer in range(config.num_layers):
-        blocks = _streamed_blocks(target, layer, length_tokens)
-        streamed_kv_bytes = target.batch * blocks * block_bytes(config, target.dtype)
-        keys = _keys_seen(target, layer, length_tokens + rows)
-        pieces = -(-blocks * BLOCK_TOKENS * _kv_token_bytes(target) // target.kv.piece_bytes) if blocks else 0
-        layers.append(
-            LayerCosts(
-                weight_bytes=height // tile * layout.total_bytes,
-                kv_bytes=target.batch * keys * _kv_token_bytes(target),
-                matrix_operations=2 * _elements(layout) * height,
-                attention_operations=target.batch * attention_operations(
-                    queries=rows, keys=keys, heads=config.num_heads, kv_heads=config.num_kv_heads,
-                    head_dim=config.head_dim,
-                ),
-                streamed_weight_bytes=layout.total_bytes if layer in streamed_weights else 0,
-                streamed_kv_bytes=streamed_kv_bytes,
-                launches=_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * target.batch * pieces,
-                staged_weight_bytes=layout.total_bytes if layer in placed.placement.staged_layers else 0,
-                staged_kv_bytes=streamed_kv_bytes if layer in placed.placement.staged_kv_layers else 0,
-            )
+    target, placement = placed.plans.target, placed.placement
+    height = padded_rows(target.batch * rows, target.shape.window_rows)
+    on_device, staged_weights = set(placement.resident_layers), set(placement.staged_layers)
+    kv_on_device, staged_kv = set(target.kv.resident_layers), set(placement.staged_kv_layers)
+
+    @cache  # layers are alike but for a few kinds
+    def layer_costs(reach: int | None, weights: bool, kv: bool, weights_staged: bool, kv_staged: bool) -> LayerCosts:
+        return _layer_costs(
+            target, length_tokens, rows, reach=reach, weights=weights, kv=kv, weights_staged=weights_staged,
+            kv_staged=kv_staged,
         )  # fmt: skip
+
+    layers = [
+        layer_costs(
+            reach, layer not in on_device, target.kv.on_host and layer not in kv_on_device, layer in staged_weights,
+            layer in staged_kv,
+        )
+        for layer, reach in enumerate(target.config.layer_windows)
+    ]  # fmt: skip
     return PassCosts(dtype_name(target), tuple(layers), _head_costs(target, height))
 
 
-def _streamed_blocks(target: ModelPlan, layer: int, length_tokens: int) -> int:
-    """Blocks of a sequence that a pass brings over the link for a layer."""
-    if not target.kv.on_host or layer in target.kv.resident_layers:
-        return 0
-    return target.streamed_kv_blocks(layer, length_tokens)
-
-
-def _keys_seen(target: ModelPlan, layer: int, length_tokens: int) -> int:
-    reach = target.config.layer_windows[layer]
-    return length_tokens if reach is None else min(reach, length_tokens)
+def _layer_costs(
+    target: ModelPlan, length_tokens: int, rows: int, *, reach: int | None, weights: bool, kv: bool,
+    weights_staged: bool, kv_staged: bool,
+) -> LayerCosts:  # fmt: skip
+    """A layer that sees `reach` tokens (None: all) and of which weights and KV are streamed, or staged, or neither."""
+    config, layout, tile = target.config, layer_layout(target.config, target.dtype), target.shape.window_rows
+    height = padded_rows(target.batch * rows, tile)
+    blocks = target.streamed_kv_blocks(reach, length_tokens) if kv else 0
+    kv_bytes = target.batch * blocks * block_bytes(config, target.dtype)
+    length = length_tokens + rows
+    keys = length if reach is None else min(reach, length)
+    pieces = -(-blocks * BLOCK_TOKENS * _kv_token_bytes(target) // target.kv.piece_bytes) if blocks else 0
+    return LayerCosts(
+        weight_bytes=height // tile * layout.total_bytes,
+        kv_bytes=target.batch * keys * _kv_token_bytes(target),
+        matrix_operations=2 * _elements(layout) * height,
+        attention_operations=target.batch * attention_operations(
+            queries=rows, keys=keys, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim
+        ),
+        streamed_weight_bytes=layout.total_bytes if weights else 0,
+        streamed_kv_bytes=kv_bytes,
+        launches=_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * target.batch * pieces,
+        staged_weight_bytes=layout.total_bytes if weights_staged else 0,
+        staged_kv_bytes=kv_bytes if kv_staged else 0,
+    )  # fmt: skip
 
 
 def _kv_token_bytes(plan: ModelPlan) -> int:
@@ -157,9 +165,15 @@ def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
     )
 
 
-def lookahead_bytes(placed: PlacedLevels) -> int:
-    """Bytes that the rings take while nothing computes."""
+def lookahead_bytes(placed: PlacedLevels, costs: PassCosts) -> int:
+    """Bytes that the rings take while nothing computes: of each kind, no more than a pass brings."""
     target = placed.plans.target
-    weights = placed.placement.num_slots * target.layer_bytes
-    streamed_kv = target.kv.on_host and len(target.kv.resident_layers) < target.config.num_layers
-    return weights + (target.kv.num_slots * target.kv.piece_bytes if streamed_kv else 0)
+    weights = sum(count * layer.streamed_weight_bytes for layer, count in costs.kinds)
+    kv = sum(count * layer.streamed_kv_bytes for layer, count in costs.kinds)
+    rings = placed.placement.num_slots * target.layer_bytes, target.kv.num_slots * target.kv.piece_bytes
+    return min(weights, rings[0]) + min(kv, rings[1])
+
+
+def lookahead_s(placed: PlacedLevels, costs: PassCosts, passed: PassPrediction) -> float:
+    """Seconds in which the rings fill up at the pace of the pass's copies, which staging may keep below the link's."""
+    return passed.copies_s * lookahead_bytes(placed, costs) / costs.streamed_bytes if costs.streamed_bytes else 0.0

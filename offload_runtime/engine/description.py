@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload_runtime.config import format_bytes
 from offload_runtime.engine.assembly import LoadedModel
+from offload_runtime.engine.levels import describe_draft_cache
 from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.engine.staging_plan import describe_staging
 from offload_runtime.memory import DeviceBudget
@@ -19,25 +20,11 @@ def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -
     if placement.staged_layers or placement.staged_kv_layers:
         where += f"; {describe_staging(placement)}"
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
+    cache = describe_draft_cache(plans)
     return (
         f"{where}; {_describe_kv(plans.target)}; "
-        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{_describe_draft_cache(plans)}"
+        f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{f'; {cache}' if cache else ''}"
     )
-
-
-def _describe_draft_cache(plans: Plans) -> str:
-    draft = plans.draft
-    if draft is None:
-        return ""
-    held = format_bytes(draft.kv_bytes)
-    if draft.streaming is not None:
-        kept = f"{draft.streaming.sink_tokens} first and {draft.streaming.recent_tokens} newest tokens"
-        return f"; streaming draft cache of the {kept} ({held})"
-    if draft.retrieval is not None:
-        return f"; the draft retrieves {draft.retrieval.budget_tokens} tokens a head of its own KV cache ({held})"
-    if draft.context_tokens < plans.target.context_tokens:
-        return f"; the draft has nothing to say behind {draft.context_tokens} tokens"
-    return ""
 
 
 def _describe_kv(plan: ModelPlan) -> str:

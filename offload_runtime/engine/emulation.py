@@ -15,7 +15,7 @@ import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.memory import HostArena

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-import torch
-
-from offload_runtime.config import GB
-from offload_runtime.engine.costs import DTYPE_NAMES, draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, lookahead_s, middle_step_costs, pass_costs
 from offload_runtime.engine.emulation import emulation_of
-from offload_runtime.engine.forecast import DRAFT_ACCEPTANCE
-from offload_runtime.engine.hierarchy import PlacedLevels
-from offload_runtime.engine.planning import machine_figures
+from offload_runtime.engine.levels import PlacedLevels
+from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.errors import OptionError, ProfileError
-from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level, tree_steps
+from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import (
     MachineFigures,
@@ -27,15 +23,11 @@ from offload_runtime.planner import (
     predict_round,
     predict_step,
 )
-from offload_runtime.runners.draft_tree import STEP_ROWS
 from offload_runtime.speculation import PLAIN, Acceptance, Choice
-
-# Levels of a tree that are drafted before its pass, to begin with.
-_PATH_STEPS = 4
 
 
 class Played(Protocol):
-    """What is asked of an answer: its tokens, its passes, and what was proposed in them."""
+    """What is asked of an answer: its tokens, its passes, and what was proposed in them (see `GenerationStats`)."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -48,6 +40,9 @@ class Played(Protocol):
 
     @property
     def acceptance(self) -> Sequence[Acceptance]: ...
+
+    @property
+    def windows(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,11 @@ def _pass_and_drafting_s(
     """Seconds of a round of a window of `rows` tokens behind each of these lengths, and `drafting_s` of proposing."""
     placed = _of_batch(placed, len(lengths))
     length = max(0, min(sum(lengths) // len(lengths), placed.plans.target.context_tokens - rows))
-    verify = predict_pass(pass_costs(placed, length_tokens=length, rows=rows), machine)
+    passed = pass_costs(placed, length_tokens=length, rows=rows)
+    verify = predict_pass(passed, machine)
     costs = RoundCosts(
         link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
-        lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
+        lookahead_s=lookahead_s(placed, passed, verify),
         gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
     )  # fmt: skip
     return predict_round(costs, 0.0).seconds
@@ -128,12 +124,11 @@ def _choice_drafting_s(placed: PlacedLevels, choice: Choice, machine: MachineFig
         return 0.0
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if choice.family == "tree":
-        # A step for every level of the most probable path, and for every so many nodes.
-        return draft_step_s * (_PATH_STEPS + choice.size / STEP_ROWS)
+        return draft_step_s * tree_steps(choice.size)
     if middle is None:
         return choice.size * draft_step_s
     gamma_draft = 0 if draft is None else middle.options.gamma_draft
-    steps = choice.size / expected_tokens(DRAFT_ACCEPTANCE, gamma_draft)
+    steps = choice.size / expected_tokens(USUAL_ACCEPTANCE[draft_level(draft)], gamma_draft)
     return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
 
 
@@ -147,39 +142,12 @@ def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -
     draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if not steps or middle is None:
-        return steps * draft_step_s
+        grown = sum(count for name, count in answer.windows.items() if name.startswith("tree ")) / answer.passes
+        return (grown * tree_steps(steps) + (1 - grown) * steps) * draft_step_s
     if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
         steps = answer.acceptance[0].verifications / answer.passes
     gamma_draft = 0 if draft is None else middle.options.gamma_draft
     return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
-
-
-def known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineFigures | None:
-    """Figures of the machine to predict with: of the profile given, or of one that knows this GPU.
-
-    The user's own profiles come before those that are shipped. Nothing is known of a CPU unless it is given.
-
-    Args:
-        profile: What to go by; None looks for one.
-        device: Where the target runs.
-        dtype: Of the target, in which the machine's arithmetic has to be known.
-
-    Raises:
-        OptionError: The profile leaves out what is needed.
-    """
-    if profile is not None:
-        return _figures(profile, dtype)
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
-        try:
-            found = load_profile(entry.path)
-            if found.gpu_name == name:
-                return _figures(found, dtype)
-        except (ProfileError, OptionError):  # nobody asked for this one
-            continue
-    return None
 
 
 def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
@@ -194,12 +162,6 @@ def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate:
     if machine is None or emulate is None:
         return machine
     return replace(machine, link_gbps=emulation_of(emulate).link_gbps)
-
-
-def _figures(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
-    figures = machine_figures(profile)
-    figures.flops(DTYPE_NAMES[str(dtype)])
-    return figures
 
 
 def expect(

@@ -5,97 +5,73 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload_runtime.config import GB
-from offload_runtime.engine.costs import (
-    draft_step_costs,
-    lookahead_bytes,
-    middle_step_costs,
-    pass_costs,
-    prefill_costs,
-)
-from offload_runtime.engine.loading import default_gamma
-from offload_runtime.engine.planning import PlanRequest, plan_run
+from offload_runtime.engine.costs import pass_costs, prefill_costs
+from offload_runtime.engine.planning import PlanRequest, plan_run, planned_speed
 from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.planner import (
     MachineFigures,
     PassPrediction,
     PrefillPrediction,
-    RoundCosts,
     RoundPrediction,
     predict_pass,
     predict_prefill,
-    predict_round,
-    predict_step,
 )
 
 ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
-# Of the draft's proposals by the middle level: 1.5 of 4 were, 120,000 tokens of a novel at T = 0.6.
-DRAFT_ACCEPTANCE = 0.65
-# At which two machines are compared.
-USUAL_ACCEPTANCE = 0.9
 
 
 @dataclass(frozen=True)
 class RunForecast:
     """Predicted speed of a run at its full context, all sequences of a batch together.
 
-    `plain` is a pass over one token of each sequence, `verify` one over a window of `gamma` proposals. `rounds` has an
-    entry for each acceptance of `ACCEPTANCES`; it is empty where nothing proposes. `middle_step_s` is None without a
-    middle level.
+    `plain` is a pass over one token of each sequence, `verify` one over a window of `proposals`: a chain, or a tree of
+    `tree_nodes` no deeper than `gamma`. `usual` is a
+    round at the usual acceptance of who proposes, what plans are compared by; `rounds` has an entry for each acceptance
+    of `ACCEPTANCES` and is empty where nothing proposes. `draft_acceptance` is the middle level's of the draft's
+    proposals; it and `middle_step_s` are None without a middle level.
     """
 
     context_tokens: int
     gamma: int
+    tree_nodes: int
     plain: PassPrediction
     verify: PassPrediction
     prefill: PrefillPrediction
     draft_step_s: float
     middle_step_s: float | None
     plain_tok_per_s: float
+    usual: RoundPrediction
     rounds: tuple[RoundPrediction, ...]
+    draft_acceptance: float | None
+
+    @property
+    def proposals(self) -> int:
+        """Proposed tokens that a pass verifies."""
+        return self.tree_nodes or self.gamma
 
     @property
     def usual_tok_per_s(self) -> float:
         """Tokens per second at the usual acceptance, or of plain decoding."""
-        usual = [row.tok_per_s for row in self.rounds if row.acceptance == USUAL_ACCEPTANCE]
-        return usual[0] if usual else self.plain_tok_per_s
+        return self.usual.tok_per_s
 
 
 def forecast(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> RunForecast:
     """Predict a planned run."""
     placed, target = plan.placed, plan.placed.plans.target
-    gamma, length = _gamma(plan, request), target.context_tokens
+    length, speed = target.context_tokens, planned_speed(request, machine)
+    gamma = speed.gamma_of(placed)
     plain = predict_pass(pass_costs(placed, length_tokens=length - 1, rows=1), machine)
-    verify = predict_pass(pass_costs(placed, length_tokens=length - gamma - 1, rows=gamma + 1), machine)
-    draft, middle = placed.plans.draft, placed.middle
-    draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
-    middle_step_s = None if middle is None else predict_step(middle_step_costs(placed), machine)
-    costs = RoundCosts(
-        link_s=verify.copies_s,
-        busy_s=max(verify.compute_s, verify.launch_s),
-        bound_by=verify.bound_by,
-        lookahead_s=lookahead_bytes(placed) / (machine.link_gbps * GB),
-        gamma=gamma,
-        draft_step_s=draft_step_s,
-        middle_step_s=middle_step_s,
-        gamma_draft=0 if middle is None or draft is None else middle.options.gamma_draft,
-        batch=target.batch,
-    )
-    rounds = [predict_round(costs, acceptance, draft_acceptance=DRAFT_ACCEPTANCE) for acceptance in ACCEPTANCES]
+    rounds = [speed.round_at(placed, acceptance) for acceptance in ACCEPTANCES]
+    drafts = placed.middle is not None and placed.plans.draft is not None
     return RunForecast(
-        length, gamma, plain, verify, predict_prefill(prefill_costs(placed, length), machine), draft_step_s,
-        middle_step_s, target.batch / plain.seconds, tuple(rounds) if gamma else (),
+        length, gamma, speed.tree_nodes_of(placed), plain, speed.verification(placed),
+        predict_prefill(prefill_costs(placed, length), machine),
+        speed.draft_step_s(placed), speed.middle_step_s(placed), target.batch / plain.seconds,
+        speed.usual_round(placed), tuple(rounds) if gamma else (),
+        USUAL_ACCEPTANCE[draft_level(placed.plans.draft)] if drafts else None,
     )  # fmt: skip
-
-
-def _gamma(plan: RunPlan, request: PlanRequest) -> int:
-    """Tokens proposed for a pass, at most what the context has room for."""
-    placed = plan.placed
-    proposes = request.speculation.mode != "none" and (request.draft_name != "none" or placed.middle is not None)
-    if not proposes:
-        return 0
-    gamma = default_gamma("cuda", placed) if request.gamma is None else request.gamma
-    return max(0, min(gamma, request.max_gamma, placed.plans.target.context_tokens - 2))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan
-from offload_runtime.engine.staged_levels import LockLimit
-from offload_runtime.engine.staging_plan import host_kv_bytes, staging_rings
+from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile.host_info import HostInfo
 
@@ -126,17 +125,6 @@ def _shorter_context(plan: RunPlan, limit_bytes: int) -> int | None:
     fewer = -(-(plan.host_bytes - limit_bytes) // token_bytes)
     tokens = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
     return tokens if tokens >= _LEAST_CONTEXT_TOKENS else None
-
-
-def least_pinned_bytes(plan: RunPlan) -> int:
-    """Page-locked memory without which a plan cannot be: with less than all of it layers are staged, but not those that
-    a middle level, asked for, reads where they lie."""
-    target, middle = plan.placed.plans.target, plan.placed.middle
-    if middle is not None and middle.options.mode == "triforce" and target.kv.on_host:
-        return host_kv_bytes(target)
-    if not plan.pinned_bytes:
-        return 0
-    return min(plan.pinned_bytes, staging_rings(target, plan.placed.placement, 0).nbytes)
 
 
 def listed(parts: Sequence[MemoryPart]) -> str:

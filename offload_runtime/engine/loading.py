@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from offload_runtime.config import GB, SpeculationOptions, require_nodes
+from offload_runtime.config import GB, SpeculationOptions, require_nodes, require_positive
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
-from offload_runtime.engine.costs import lookahead_bytes
+from offload_runtime.engine.candidates import Asked
+from offload_runtime.engine.choice import HostMemory, choose
+from offload_runtime.engine.costs import lookahead_bytes, pass_costs
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
-from offload_runtime.engine.hierarchy import PlacedLevels, describe_speculation, make_proposer
+from offload_runtime.engine.hierarchy import make_proposer
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
+from offload_runtime.engine.levels import PlacedLevels, describe_speculation
+from offload_runtime.engine.machines import common_figures, known_figures
 from offload_runtime.engine.placing import reserve_workspace
-from offload_runtime.engine.plans import make_plans, require_dtype
-from offload_runtime.engine.run_plan import RunPlan, describe_run, with_placement
-from offload_runtime.engine.staged_levels import place_and_stage
+from offload_runtime.engine.plans import make_plans, require_dtype, resolve_dtype
+from offload_runtime.engine.run_plan import RunPlan, with_placement
+from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
 from offload_runtime.engine.windows import WindowLimits
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.link_pace import paced_link
+from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.machine_profile.host_info import read_host_info
 from offload_runtime.memory import (
     DeviceBudget,
@@ -32,16 +37,11 @@ from offload_runtime.memory import (
     device_memory_used_by_others,
     resolve_device,
 )
+from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import Proposer
 from offload_runtime.tracing import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
 from offload_runtime.weights import CheckpointSource
 
-# Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
-# every row does.
-_DEFAULT_GAMMA = {
-    ("cuda", "ngram"): 16, ("cuda", "model"): 8, ("cuda", "triforce"): 12, ("cuda", "triforce, streamed"): 24,
-}  # fmt: skip
-_CPU_DEFAULT_GAMMA = 7
 # Of the time in which the rings fill up behind a pass: the rest goes by until the next one is launched.
 _FREE_SHARE = 0.85
 
@@ -51,7 +51,8 @@ class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
     `proposer` serves up to `batch` sequences at once, in `windows`; `placement` says in a line what lives where, and
-    `plan` in bytes. `recorder` is told what the copy queues and steps of proposers do.
+    `plan` in bytes. `machine` is what is known of this one. `recorder` is told what the copy queues and steps of
+    proposers do.
     """
 
     sources: assembly.Sources
@@ -63,6 +64,7 @@ class LoadedRuntime:
     windows: WindowLimits
     placement: str
     plan: RunPlan
+    machine: MachineFigures | None
     recorder: TraceRecorder | None = None
 
 
@@ -72,7 +74,8 @@ def load_runtime(
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
     ram_bytes: int | None = None, pinned_bytes: int | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
-    tree_nodes: int | None = None, trace: bool = False,
+    tree_nodes: int | None = None, trace: bool = False, profile: MachineProfile | None = None,
+    gamma: int | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -84,10 +87,13 @@ def load_runtime(
         emulation: A smaller machine to play.
         tree_nodes: None for room that suits the run, 0 for none.
         trace: Record what the copy queues and the steps of proposers do.
+        profile: Figures to choose and to predict by; None for what is known of this machine.
+        gamma: Tokens to propose per pass where nothing else is asked for; None for what suits device and draft.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
     check_tree_nodes(tree_nodes, kind, options.mode)
+    check_gamma(gamma, max_gamma, kind, options.mode)
     chosen = resolve_device(device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
@@ -103,21 +109,22 @@ def load_runtime(
         sources = assembly.open_sources(target, None if kind == draft else draft)
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
+        torch_dtype = resolve_dtype(dtype, sources.target, chosen)
+        require_dtype(torch_dtype, chosen)
+        machine = known_figures(profile, chosen, torch_dtype)
+        speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", gamma, max_gamma)
+
         def planned(context: int | str, nodes: int) -> RunPlan:
             plans = make_plans(
                 sources.target, sources.draft, dtype, chosen, context=context, window=max(max_gamma, nodes) + 1, kv=kv,
                 options=options, batch=batch, tree_nodes=nodes or None,
             )  # fmt: skip
-            require_dtype(plans.target.dtype, chosen)
-            placed = place_and_stage(
-                plans, budget, host.locking, resident_layers=resident_layers, kv=kv, options=options
-            )
-            return describe_run(placed, budget, chosen.type, page_locks=host.page_locks)
+            asked = Asked(plans, budget, host.locking, resident_layers, kv, options)
+            return choose(asked, HostMemory(host.ram_bytes, host.page_locks), speed)
 
         def roomy(context: int | str) -> RunPlan:
             return with_tree_room(
-                tree_nodes, lambda nodes: planned(context, nodes), draft=kind, mode=options.mode,
-                ram_bytes=host.ram_bytes,
+                tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=host.ram_bytes
             )  # fmt: skip
 
         plan = planned_within(host.ram_bytes, context, roomy)
@@ -141,23 +148,35 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            link_gbps = models.target.link_peak_gbps
-            free_s = 0.0 if link_gbps is None else _FREE_SHARE * lookahead_bytes(placed) / (link_gbps * GB)
+            free_s = _free_s(placed, models.target.link_peak_gbps)
             proposer = make_proposer(
                 kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
             )  # fmt: skip
             windows = WindowLimits(
-                max_gamma, max(max_gamma, plan.tree_room), min(default_gamma(chosen.type, placed), max_gamma),
-                tree_nodes=tree_nodes, tree_room=plan.tree_room,
-            )  # fmt: skip
+                max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room
+            )
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
                 windows=windows,
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}{describe_tree_room(plan)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
-                plan=with_placement(plan, models.target.placement), recorder=recorder,
+                plan=with_placement(plan, models.target.placement), machine=machine, recorder=recorder,
             )  # fmt: skip
+
+
+def _figures(machine: MachineFigures | None, emulation: Emulation | None) -> MachineFigures:
+    """What plans are compared by: the figures that are known, or common ones, with the link that is played."""
+    figures = common_figures() if machine is None else machine
+    return figures if emulation is None else replace(figures, link_gbps=emulation.link_gbps)
+
+
+def _free_s(placed: PlacedLevels, link_gbps: float | None) -> float:
+    """Seconds of drafting behind a pass that delay nothing, as the rings are being filled."""
+    if link_gbps is None:
+        return 0.0
+    costs = pass_costs(placed, length_tokens=placed.plans.target.context_tokens - 1, rows=1)
+    return _FREE_SHARE * lookahead_bytes(placed, costs) / (link_gbps * GB)
 
 
 def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngine:
@@ -171,14 +190,6 @@ def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngin
         raise
     with paced_link(emulation.link_gbps):
         return make_copy_engine(budget.device)
-
-
-def default_gamma(device_type: str, placed: PlacedLevels) -> int:
-    """Tokens proposed per pass when nothing is asked for."""
-    source = "ngram" if placed.plans.draft is None else "model"
-    if placed.middle is not None:
-        source = "triforce, streamed" if placed.plans.target.kv.on_host else "triforce"
-    return _DEFAULT_GAMMA.get((device_type, source), _CPU_DEFAULT_GAMMA)
 
 
 def check_proposals(draft: str, mode: str) -> None:
@@ -217,6 +228,22 @@ def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
             f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
             "a model"
         )
+
+
+def check_gamma(gamma: int | None, max_gamma: int, draft: str, mode: str) -> None:
+    """Refuse a default of proposals where there is no room for them or nobody to propose. `draft` and `mode` as of
+    `check_proposals`.
+
+    Raises:
+        OptionError: The number makes no sense, or would be ignored.
+    """
+    if gamma is None:
+        return
+    require_positive("gamma", gamma)
+    if gamma > max_gamma:
+        raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
+    if mode == "none" or (draft == "none" and mode != "triforce"):
+        raise OptionError(f"gamma {gamma} does nothing where nobody proposes: drop it or name a draft")
 
 
 @contextmanager

@@ -6,9 +6,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload_runtime.config import format_bytes, format_bytes_up, parse_bytes, size_option_down
-from offload_runtime.engine.host_memory import least_pinned_bytes
-from offload_runtime.engine.planning import PlanRequest, plan_run, ram_limit_bytes
+from offload_runtime.config import (
+    SpeculationOptions,
+    format_bytes,
+    format_bytes_up,
+    idle_options,
+    parse_bytes,
+    size_option_down,
+)
+from offload_runtime.engine.planning import PlanRequest, least_host_bytes, least_pinned_bytes, plan_run, ram_limit_bytes
 from offload_runtime.engine.plans import longest_context, resolve_context
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
@@ -71,7 +77,7 @@ class _Search:
         """What fits, settings of the run before changes of the machine."""
         found = False
         for change, request in self._single_changes():
-            proposal = self._attempt(change, request, self._machine)
+            proposal = self._attempt(*_without_idle_options(change, request), self._machine)
             if proposal is not None:
                 found = True
                 yield proposal
@@ -91,7 +97,7 @@ class _Search:
         vram_bytes = self._least_option()
         if vram_bytes is not None:
             yield f"--vram {_option(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
-        context = self._largest(self._contexts(), lambda tokens: replace(request, context=tokens))
+        context = self._largest(self._contexts(request), lambda tokens: replace(request, context=tokens))
         if context is not None:
             yield f"--context {context}", replace(request, context=context)
         batch = self._largest(range(1, request.batch), lambda count: replace(request, batch=count))
@@ -120,7 +126,7 @@ class _Search:
             if options.draft_cache != "streaming":
                 cached = replace(options, draft_cache="streaming")
                 yield "--draft-cache streaming", replace(request, speculation=cached)
-            yield "--draft ngram", _without_draft(request)
+            yield _without_draft(request)
 
     def _least_option(self) -> int | None:
         """A limit of device memory that this card has and that fits, where another was asked for: the least that is
@@ -137,14 +143,17 @@ class _Search:
     def _fits(self, vram_bytes: int) -> bool:
         return self._attempt("", replace(self._request, vram_bytes=vram_bytes), self._machine) is not None
 
-    def _contexts(self) -> Sequence[int]:
+    def _contexts(self, request: PlanRequest) -> Sequence[int]:
         """Contexts below the asked one: whole blocks, and the longest that the model has when more was asked for."""
-        request, config = self._request, self._request.target.config()
+        config = request.target.config()
         longest = longest_context(config)
         asked = resolve_context("auto", config, kv=request.kv) if request.context == "auto" else int(request.context)
+        options, least = request.speculation, _CONTEXT_STEP
+        if options.mode == "triforce" or (request.draft is not None and options.draft_cache == "retrieval"):
+            least = -(-options.budget_tokens // _CONTEXT_STEP) * _CONTEXT_STEP  # of less they cannot retrieve as much
         if asked > longest:
-            return [*range(_CONTEXT_STEP, longest, _CONTEXT_STEP), longest]
-        return range(_CONTEXT_STEP, asked, _CONTEXT_STEP)
+            return [*range(least, longest, _CONTEXT_STEP), longest]
+        return range(least, asked, _CONTEXT_STEP)
 
     def _largest(self, values: Sequence[int], change: Callable[[int], PlanRequest]) -> int | None:
         """The largest of ascending values whose plan fits; what fits is taken to fit for all smaller ones too."""
@@ -162,16 +171,24 @@ class _Search:
         if request.resident_layers is not None:
             request, changes = replace(request, resident_layers=None), [*changes, "--resident-layers auto"]
         if request.draft is not None:
-            request, changes = _without_draft(request), [*changes, "--draft ngram"]
-        proposal = self._attempt(" ".join(changes), request, self._machine)
+            change, request = _without_draft(request)
+            changes = [*changes, change]
+        whole_card = parse_bytes(size_option_down(self._machine.vram_bytes))
+        for sized, limit in (([], request.vram_bytes), ([f"--vram {size_option_down(whole_card)}"], whole_card)):
+            proposal = self._smallest_within(replace(request, vram_bytes=limit), [*sized, *changes])
+            if proposal is not None or request.vram_bytes is None:
+                return proposal
+        return None
+
+    def _smallest_within(self, request: PlanRequest, changes: list[str]) -> Proposal | None:
+        change, request = _without_idle_options(" ".join(changes), request)
+        proposal = self._attempt(change, request, self._machine)
         if proposal is not None:
             return proposal
-        context = self._largest(self._contexts(), lambda tokens: replace(request, context=tokens))
+        context = self._largest(self._contexts(request), lambda tokens: replace(request, context=tokens))
         if context is None:
             return None
-        return self._attempt(
-            " ".join([f"--context {context}", *changes]), replace(request, context=context), self._machine
-        )
+        return self._attempt(f"--context {context} {change}".rstrip(), replace(request, context=context), self._machine)
 
     def _machines(self) -> Iterator[Proposal]:
         """A machine with the least memory of each kind that the run needs; of a context that the model has."""
@@ -200,12 +217,12 @@ class _Search:
 
     def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Proposal]:
         machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
-        needed_pinned, pinnable = least_pinned_bytes(plan_run(request, self._ample)), self._pinned_limit
+        needed_pinned, pinnable = least_pinned_bytes(request, self._ample), self._pinned_limit
         larger_pinnable = None if pinnable is None else max(pinnable, needed_pinned)
-        plan = plan_run(request, replace(self._ample, pinnable_bytes=larger_pinnable))
+        needed_host = least_host_bytes(request, replace(self._ample, pinnable_bytes=larger_pinnable))
         kinds = [
             ("device memory", vram_bytes, self._vram_limit),
-            ("host memory", plan.host_bytes, ram_limit),
+            ("host memory", needed_host, ram_limit),
             ("page-locked memory", needed_pinned, needed_pinned if pinnable is None else pinnable),
         ]
         self.short_bytes = {name: needed - limit for name, needed, limit in kinds if needed > limit}
@@ -216,10 +233,10 @@ class _Search:
         needed_by = {name: needed for name, needed, _ in kinds}
         listed = " and ".join(f"{format_bytes_up(needed_by[name])} of {name}" for name in self.short_bytes)
         larger = replace(
-            machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, plan.host_bytes),
+            machine, vram_bytes=max(machine.vram_bytes, vram_bytes), ram_bytes=max(machine.ram_bytes, needed_host),
             pinnable_bytes=larger_pinnable,
         )  # fmt: skip
-        asked = replace(request, ram_bytes=max(ram_limit, plan.host_bytes))
+        asked = replace(request, ram_bytes=max(ram_limit, needed_host))
         proposal = self._attempt(f"{prefix}{listed}", asked, larger)
         if proposal is not None:
             yield proposal
@@ -246,6 +263,21 @@ def _option(size_bytes: int) -> str:
     return format_bytes(size_bytes).replace(" ", "")
 
 
-def _without_draft(request: PlanRequest) -> PlanRequest:
-    options = replace(request.speculation, mode="auto", draft_cache="auto")
-    return replace(request, draft=None, draft_name="ngram", speculation=options)
+def _without_draft(request: PlanRequest) -> tuple[str, PlanRequest]:
+    """The change and the request with n-grams in the place of the draft model, which TriForce does not go with."""
+    change, options = "--draft ngram", request.speculation
+    if options.mode == "triforce":
+        change, options = f"--speculation auto {change}", replace(options, mode="auto")
+    return change, replace(request, draft=None, draft_name="ngram", speculation=options)
+
+
+def _without_idle_options(change: str, request: PlanRequest) -> tuple[str, PlanRequest]:
+    """A change and its request without what nothing looks at any more: on the command line it would be refused."""
+    options, usual = request.speculation, SpeculationOptions()
+    idle = idle_options(request.draft is not None, options.mode, options.draft_cache, options.policy)
+    names = [name for name in idle if getattr(options, name) != getattr(usual, name)]
+    request = replace(request, speculation=replace(options, **{name: getattr(usual, name) for name in names}))
+    if options.mode == "none" and request.gamma is not None:
+        names, request = [*names, "gamma"], replace(request, gamma=None)
+    dropped = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return f"{change} without {dropped}" if names else change, request

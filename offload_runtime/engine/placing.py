@@ -25,68 +25,64 @@ class Limits(Protocol):
         """What is taken already."""
 
 
-def place(
+def placements(
     plans: Plans, budget: Limits, resident_layers: int | None, kv: str, *, whole_weights: bool = False
-) -> tuple[Plans, Placement]:
-    """Place the target's layers and its KV cache beside everything else, or say what is short.
+) -> list[tuple[Plans, Placement]]:
+    """The ways to place the target's layers and its KV cache beside everything else.
 
-    `auto` chooses the KV cache's place by the bytes that a pass at the full context brings over the link. With
+    Whatever fits a budget is among those of a larger one as well, or something with more of it on the device. With
     `whole_weights` layers of weights come before keys and values wherever they are.
 
     Returns:
-        The plans, their KV cache placed, and the placement of the layers.
+        The plans, their KV cache placed, and the placement of the layers; at least one.
 
     Raises:
-        BudgetError: It does not fit; OptionError: more resident layers than there are.
+        BudgetError: Nothing fits; OptionError: more resident layers than there are.
     """
-    on_device: tuple[Plans, Placement] | None = None
-    if kv != "host":
+    found: list[tuple[Plans, Placement]] = []
+    for place in ("gpu", "host") if kv == "auto" else (kv,):
         try:
-            on_device = plans, plan_placement(plans, budget, resident_layers)
-        except BudgetError:
-            if kv == "gpu":
-                raise
-    if on_device is not None and (kv == "gpu" or on_device[1].num_streamed == 0):
-        return on_device
-    try:
-        on_host = _place_on_host(plans, budget, resident_layers, whole_weights)
-    except BudgetError:
-        if on_device is None:
-            raise
-        return on_device
-    if on_device is None or link_bytes(*on_host) < link_bytes(*on_device):
-        return on_host
-    return on_device
+            if place == "gpu":
+                found.append((plans, plan_placement(plans, budget, resident_layers)))
+            else:
+                found += _on_host(plans, budget, resident_layers, whole_weights)
+        except BudgetError as error:
+            refused = error
+    if not found:
+        raise refused
+    return found
 
 
-def _place_on_host(
+def _on_host(
     plans: Plans, budget: Limits, resident_layers: int | None, whole_weights: bool
-) -> tuple[Plans, Placement]:
-    target = plans.target.with_kv_on_host(plans.lent_bytes)
-    plans = replace(plans, target=target)
+) -> list[tuple[Plans, Placement]]:
+    plans = replace(plans, target=plans.target.with_kv_on_host(plans.lent_bytes))
     most = plan_placement(plans, budget, resident_layers)
-    if budget.limit_bytes is None:
-        return _with_kv_layers(plans, budget, most), most
-    placements = [most]
-    if resident_layers is None and not whole_weights:
+    ways = [most]
+    if budget.limit_bytes is not None and resident_layers is None and not whole_weights:
         # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
         # case), so fewer resident layers of weights may be better.
         slots = most.num_slots or min(RING_SLOTS, most.num_layers)
-        for count in range(len(most.resident_layers) - 1, -1, -1):
-            kept = min(slots, most.num_layers - count)
-            if count + kept <= len(most.resident_layers) + most.num_slots:
-                placements.append(Placement(spread(count, most.num_layers), kept, most.num_layers))
-    candidates = [(_with_kv_layers(plans, budget, placement), placement) for placement in placements]
-    return min(candidates, key=lambda candidate: link_bytes(*candidate))  # the first of equals
-
-
-def _with_kv_layers(plans: Plans, budget: Limits, placement: Placement) -> Plans:
-    """As many layers of the KV cache on the device as fit beside a placement of the weights."""
-    target, spare_bytes = plans.target, None
+        held = len(most.resident_layers) + most.num_slots
+        for count in range(min(len(most.resident_layers), held - slots + 1) - 1, -1, -1):
+            ways.append(Placement(spread(count, most.num_layers), slots, most.num_layers))
+    spare_bytes = None
     if budget.limit_bytes is not None:
-        taken = memory_needs(plans, budget).fixed_bytes
-        held = placement.num_layers - placement.num_streamed + placement.num_slots
-        spare_bytes = budget.limit_bytes - taken - held * target.layer_bytes
+        spare_bytes = budget.limit_bytes - memory_needs(plans, budget).fixed_bytes
+    return [(_with_kv_layers(plans, spare_bytes, way), way) for way in ways]
+
+
+def _with_kv_layers(plans: Plans, spare_bytes: int | None, placement: Placement) -> Plans:
+    """As many layers of the KV cache on the device as fit into `spare_bytes` beside a placement of the weights.
+
+    None before the ring is whole: its last slot comes before anything that stays, or the memory that lets it in would
+    take layers away from the device.
+    """
+    target = plans.target
+    if placement.num_slots < min(RING_SLOTS, placement.num_streamed):
+        return plans
+    if spare_bytes is not None:
+        spare_bytes -= (len(placement.resident_layers) + placement.num_slots) * target.layer_bytes
     count = len(place_kv_layers(target.host_kv_needs, spare_bytes))
     layers = layers_to_keep(count, streamed_blocks(target))
     return replace(plans, target=replace(target, kv=replace(target.kv, resident_layers=layers)))
@@ -103,7 +99,9 @@ def layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 
 def streamed_blocks(target: ModelPlan) -> list[int]:
     """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
-    return [target.streamed_kv_blocks(layer, target.context_tokens - 1) for layer in range(target.config.num_layers)]
+    length, windows = target.context_tokens - 1, target.config.layer_windows
+    of_window = {reach: target.streamed_kv_blocks(reach, length) for reach in set(windows)}
+    return [of_window[reach] for reach in windows]
 
 
 def link_bytes(plans: Plans, placement: Placement) -> int:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_positive, size_option_down
+from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
+from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_proposals, check_tree_nodes
+from offload_runtime.engine.loading import check_gamma, check_proposals, check_tree_nodes
 from offload_runtime.engine.plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
-from offload_runtime.engine.staged_levels import LockLimit, place_and_stage
+from offload_runtime.engine.speed import Speed
+from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.engine.tree_room import with_tree_room
-from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile import MachineProfile
-from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
-from offload_runtime.planner import DEFAULT_GRAPH_LAUNCH_US, DEFAULT_STAGING_GBPS, MachineFigures
-from offload_runtime.staging import MOST_THREADS
+from offload_runtime.errors import BudgetError
+from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import ModelDescription, describe_model
+
+_DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -74,39 +76,6 @@ def describe_pair(target: str, draft: str, mode: str) -> tuple[ModelDescription,
     return describe_model(target), describe_model(draft) if has_draft else None
 
 
-def machine_figures(profile: MachineProfile) -> MachineFigures:
-    """What the planner needs of a profile.
-
-    Raises:
-        OptionError: The profile has no GPU, or leaves out a figure that cannot be done without.
-    """
-    if not profile.gpus or profile.vram_bytes is None:
-        raise OptionError(f"the profile {profile.name} has no GPU to plan for: choose another with --profile")
-    missing = [name for name in ("link_gbps", "hbm_gbps") if getattr(profile, name) is None]
-    if missing:
-        raise OptionError(f"the profile {profile.name} does not know {', '.join(missing)}: add it, or measure again")
-    assert profile.link_gbps is not None and profile.hbm_gbps is not None
-    reserved_bytes = profile.vram_reserved_bytes
-    launch_us = DEFAULT_GRAPH_LAUNCH_US if profile.graph_launch_us is None else profile.graph_launch_us
-    return MachineFigures(
-        profile.name, profile.vram_bytes,
-        TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
-        profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
-        launch_us, profile.gpus, _staging_gbps(profile),
-    )  # fmt: skip
-
-
-def _staging_gbps(profile: MachineProfile) -> float:
-    """Copying within host memory while the link is busy: half of what threads read then, since it writes as much."""
-    read_gbps = profile.host_gbps_while_link_busy
-    if read_gbps is None and profile.host_gbps is not None and profile.link_gbps is not None:
-        read_gbps = max(profile.host_gbps - profile.link_gbps, profile.host_gbps / 4)
-    if read_gbps is None:
-        return DEFAULT_STAGING_GBPS
-    of_threads = [gbps for threads, gbps in profile.host_by_threads.items() if threads <= MOST_THREADS]
-    return min([read_gbps, max(of_threads, default=read_gbps)]) / 2
-
-
 def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
     """Place everything on a machine.
 
@@ -117,29 +86,14 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
     kind, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
     check_proposals(kind, mode)
     check_tree_nodes(request.tree_nodes, kind, mode)
-    device, limits = torch.device("cuda"), _device_limits(request, machine)
-    pinnable_bytes, name = machine.pinnable_bytes, machine.name
-    if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
-        pinnable_bytes, name = request.pinned_bytes, "--pinned"
+    check_gamma(request.gamma, request.max_gamma, kind, mode)
+    ram_bytes, speed = ram_limit_bytes(request, machine), planned_speed(request, machine)
 
     def planned(context: int | str, nodes: int) -> RunPlan:
-        plans = make_plans(
-            request.target, request.draft, request.dtype, device, context=context,
-            window=max(request.max_gamma, request.gamma or 0, nodes) + 1, kv=request.kv, options=request.speculation,
-            batch=request.batch, tree_nodes=nodes or None,
-        )  # fmt: skip
-        placed = place_and_stage(
-            plans, limits, LockLimit(pinnable_bytes, name), resident_layers=request.resident_layers, kv=request.kv,
-            options=request.speculation,
-        )  # fmt: skip
-        return describe_run(placed, limits, device.type)
-
-    ram_bytes = ram_limit_bytes(request, machine)
+        return choose(_asked(request, machine, context, nodes), HostMemory(ram_bytes), speed)
 
     def roomy(context: int | str) -> RunPlan:
-        return with_tree_room(
-            request.tree_nodes, lambda nodes: planned(context, nodes), draft=kind, mode=mode, ram_bytes=ram_bytes
-        )
+        return with_tree_room(request.tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=ram_bytes)
 
     plan = planned_within(ram_bytes, request.context, roomy)
     asked = ram_bytes == request.ram_bytes
@@ -148,6 +102,47 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         "allow more with --ram" if asked else f"add memory: {machine.name} has no more",
     )  # fmt: skip
     return plan
+
+
+def planned_speed(request: PlanRequest, machine: MachineFigures) -> Speed:
+    """What plans of a request are compared by."""
+    proposes = request.draft_name != "none" and request.speculation.mode != "none"
+    return Speed(machine, _DEVICE.type, proposes, request.gamma, request.max_gamma)
+
+
+def least_pinned_bytes(request: PlanRequest, machine: MachineFigures) -> int:
+    """Page-locked memory without which no plan of a request can be, whatever the machine has.
+
+    Raises:
+        BudgetError, OptionError, ContextLengthError: It cannot be in any case.
+    """
+    unlimited = replace(machine, pinnable_bytes=None)
+    asked = _asked(replace(request, pinned_bytes=None), unlimited, request.context, request.tree_nodes or 0)
+    return min(map(least_pinned_bytes_of, find_candidates(asked).all))
+
+
+def least_host_bytes(request: PlanRequest, machine: MachineFigures) -> int:
+    """Host memory without which no plan of a request can be on this machine, whatever it has of it.
+
+    Raises:
+        BudgetError, OptionError, ContextLengthError: It cannot be in any case.
+    """
+    asked = _asked(request, machine, request.context, request.tree_nodes or 0)
+    return min(describe_run(way, asked.budget, _DEVICE.type).host_bytes for way in find_candidates(asked).all)
+
+
+def _asked(request: PlanRequest, machine: MachineFigures, context: int | str, nodes: int) -> Asked:
+    """What is to be placed on a machine, with room for trees of so many nodes."""
+    pinnable_bytes, name = machine.pinnable_bytes, machine.name
+    if request.pinned_bytes is not None and (pinnable_bytes is None or request.pinned_bytes < pinnable_bytes):
+        pinnable_bytes, name = request.pinned_bytes, "--pinned"
+    plans = make_plans(
+        request.target, request.draft, request.dtype, _DEVICE, context=context,
+        window=max(request.max_gamma, nodes) + 1, kv=request.kv, options=request.speculation, batch=request.batch,
+        tree_nodes=nodes or None,
+    )  # fmt: skip
+    limits, locking = _device_limits(request, machine), LockLimit(pinnable_bytes, name)
+    return Asked(plans, limits, locking, request.resident_layers, request.kv, request.speculation)
 
 
 def _device_limits(request: PlanRequest, machine: MachineFigures) -> PlannedDevice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -31,9 +32,6 @@ _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AUTO_CONTEXT_TOKENS = 8192
-# Most of the device that a draft's retrieval cache may take unasked: what it takes, layers or KV cache of the target
-# lose, and every pass brings over the link.
-_RETRIEVAL_SHARE = 0.1
 # Large enough for the link's peak, small enough that a ring of them costs little.
 _KV_PIECE_BYTES = 32 << 20
 _KV_SLOTS = 4
@@ -130,19 +128,19 @@ class ModelPlan:
     streaming: StreamingPlan | None = None
     kv: KVPlan = field(default_factory=KVPlan)
     retrieval: RetrievalPlan | None = None
-    tree_slots: int = 0  # of a draft that grows trees: places for what may become part of a sequence
+    tree_nodes: int = 0  # most nodes of the trees that a draft grows
 
     @property
-    def has_full_cache(self) -> bool:
-        """Of a draft, whether its steps read all that its cache keeps, which is all of the text."""
-        return self.streaming is None and self.retrieval is None
+    def tree_slots(self) -> int:
+        """Of a draft that grows trees: places for what may become part of a sequence."""
+        return tree_slots(self.tree_nodes) if self.tree_nodes else 0
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """One packed layer."""
         return layer_layout(self.config, self.dtype).total_bytes
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Embedding, final norm and head."""
         return shared_layout(self.config, self.dtype).total_bytes
@@ -192,10 +190,9 @@ class ModelPlan:
             shared_bytes=self.prefill_workspace_bytes + self.kv.num_slots * self.kv.piece_bytes,
         )
 
-    def streamed_kv_blocks(self, layer: int, length_tokens: int) -> int:
+    def streamed_kv_blocks(self, reach: int | None, length_tokens: int) -> int:
         """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
-        host: the full ones that its window reaches."""
-        reach = self.config.layer_windows[layer]
+        host: the full ones that its window of `reach` tokens reaches."""
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
         return length_tokens // BLOCK_TOKENS - first
 
@@ -334,8 +331,7 @@ def draft_plan(
     if kind == "streaming":
         return _with_streaming_cache(plan, options)
     if kind == "full":
-        slots = 0 if tree_nodes is None else tree_slots(tree_nodes)
-        return replace(plan, context_tokens=min(context, longest), tree_slots=slots)
+        return replace(plan, context_tokens=min(context, longest), tree_nodes=tree_nodes or 0)
     if context > longest:
         raise OptionError(
             f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
@@ -349,29 +345,34 @@ def draft_plan(
     return replace(plan, retrieval=RetrievalPlan(options.budget_tokens, options.chunk_size))
 
 
-def settle_draft_cache(plans: Plans, limit_bytes: int | None, options: SpeculationOptions) -> Plans:
-    """Where `auto` chose a retrieval cache that takes too much of `limit_bytes`, a streaming one in its place.
-
-    Raises:
-        OptionError: The streaming cache needs positions that the draft does not have.
-    """
+def draft_alternatives(plans: Plans, options: SpeculationOptions) -> tuple[Plans, ...]:
+    """The plans with each cache that their draft may get: where that is left to us, a streaming one besides what it
+    was planned with, which takes memory that layers or the KV cache of the target could have."""
     draft = plans.draft
-    if options.draft_cache != "auto" or draft is None or draft.retrieval is None or limit_bytes is None:
-        return plans
-    if draft.kv_bytes <= _RETRIEVAL_SHARE * limit_bytes:
-        return plans
-    return replace(plans, draft=_with_streaming_cache(replace(draft, retrieval=None), options))
+    if draft is None or options.draft_cache != "auto" or draft.streaming is not None or draft.tree_slots:
+        return (plans,)
+    if _streamed_tokens(draft, options) >= draft.context_tokens:
+        return (plans,)
+    return plans, replace(plans, draft=_with_streaming_cache(replace(draft, retrieval=None), options))
 
 
 def _with_streaming_cache(plan: ModelPlan, options: SpeculationOptions) -> ModelPlan:
     """A draft with a cache of sinks and recent tokens, whatever the context."""
-    # Steps of a middle level may go beyond what is asked for.
-    reach = plan.window_tokens + 2 * options.gamma_draft + 2
-    kept = streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, reach)
-    longest = longest_context(plan.config)
+    kept, longest = _streamed_tokens(plan, options), longest_context(plan.config)
     if kept > longest:
         raise OptionError(
             f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
             f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
         )
+    reach = _streaming_window(plan, options)
     return replace(plan, streaming=StreamingPlan(options.sink_tokens, options.recent_tokens, reach))
+
+
+def _streamed_tokens(plan: ModelPlan, options: SpeculationOptions) -> int:
+    """Tokens that a streaming cache has room for."""
+    return streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, _streaming_window(plan, options))
+
+
+def _streaming_window(plan: ModelPlan, options: SpeculationOptions) -> int:
+    """Steps of a middle level may go beyond what is asked for."""
+    return plan.window_tokens + 2 * options.gamma_draft + 2

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from offload_runtime_kernels.attention import prefill_attention_name
 
-from offload_runtime.engine.hierarchy import PlacedLevels
+from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.placing import Limits, memory_needs
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes

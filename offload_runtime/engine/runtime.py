@@ -22,7 +22,7 @@ from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.emulation import emulation_of
-from offload_runtime.engine.expectation import expect, known_figures
+from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
 from offload_runtime.engine.parts import StreamParts
@@ -33,10 +33,8 @@ from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
-from offload_runtime.memory import resolve_device
-from offload_runtime.planner import MachineFigures
 from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
 
@@ -45,8 +43,7 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(
-        self, loaded: LoadedRuntime, *, machine: MachineFigures | None = None,
-        emulated: str | None = None, trace: Path | None = None,
+        self, loaded: LoadedRuntime, *, emulated: str | None = None, trace: Path | None = None
     ) -> None:  # fmt: skip
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
@@ -72,7 +69,7 @@ class Runtime:
         self._closed = False
         traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
         self._trace = self._trace_output(trace, traced)
-        self._expected = expect(loaded.plan, machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
+        self._expected = expect(loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
         self._parts = StreamParts(
             target=traced or target.runner,
             proposer=loaded.proposer,
@@ -85,7 +82,7 @@ class Runtime:
             pageable=None if target.staged is None else target.staged.pageable,
             traced=traced,
             learnt=Learnt(
-                loaded.windows.by_family, None if machine is None else self._expected.seconds_of_round,
+                loaded.windows.by_family, None if loaded.machine is None else self._expected.seconds_of_round,
                 streamed=target.runner.streamer.bytes_per_pass > 0 or target.link_peak_gbps is not None,
             ),
         )  # fmt: skip
@@ -97,7 +94,8 @@ class Runtime:
         vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
-        max_gamma: int = 63, tree_nodes: int | None = None, emulate: str | Path | MachineProfile | None = None,
+        max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
+        emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, trace: str | Path | None = None,
     ) -> Runtime:  # fmt: skip
@@ -117,10 +115,12 @@ class Runtime:
             context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
                 `host`.
             kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
-                which takes whatever brings fewer bytes over the link.
+                which takes what is predicted to be faster.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
+                what suits device and draft.
             tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
                 for another number; windows have room for this many, or `max_gamma`. None chooses, and makes as much
                 room as costs little: for 256 nodes where weights or keys and values are streamed, for 32 where nothing
@@ -128,8 +128,9 @@ class Runtime:
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.
-            profile: The figures by which passes are predicted, for `stats`, but for the link, which is measured; None
-                takes a profile of this GPU, your own or a shipped one.
+            profile: The figures by which what is left to be chosen is chosen, and by which `stats` predicts passes (but
+                for the link, which is measured). None takes a profile of this GPU, your own or a shipped one; where
+                there is none, it is chosen by that of an RTX 4090 and nothing is predicted.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
@@ -145,24 +146,16 @@ class Runtime:
             require_writable(Path(trace))
         emulation = None if emulate is None else emulation_of(emulate)
         given = load_profile(profile) if isinstance(profile, str | Path) else profile
-        machine: MachineFigures | None = None
-
-        def planned(plan: RunPlan) -> None:
-            nonlocal machine
-            machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
-            if on_plan is not None:
-                on_plan(plan)
-
         loaded = load_runtime(
             target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
             resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
-            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=planned, emulation=emulation,
-            tree_nodes=tree_nodes, trace=trace is not None,
+            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, emulation=emulation,
+            tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
         )  # fmt: skip
         return cls(
-            loaded, machine=machine, emulated=None if emulation is None else emulation.name,
+            loaded, emulated=None if emulation is None else emulation.name,
             trace=None if trace is None else Path(trace),
         )  # fmt: skip
 
@@ -212,14 +205,22 @@ class Runtime:
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         tree_nodes: int | None = None,
     ) -> GenerationResult:  # fmt: skip
-        """Like `stream`, but returns when everything is there."""
+        """Like `stream`, but returns when everything is there.
+
+        Raises:
+            BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
+        """
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
             tree_nodes=tree_nodes,
         )  # fmt: skip
-        for _ in stream:
-            pass
+        try:
+            for _ in stream:
+                pass
+        except BudgetError as error:
+            stream.close()
+            raise BudgetError(str(error), [stream.result] if stream.result.tokens else []) from error
         return stream.result
 
     def conversation(self, system: str | None = None) -> Conversation:

@@ -28,6 +28,14 @@ _RINGS_SHARE = 4
 
 
 @dataclass(frozen=True)
+class LockLimit:
+    """Most page-locked memory (None: no limit), and whose limit it is, for messages."""
+
+    nbytes: int | None
+    name: str
+
+
+@dataclass(frozen=True)
 class StagingRings:
     """Page-locked memory that staging takes: what is read crosses `forth`, keys and values on the way to the host cross
     `back` (None: they never go there)."""
@@ -109,6 +117,12 @@ def place_staged(target: ModelPlan, placement: Placement, limit_bytes: int | Non
         placement.with_pinned(min(left_bytes // layer_bytes, most)), staging_bytes=rings.forth.nbytes,
         staged_kv_layers=staged_kv, writeback_bytes=rings.writeback_bytes,
     )  # fmt: skip
+
+
+def least_pinned_bytes(target: ModelPlan, placement: Placement) -> int:
+    """Page-locked memory without which a placement cannot be: all that it streams, or rings to stage that through."""
+    all_bytes = host_kv_bytes(target) + placement.num_streamed * arena_bytes(target)
+    return min(all_bytes, staging_rings(target, placement, 0).nbytes) if all_bytes else 0
 
 
 def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:

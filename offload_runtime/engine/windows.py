@@ -40,7 +40,7 @@ class WindowLimits:
     Attributes:
         max_gamma: Largest gamma to be asked for.
         most_nodes: Proposals that a window has room for.
-        default_gamma: Of trees whose size alone is asked for.
+        gamma: What was asked for when loading, and is proposed where nothing else is; None where windows are chosen.
         tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
             chosen.
         tree_room: Nodes of a tree that may be chosen; 0 where there is no room for trees of a draft.
@@ -48,7 +48,7 @@ class WindowLimits:
 
     max_gamma: int
     most_nodes: int
-    default_gamma: int
+    gamma: int | None = None
     tree_nodes: int | None = None
     tree_room: int = 0
 
@@ -64,10 +64,11 @@ class WindowLimits:
         Raises:
             OptionError: More than there is room for, or something that this proposer would ignore.
         """
-        gamma, nodes = params.gamma, self.tree_nodes if params.tree_nodes is None else params.tree_nodes
+        gamma = self.gamma if params.gamma is None else params.gamma
+        nodes = self.tree_nodes if params.tree_nodes is None else params.tree_nodes
         if gamma is not None and gamma > self.max_gamma:
             raise OptionError(f"gamma {gamma} exceeds the {self.max_gamma} this runtime was loaded for (max_gamma)")
-        if isinstance(proposer, NoProposer) and gamma is not None:
+        if isinstance(proposer, NoProposer) and params.gamma is not None:
             raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
         if nodes is not None and nodes > self.most_nodes:
             raise OptionError(
@@ -85,7 +86,7 @@ class WindowLimits:
         if isinstance(proposer, NoProposer):
             return WindowSize(0)
         if nodes:
-            return WindowSize(self.default_gamma if gamma is None else gamma, nodes)
+            return WindowSize(self.max_gamma if gamma is None else gamma, nodes)
         if gamma is not None:
             return WindowSize(gamma)
         limits = {family: self.by_family[family] for family in proposer.families({}) if family in self.by_family}

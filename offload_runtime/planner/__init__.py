@@ -26,7 +26,14 @@ from offload_runtime.planner.prediction import (
     predict_prefill,
     predict_step,
 )
-from offload_runtime.planner.rounds import RoundCosts, RoundPrediction, expected_tokens, predict_round
+from offload_runtime.planner.rounds import (
+    RoundCosts,
+    RoundPrediction,
+    best_tree_tokens,
+    expected_tokens,
+    expected_tree_tokens,
+    predict_round,
+)
 
 __all__ = [
     "DEFAULT_GRAPH_LAUNCH_US",
@@ -46,7 +53,9 @@ __all__ = [
     "StepCosts",
     "all_resident",
     "attention_operations",
+    "best_tree_tokens",
     "expected_tokens",
+    "expected_tree_tokens",
     "place_kv_layers",
     "place_layers",
     "predict_pass",

@@ -172,7 +172,7 @@ def _too_small(needs: MemoryNeeds, available_bytes: int, resident: int) -> Budge
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
     ways = ["raise --vram", "lower --context"]
     if needs.middle_bytes:
-        ways.append("lower --budget-tokens or use --speculation chain")
+        ways.append(f"lower --budget-tokens or use --speculation {'chain' if needs.draft_bytes else 'none'}")
     elif needs.draft_bytes:
         ways.append("use a smaller draft or --draft ngram")
     if resident:

@@ -9,8 +9,10 @@ cards, the seconds come from the machine's own figures.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from offload_runtime.config import GB
 from offload_runtime.errors import OptionError
@@ -108,15 +110,22 @@ class PassCosts:
     layers: tuple[LayerCosts, ...]
     head: LayerCosts
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerCosts, int], ...]:
+        """The layers with how many of each there are; most share one object with others."""
+        counts = Counter(map(id, self.layers))
+        by_id = {id(layer): layer for layer in self.layers}
+        return tuple((layer, counts[key]) for key, layer in by_id.items())
+
     @property
     def streamed_bytes(self) -> int:
         """Bytes over the link."""
-        return sum(layer.streamed_bytes for layer in self.layers)
+        return sum(count * layer.streamed_bytes for layer, count in self.kinds)
 
     @property
     def staged_bytes(self) -> int:
         """Of these, bytes that come out of pageable memory."""
-        return sum(layer.staged_bytes for layer in self.layers)
+        return sum(count * layer.staged_bytes for layer, count in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -151,17 +160,17 @@ def predict_pass(costs: PassCosts, machine: MachineFigures) -> PassPrediction:
     """How long a pass takes when the ring of copies runs across passes."""
     hbm_s = arithmetic_s = compute_s = 0.0
     flops = machine.flops(costs.dtype)
-    for layer in (*costs.layers, costs.head):
+    for layer, count in (*costs.kinds, (costs.head, 1)):
         matrices = layer.weight_bytes / machine.attained_hbm, layer.matrix_operations / flops
         attention = (
             layer.kv_bytes / machine.attained_hbm, layer.attention_operations / (_WINDOW_ATTENTION_SHARE * flops)
         )  # fmt: skip
-        hbm_s += matrices[0] + attention[0]
-        arithmetic_s += matrices[1] + attention[1]
-        compute_s += max(matrices) + max(attention)
+        hbm_s += count * (matrices[0] + attention[0])
+        arithmetic_s += count * (matrices[1] + attention[1])
+        compute_s += count * (max(matrices) + max(attention))
     link_s = costs.streamed_bytes / (machine.link_gbps * GB)
     staging_s = costs.staged_bytes / (machine.staging_gbps * GB)
-    launches = sum(layer.launches for layer in costs.layers)
+    launches = sum(count * layer.launches for layer, count in costs.kinds)
     launch_s = len(costs.layers) * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
     seconds = max(link_s, staging_s, compute_s, launch_s)
     by_cause = {link_s: "link", staging_s: "staging", launch_s: "launches"}

@@ -27,6 +27,8 @@ _MOST_PROBING = 3.0
 _FOR_OTHERS = 1.0
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
+# So much better than a tree must look what it tells about, or there is nothing to find out.
+_WORTH_A_TRY = 0.1
 # Rounds of a family before its figures are believed, and more while they might still turn out the best.
 _TRIED, _WELL_TRIED = 3, 12
 # Rounds until what lost is looked at again, each time twice as many up to a limit.
@@ -175,14 +177,16 @@ class Chooser:
         self, times: RoundTimes, limits: Mapping[str, int], standings: Mapping[str, _Standing]
     ) -> Choice | None:
         """A family that has hardly been tried, at a size whose failure is affordable."""
-        for family, largest in limits.items():
+        families = list(limits)
+        if times.is_sure:  # the most promising first: it tells about others
+            families.sort(key=lambda family: -standings[family].advantage if family in standings else 0.0)
+        for family in families:
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
-                # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
-                largest = largest if rounds or times.is_sure else 1
-                found = self._best_of(family, times, largest, self._credit / _TRIED)
-                if found is not None:
-                    return found.choice
+                found = self._best_of(family, times, limits[family], self._credit / _TRIED)
+                if found is not None and self._could_win(found):
+                    # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
+                    return found.choice if rounds or times.is_sure else Choice(family, 1)
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
                 luckier = standing.advantage * (1 + 1.5 * rounds**-0.5)
@@ -211,6 +215,20 @@ class Chooser:
         little = self._round < _LITTLE_KNOWN
         self._neighbour_due = self._round + (_NEIGHBOUR_ROUNDS if little else _LATER_NEIGHBOUR_ROUNDS)
         return found.choice
+
+    def _could_win(self, standing: _Standing) -> bool:
+        """Whether this might turn out better than a tree that is the best so far, which tells about others too: what
+        n-grams propose is among its nodes, so that alone they can only be cheaper, and its first node is a chain's."""
+        best, family = self._best, standing.choice.family
+        if best.choice.family != "tree" or family not in ("chain", "ngram"):
+            return True
+        tokens = best.tokens
+        if family == "chain":
+            if self._gains["chain"].num_rounds:
+                return True
+            rate = self._gains["tree"].first_rate
+            tokens = sum(rate**depth for depth in range(standing.choice.size + 1))
+        return tokens / standing.cost > (1 + _WORTH_A_TRY) * best.advantage
 
     def _neighbour(self, times: RoundTimes, limits: Mapping[str, int]) -> _Standing | None:
         """The next size above or below the best, in turns; None where there is none."""

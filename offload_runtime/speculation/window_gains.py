@@ -81,6 +81,11 @@ class Gains:
             self._weights = [min(weight, _LEAST_WEIGHT) for weight in self._weights]
             self._kept = 1.0
 
+    @property
+    def first_rate(self) -> float:
+        """How often the first proposal is accepted."""
+        return self._means[0]
+
     def curve(self) -> list[float]:
         """Accepted proposals to be expected of a window of each size, beginning with none of size 0."""
         if self._curve is None:

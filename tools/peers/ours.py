@@ -20,7 +20,7 @@ from bench_report import emit, measure_link_gbps, percentiles, provenance  # iso
 from offload_runtime.config import GB, SamplingParams
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine.assembly import LoadedModel, connect_model, warm_up
-from offload_runtime.engine.placing import place, reserve_workspace
+from offload_runtime.engine.placing import plan_placement, reserve_workspace
 from offload_runtime.engine.plans import Plans, target_plan
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
@@ -39,7 +39,8 @@ def build(
     others = device_memory_used_by_others(options.device.index or 0) if options.device.type == "cuda" else None
     budget = DeviceBudget(options.device, options.vram_bytes, other_bytes=others)
     plan = target_plan(config, options.dtype, options.device, context=context, window=window)
-    plans, placement = place(Plans(plan, None), budget, resident_layers, "gpu")
+    plans = Plans(plan, None)
+    placement = plan_placement(plans, budget, resident_layers)
     reserve_workspace(plans, budget)
     engine = make_copy_engine(options.device)
     streamed = set(range(placement.num_layers)) - set(placement.resident_layers)

@@ -1,0 +1,76 @@
+"""Requests and machines of all kinds for property tests of plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions
+from offload_runtime.engine.planning import PlanRequest, plan_run
+from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.planner import MachineFigures
+from offload_runtime.weights import DescribedModel
+
+CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
+PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
+    """A model of any size up to 70B, some with sliding windows."""
+    kv_heads, group = draw(st.sampled_from([32, 8, 2, 1])), draw(st.sampled_from([1, 2, 4]))
+    layers, head_dim = (
+        draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4)),
+        draw(st.sampled_from([128, 64])),
+    )
+    windows = draw(st.sampled_from([(), (4096,) * layers, tuple(4096 if i % 2 else None for i in range(layers))]))
+    config = ModelConfig(
+        "LlamaForCausalLM", kv_heads * group * head_dim, draw(st.sampled_from([512, 2048, 14336])), layers,
+        kv_heads * group, kv_heads, head_dim, draw(st.sampled_from([1000, 32000, 128256])), 131072, 1e-5,
+        {"rope_type": "default", "rope_theta": 1e4}, layer_windows=windows,
+    )  # fmt: skip
+    return DescribedModel(config, torch.bfloat16)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> PlanRequest:
+    """What somebody might ask for; most of it makes sense."""
+    has_draft = draw(st.booleans())
+    mode = draw(st.sampled_from(["auto", "chain", "triforce"] if has_draft else ["auto", "none"]))
+    return PlanRequest(
+        target=draw(models()),
+        draft_name="small" if has_draft else "ngram",
+        draft=draw(models(most_layers=4)) if has_draft else None,
+        context=draw(st.integers(2, 8192) | st.integers(20_000, 131072)),
+        kv=draw(st.sampled_from(["host", "auto", "gpu"])),
+        batch=draw(st.sampled_from([1, 1, 2, 5])),
+        resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
+        speculation=SpeculationOptions(mode),
+        vram_bytes=draw(limits(2 * GB, 40 * GB)),
+        ram_bytes=draw(limits(6 * GB, 600 * GB)),
+        pinned_bytes=draw(limits(GB // 10, 300 * GB)),
+    )
+
+
+def limits(least_bytes: int, most_bytes: int) -> st.SearchStrategy[int | None]:
+    """What somebody allows of some memory; mostly all of it."""
+    return st.one_of(st.none(), st.none(), st.none(), st.integers(least_bytes, most_bytes))
+
+
+machines = st.builds(
+    MachineFigures, name=st.just("some"), vram_reserved_bytes=st.just(GB), link_gbps=st.floats(3, 60),
+    vram_bytes=st.integers(3 * GB, 12 * GB) | st.integers(16 * GB, 80 * GB), hbm_gbps=st.floats(200, 5000),
+    ram_bytes=st.integers(8 * GB, 500 * GB), tflops=st.just({"bf16": 165.0}),
+    pinnable_bytes=st.none() | st.integers(4 * GB, 300 * GB),
+)  # fmt: skip
+
+
+def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | None:
+    try:
+        return plan_run(request, machine)
+    except (BudgetError, OptionError, ContextLengthError):
+        return None

@@ -1,0 +1,166 @@
+"""Lines of the packages to break on purpose, each with the tests that must see it: the list of `test_mutations`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One broken line.
+
+    Attributes:
+        name: What is wrong, in a few words.
+        path: The file, from the root of the repository on.
+        old: Text that occurs in it exactly once.
+        new: What stands there instead.
+        tests: Node ids of tests that must all fail then; the fastest that look at it.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_KV = "offload_runtime/kv_cache"
+_KERNELS = "kernels/offload_runtime_kernels"
+
+MUTATIONS = (
+    Mutation(
+        "rollback: a cut on the device keeps a token too many",
+        f"{_KV}/device.py",
+        "        self._lengths[sequence] = length\n",
+        "        self._lengths[sequence] = min(length + 1, self._lengths[sequence])\n",
+        ("tests/test_cache_histories.py::test_a_cut_and_what_is_written_behind_it",),
+    ),
+    Mutation(
+        "rollback: a cut in host memory does not bring back all that the ring had let go of",
+        f"{_KV}/host.py",
+        "missing = range(lowest, min(",
+        "missing = range(lowest + 1, min(",
+        ("tests/test_cache_histories.py::test_a_cut_behind_what_the_ring_holds[700]",),
+    ),
+    Mutation(
+        "rollback: a block that is cut and filled again still counts as written",
+        f"{_KV}/host_writes.py",
+        "self.arrived[sequence] = min(self.arrived[sequence], block)",
+        "self.arrived[sequence] = min(self.arrived[sequence], block + 1)",
+        ("tests/test_cache_histories.py::test_a_block_that_is_written_anew_is_not_taken_for_there",),
+    ),
+    Mutation(
+        "rollback: what is retrieved of a cut sequence stays a chunk too far",
+        f"{_KV}/retrieval.py",
+        "resident.masked_fill_(resident >= kept_chunks, -1)",
+        "resident.masked_fill_(resident > kept_chunks, -1)",
+        ("tests/test_retrieval.py::test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again",),
+    ),
+    Mutation(
+        "rollback: an accepted path of a tree lands one place too far",
+        f"{_KV}/tree_path.py",
+        "compact_rows(KVBlocks(data), sources, committed + kept)",
+        "compact_rows(KVBlocks(data), sources, committed + kept + 1)",
+        ("tests/test_cache_histories.py::test_a_path_of_a_tree",),
+    ),
+    Mutation(
+        "rollback: what agrees behind a rejection is accepted",
+        f"{_KERNELS}/window_steps.py",
+        "accepted = matches.int().cumprod(1).sum(1, keepdim=True)",
+        "accepted = matches.int().sum(1, keepdim=True)",
+        ("tests/kernels/test_window_steps.py::test_what_agrees_behind_a_difference_is_not_accepted[public]",),
+    ),
+    Mutation(
+        "position: siblings of a tree do not share theirs",
+        "offload_runtime/model/rows.py",
+        "depths = [len(path) - 1 for path in all_paths[b]] if tree else range(count)",
+        "depths = range(count)",
+        ("tests/test_trees.py::test_logits_of_a_path_are_those_of_a_chain[device]",),
+    ),
+    Mutation(
+        "position: after a move the sinks are rotated as if nothing had been let go of",
+        f"{_KV}/windowed.py",
+        "_Place(start, place.rope_shift + dropped)",
+        "_Place(start, place.rope_shift)",
+        ("tests/test_draft_model.py::test_other_numbers_of_sinks_and_recent_tokens[1-2]",),
+    ),
+    Mutation(
+        "position: nodes of a tree take the noise of the place before theirs",
+        "offload_runtime/speculation/rounds.py",
+        "own = [start, *(start + depth for depth in proposal.depths)]",
+        "own = [start, *(start + depth - 1 for depth in proposal.depths)]",
+        ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
+    ),
+    Mutation(
+        "refresh: steps choose chunks anew in all passes but the first",
+        f"{_KV}/retrieved_draft.py",
+        "self._view.begin_pass(refresh=first)",
+        "self._view.begin_pass(refresh=not first)",
+        ("tests/test_cache_histories.py::test_the_first_step_chooses_and_the_others_use",),
+    ),
+    Mutation(
+        "slot reuse: a slot is filled again while its last user holds it",
+        "offload_runtime/copy_schedule.py",
+        "return len(self.held) + len(self.arriving) < len(self.slots)",
+        "return len(self.held) + len(self.arriving) <= len(self.slots)",
+        ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
+    ),
+    Mutation(
+        "slot reuse: what an interrupted pass still reads is not recorded",
+        "offload_runtime/copy_schedule.py",
+        "        self._release_all()  # kernels",
+        "        pass  # kernels",
+        ("tests/test_streaming.py::test_a_pass_after_an_interrupted_one_starts_over[1-resident0-3]",),
+    ),
+    Mutation(
+        "slot reuse: an event that is armed again counts as fired",
+        "offload_runtime/copy_engine.py",
+        "        target = ready.armed\n",
+        "        target = min(ready.armed, 1)\n",
+        ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),
+    ),
+    Mutation(
+        "mask: a prompt's token does not see itself",
+        f"{_KERNELS}/attention_cpu.py",
+        "visible = key_positions <= positions[..., None]",
+        "visible = key_positions < positions[..., None]",
+        ("tests/kernels/test_attention_cpu.py::test_matches_the_reference[dtype0-1]",),
+    ),
+    Mutation(
+        "mask: a token of a window sees the one behind it",
+        f"{_KERNELS}/attention_cpu.py",
+        "ends = [position + 1 if num_keys is None",
+        "ends = [position + 2 if num_keys is None",
+        ("tests/kernels/test_attention_cpu.py::test_blocks_of_other_sequences_and_of_the_future_are_not_read",),
+    ),
+    Mutation(
+        "mask: in the kernel of the GPU a token does not see itself",
+        f"{_KERNELS}/attention_kernels.py",
+        "visible = (key_position[None, :] <= position[:, None]) & key_valid[None, :]",
+        "visible = (key_position[None, :] < position[:, None]) & key_valid[None, :]",
+        (
+            "tests/kernels/test_attention_blocks.py::test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge[None-triton]",
+        ),
+    ),
+    Mutation(
+        "noise key: sequences of a batch share their noise",
+        f"{_KERNELS}/gumbel_argmax.py",
+        "c2 = sequences.to(torch.int64).bitwise_and(_MASK32).unsqueeze(1)",
+        "c2 = torch.zeros_like(sequences).to(torch.int64).unsqueeze(1)",
+        ("tests/kernels/test_gumbel_argmax.py::test_noise_takes_its_words_where_the_contract_says",),
+    ),
+    Mutation(
+        "sampling: top-p keeps a token too many",
+        "offload_runtime/sampling.py",
+        "before_cutoff = _weights(ordered, maximum).cumsum(dim=1) < required",
+        "before_cutoff = _weights(ordered, maximum).cumsum(dim=1) <= required",
+        ("tests/test_sampling.py::test_top_p_stops_exactly_where_its_share_is_reached",),
+    ),
+    Mutation(
+        "speculation: a proposal is held against the sample of the next place",
+        "offload_runtime/speculation/rounds.py",
+        "if parent == last and token == samples[last + 1]:",
+        "if parent == last and token == samples[last + 2 if last + 2 < len(samples) else last + 1]:",
+        ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
+    ),
+)

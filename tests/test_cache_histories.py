@@ -1,0 +1,415 @@
+"""Any history of growing, proposing, verifying and rolling back leaves in a cache what a plain list says it holds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.gather_chunks import BlockTable
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.kv_cache import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.kv_cache.retrieval import RetrievedChunks
+from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache
+from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
+from offload_runtime.memory import DeviceBudget
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, BATCH, CAPACITY, SPARE = 2, 2, 2, 800, 20
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM", hidden_size=16, intermediate_size=16, num_layers=LAYERS, num_heads=4,
+    num_kv_heads=HEADS, head_dim=4, vocab_size=50, max_position_embeddings=4096, rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)  # fmt: skip
+
+
+class Marks:
+    """Keys and values that tell which token they are of: every token gets a number that none had before."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def new(self, count: int) -> list[int]:
+        self._newest += count
+        return list(range(self._newest - count + 1, self._newest + 1))
+
+
+def put(data: torch.Tensor, layer: int, slots: Sequence[int], marks: Sequence[int]) -> None:
+    """Write keys and values of tokens to slots of one sequence's blocks [N, 2, H_kv, 256, D]; values are negative."""
+    place, mark = torch.tensor(slots, dtype=torch.int64), torch.tensor(marks, dtype=data.dtype)
+    sides = torch.stack((mark, -mark), 1)[:, :, None, None] + layer / 8
+    data[place // BLOCK_TOKENS, :, :, place % BLOCK_TOKENS] = sides.expand(-1, -1, *data.shape[2::2])
+
+
+def held(data: torch.Tensor, layer: int, count: int) -> list[int]:
+    """The tokens of the first `count` positions of one sequence's blocks, after every number of each was looked at."""
+    flat = data.transpose(0, 1).transpose(1, 2).flatten(2, 3)[:, :, :count] - layer / 8  # [2, H_kv, S, D]
+    marks = flat[0, 0, :, 0].clone()
+    assert torch.equal(flat, torch.stack((marks, -marks))[:, None, :, None].expand_as(flat).contiguous())
+    return [int(mark) for mark in marks]
+
+
+class Watched:
+    """An observer that notes which tokens lay in the blocks that it was told of."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int, int], list[int]] = {}
+
+    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        for block in blocks:
+            own = kv.data[row, (block - kv.first_block) % kv.num_blocks][None]
+            self.seen[layer, sequence, block] = held(own, layer, BLOCK_TOKENS)
+
+
+class Played:
+    """A cache on the device and, for each of its sequences, the list of tokens that it should hold."""
+
+    def __init__(self) -> None:
+        self.cache = DeviceKVCache(
+            CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budget=DeviceBudget(CPU, None),
+            spare_slots=SPARE,
+        )  # fmt: skip
+        self.expected: list[list[int]] = [[] for _ in range(BATCH)]
+        self.watched = Watched()
+        self.cache.observers.append(self.watched)
+        self._marks = Marks()
+
+    def _put(self, sequence: int, slots: Sequence[int]) -> list[int]:
+        marks = self._marks.new(len(slots))
+        for layer in range(LAYERS):
+            data = self.cache.store(layer).data
+            put(data[sequence if data.shape[0] == BATCH else 0], layer, slots, marks)
+        return marks
+
+    def _behind(self, sequence: int, count: int) -> range:
+        length = self.cache.length(sequence)
+        return range(length, length + count)
+
+    def prefill(self, sequence: int, count: int) -> None:
+        """A prompt, all of which stays."""
+        self.cache.begin_prefill(sequence, count)
+        self.expected[sequence] += self._put(sequence, self._behind(sequence, count))
+        self.cache.end_prefill(sequence, count)
+
+    def window(self, sequence: int, count: int, path: Sequence[int]) -> None:
+        """A window of `count` tokens, of which the rows `path` are accepted."""
+        self.cache.begin_window([sequence], [count])
+        marks = self._put(sequence, self._behind(sequence, count))
+        self.cache.commit_path(sequence, path)
+        self.expected[sequence] += [marks[row] for row in path]
+
+    def adopt(self, sequence: int, spare: Sequence[int]) -> None:
+        """Nodes that were drafted ahead in spare slots become the sequence's next tokens."""
+        slots = [self.cache.spare_slots[index] for index in spare]
+        self.cache.begin_window([sequence], [0])
+        marks = self._put(sequence, slots)
+        self.cache.adopt(sequence, slots, self.cache.length(sequence))
+        self.cache.commit(sequence, len(slots))
+        self.expected[sequence] += marks
+
+    def cut(self, sequence: int, length: int) -> None:
+        self.cache.truncate(sequence, length)
+        del self.expected[sequence][length:]
+
+    def check(self) -> None:
+        self.cache.begin_window((), ())  # all sequences are to be seen
+        for sequence, expected in enumerate(self.expected):
+            assert self.cache.length(sequence) == len(expected)
+            for layer in range(LAYERS):
+                assert held(self.cache.store(layer).data[sequence], layer, len(expected)) == expected
+                for block in range(len(expected) // BLOCK_TOKENS):
+                    own = expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+                    assert self.watched.seen[layer, sequence, block] == own, "observers were told of something else"
+
+
+def test_a_cut_and_what_is_written_behind_it() -> None:
+    played = Played()
+    played.prefill(0, 300)
+    for length in (299, 256, 255, 3):
+        played.cut(0, length)
+        played.check()
+        played.window(0, 8, range(5))
+        played.check()
+
+
+def test_a_path_of_a_tree() -> None:
+    played = Played()
+    played.prefill(1, 250)
+    for path in ([0, 2, 5], [0], [0, 1, 2], [], [0, 3, 4, 7]):
+        played.window(1, 8, path)
+        played.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_history_on_the_device(data: st.DataObject) -> None:
+    played = Played()
+    for _ in range(data.draw(st.integers(1, 12))):
+        sequence = data.draw(st.integers(0, BATCH - 1))
+        length = played.cache.length(sequence)
+        room = CAPACITY - length
+        action = data.draw(st.sampled_from(["prefill", "window", "adopt", "cut"]))
+        if action == "cut":
+            played.cut(sequence, data.draw(st.integers(0, length)))
+        elif action == "prefill" and room:
+            played.prefill(sequence, data.draw(st.integers(1, min(room, 400))))
+        elif action == "window" and room:
+            count = data.draw(st.integers(1, min(room, 40)))
+            behind = data.draw(st.sets(st.integers(0, count - 1)))
+            played.window(sequence, count, [0, *sorted(behind - {0})])
+        elif action == "adopt":
+            spare = data.draw(st.permutations(range(SPARE)))
+            played.adopt(sequence, spare[: data.draw(st.integers(0, min(room, SPARE)))])
+        played.check()
+
+
+class PlayedOnHost:
+    """A cache in host memory that grows by windows, and the tokens that its one sequence should hold."""
+
+    WINDOW = 150
+
+    def __init__(self, before_copy: Callable[[], None] | None = None) -> None:
+        self.engine = ThreadCopyEngine(before_copy=before_copy)
+        self.cache = HostKVCache(
+            CONFIG, torch.float32, capacity_tokens=4 * CAPACITY, batch=1, window_tokens=self.WINDOW,
+            piece_bytes=block_bytes(CONFIG, torch.float32), budget=DeviceBudget(CPU, None), writeback=self.engine,
+            workspace_bytes=0, locking=BlockLocking(None),
+        )  # fmt: skip
+        self.expected: list[int] = []
+        self._marks = Marks()
+
+    def _ring(self, layer: int, block: int) -> torch.Tensor:
+        """Where the ring has a block, or would have it: [1, 2, H_kv, 256, D]."""
+        data = self.cache.store(layer).data[0]
+        return data[block % data.shape[0]][None]
+
+    def window(self, count: int, accepted: int) -> None:
+        """A window of `count` tokens, the first `accepted` of which stay."""
+        self.cache.begin_window([0], [count])
+        first = self.cache.length(0)
+        marks = self._marks.new(count)
+        for layer in range(LAYERS):
+            for position, mark in enumerate(marks, first):
+                block = position // BLOCK_TOKENS
+                put(self._ring(layer, block), layer, [position % BLOCK_TOKENS], [mark])
+        self.cache.commit(0, accepted)
+        self.expected += marks[:accepted]
+
+    def grow(self, length: int) -> None:
+        """Windows that are accepted in full, up to a length."""
+        while (missing := length - len(self.expected)) > 0:
+            self.window(min(missing, self.WINDOW), min(missing, self.WINDOW))
+
+    def cut(self, length: int) -> None:
+        self.cache.truncate(0, length)
+        del self.expected[length:]
+
+    def check(self, *, on_host: int) -> None:
+        """A pass that streams the first `on_host` blocks finds these there, and everything else in the ring."""
+        assert self.cache.length(0) == len(self.expected)
+        for block in range(-(-len(self.expected) // BLOCK_TOKENS)):
+            own = self.expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+            for layer in range(LAYERS):
+                ring = self._ring(layer, block)
+                there = self.cache.blocks.block(layer, 0, block) if block < on_host else ring.view(-1).view(torch.uint8)
+                assert held(there.view(torch.float32).view(ring.shape), layer, len(own)) == own
+
+    def check_all(self) -> None:
+        """What may be streamed now, and the least that a pass must stream."""
+        self.cache.begin_window([0], [1])  # as a pass does
+        snapshot = self.cache.snapshot()
+        assert self.cache.is_valid(snapshot)
+        self.check(on_host=snapshot.blocks[0])
+        least = next(n for n in range(99) if self.cache.is_valid(replace(snapshot, blocks=(n,))))
+        self.check(on_host=least)
+
+
+@pytest.fixture
+def on_host() -> Iterator[PlayedOnHost]:
+    played = PlayedOnHost()
+    yield played
+    played.cache.close()
+
+
+@pytest.mark.parametrize("kept", [1500, 1030, 700, 256, 255, 5])
+def test_a_cut_behind_what_the_ring_holds(on_host: PlayedOnHost, kept: int) -> None:
+    on_host.grow(1700)
+    on_host.engine.drain()
+    on_host.check_all()
+    on_host.cut(kept)
+    on_host.check_all()
+    on_host.grow(kept + 400)
+    on_host.check_all()
+
+
+def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
+    """Its write is late, and what is on the host is still what was cut."""
+    gate = threading.Event()
+    gate.set()
+
+    def wait() -> None:
+        assert gate.wait(30)
+
+    played = PlayedOnHost(wait)
+    played.grow(1000)
+    played.engine.drain()
+    played.check_all()
+    gate.clear()
+    played.cut(700)
+    played.grow(800)
+    played.check_all()
+    gate.set()
+    played.engine.drain()
+    played.check_all()
+    played.cache.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["grow", "window", "cut", "drain"]), st.integers(0, 900)), max_size=10),
+    seed=st.integers(0, 9),
+)
+def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int) -> None:
+    """With blocks that arrive late."""
+    generator = random.Random(seed)
+    played = PlayedOnHost(lambda: time.sleep(max(0.0, generator.uniform(-0.002, 0.001))))
+    for action, amount in steps:
+        length = len(played.expected)
+        if action == "grow":
+            played.grow(min(length + amount, 3 * CAPACITY))
+        elif action == "window":
+            count = amount % played.WINDOW + 1
+            played.window(count, 7 * amount % (count + 1))
+        elif action == "cut":
+            played.cut(max(0, length - amount))
+        else:
+            played.engine.drain()
+        played.check_all()
+    played.cache.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sinks=st.integers(1, BLOCK_TOKENS),
+    recent=st.integers(2, 200),
+    steps=st.lists(st.tuples(st.sampled_from(["grow", "cut", "jump"]), st.integers(0, 300)), max_size=20),
+)
+def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: list[tuple[str, int]]) -> None:
+    """Sinks and recent tokens stand where `kept_positions` says, at indices without a gap."""
+    cache = StreamingDraftCache(
+        CONFIG, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=16, batch=BATCH,
+        budget=DeviceBudget(CPU, None),
+    )  # fmt: skip
+    text, marks = list[int](), Marks()
+
+    def write(positions: Sequence[int]) -> None:
+        cache.begin_prefill(1, len(positions))
+        first = cache.length(1)
+        for layer in range(LAYERS):
+            put(cache.store(layer).data[0], layer, range(first, first + len(positions)), [text[p] for p in positions])
+        cache.end_prefill(1, len(positions))
+
+    for action, amount in steps:
+        if action == "cut":  # as far as it need not begin anew
+            lowest = 0 if not cache.start(1) else cache.start(1) + sinks + recent
+            del text[max(lowest, len(text) - amount) :]
+            cache.truncate(1, min(cache.length(1), len(text) - cache.start(1)))
+            if cache.start_for(len(text)) != cache.start(1):
+                continue
+        elif action == "jump" or len(text) + 1 - cache.start(1) > cache.capacity_tokens:
+            text += marks.new(amount)
+            cache.reset(1, cache.start_for(len(text)))
+            write(kept_positions(len(text), cache.start(1), sinks))
+        else:
+            for _ in range(amount):
+                text += marks.new(1)
+                if (start := cache.start_for(len(text))) > cache.start(1):
+                    cache.move(1, start)
+                    cache.begin_window([1], [0])
+                    for layer in range(LAYERS):  # the sinks are computed anew
+                        put(cache.store(layer).data[1], layer, range(sinks), text[:sinks])
+                write([len(text) - 1])
+        kept = kept_positions(len(text), cache.start(1), sinks)
+        assert cache.length(1) == len(kept) <= cache.capacity_tokens
+        assert cache.start(1) == 0 or len(kept) - sinks >= recent
+        for layer in range(LAYERS):
+            cache.begin_window((), ())
+            assert held(cache.store(layer).data[1], layer, len(kept)) == [text[position] for position in kept]
+        assert cache.length(0) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
+    """Choices of any kind over a text that grows, is cut and goes on otherwise: what is held is today's text."""
+    size, places, capacity = 8, 6, 40  # chunks
+    chunks = RetrievedChunks(
+        CONFIG, torch.float32, budget_tokens=places * size, chunk_size=size, batch=BATCH, budget=DeviceBudget(CPU, None)
+    )
+    blocks = torch.zeros(LAYERS, BATCH, 2, 2, HEADS, BLOCK_TOKENS, 4)
+    tables = []
+    for layer in range(LAYERS):
+        tables.append(BlockTable.empty(BATCH, 2, CPU))
+        for sequence in range(BATCH):
+            tables[layer].put(sequence, 0, blocks[layer, sequence])
+    texts, marks = [list[int]() for _ in range(BATCH)], Marks()
+    for _ in range(data.draw(st.integers(1, 10))):
+        sequence, text = data.draw(st.sampled_from(list(enumerate(texts))))
+        kept = data.draw(st.integers(0, len(text)))
+        if kept < len(text):
+            del text[kept:]
+            chunks.forget(sequence, kept)
+        text += marks.new(data.draw(st.integers(0, capacity * size - kept)))
+        available = len(text) // size
+        for layer in range(LAYERS):
+            put(blocks[layer, sequence], layer, range(len(text)), text) if text else None
+            count = min(places, available)
+            selected = torch.full((1, HEADS, places), -1, dtype=torch.int32)
+            for head in range(HEADS):
+                order = data.draw(st.permutations(range(available)))[:count]
+                selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
+            chunks.update(layer, selected, tables[layer], [available], sequence=sequence)
+            assert chunks.num_keys(layer, sequence) == count * size
+            for head in range(HEADS):
+                order = chunks.resident(layer)[sequence, head].tolist()
+                assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
+                expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
+                own = chunks.blocks(layer).data[sequence, :, :, head : head + 1]
+                assert held(own, layer, count * size) == expected
+
+
+def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RetrievedDraftCache(
+        CONFIG, torch.float32, capacity_tokens=CAPACITY, budget_tokens=64, chunk_size=8, batch=1,
+        budget=DeviceBudget(CPU, None),
+    )  # fmt: skip
+    cache.begin_prefill(0, 700)
+    for layer in range(LAYERS):
+        cache.store(layer).data.normal_(generator=torch.Generator().manual_seed(layer))
+    cache.end_prefill(0, 700)
+    policy, select, chosen = cache._view._policy, cache._view._policy.select, list[int]()
+
+    def counted(layer: int, *arguments: object, **options: object) -> torch.Tensor:
+        chosen.append(layer)
+        return select(layer, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(policy, "select", counted)
+    cache.begin_steps(range(1), {0: 3})
+    for step in range(3):
+        cache.begin_step(first=step == 0)
+        rows = QueryRows(torch.tensor([[700 + step]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), CAPACITY)
+        for layer in range(LAYERS):
+            q = torch.ones(1, 1, 4, 4)
+            cache.attend(layer, q, rows, scale=0.5, sliding_window=None, prefill=False)
+        assert chosen == list(range(LAYERS)), "chosen by another step than the first"

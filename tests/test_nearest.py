@@ -1,0 +1,131 @@
+"""What a refusal says: nearest settings that can be typed and fit, ways out that are there, figures that suffice."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload_runtime.cli import app
+from offload_runtime.config import GB, SpeculationOptions, parse_bytes
+from offload_runtime.engine.machines import machine_figures
+from offload_runtime.engine.nearest import Refusal, plan_or_refuse
+from offload_runtime.engine.planning import PlanRequest, plan_run
+from offload_runtime.errors import OptionError
+from offload_runtime.machine_profile import load_profile
+from offload_runtime.weights import describe_model
+from tests.helpers.planning import CONFIGS, plan_or_none
+
+DRAFT = str(CONFIGS / "llama-3.2-1b")
+REFUSED = {
+    "a draft that retrieves": {"--draft": DRAFT, "--draft-cache": "retrieval", "--context": "2048"},
+    "TriForce": {"--draft": DRAFT, "--speculation": "triforce", "--gamma-draft": "2", "--context": "2048"},
+    "TriForce whose draft is full": {
+        "--draft": DRAFT, "--speculation": "triforce", "--draft-cache": "full", "--budget-tokens": "8192",
+        "--context": "20000", "--vram": "20GB",
+    },
+    "TriForce by itself": {"--draft": "none", "--speculation": "triforce", "--context": "2048", "--gamma": "3"},
+    "a draft's chain": {"--draft": DRAFT, "--speculation": "chain", "--sink-tokens": "4", "--vram": "6.3GB"},
+    "several at once": {
+        "--draft": DRAFT, "--speculation": "triforce", "--draft-cache": "retrieval", "--context": "131072",
+        "--kv": "gpu", "--batch": "3", "--vram": "12GB",
+    },
+    "more than the card has": {
+        "--draft": DRAFT, "--speculation": "triforce", "--context": "131072", "--kv": "gpu", "--batch": "2",
+        "--vram": "40GB",
+    },
+}  # fmt: skip
+CHANGES = {
+    "a draft that retrieves": "--draft ngram without --draft-cache",
+    "TriForce": "--speculation auto --draft ngram without --gamma-draft",
+    "TriForce whose draft is full": "--speculation chain without --budget-tokens",
+    "TriForce by itself": "--speculation none without --gamma",
+    "a draft's chain": "--draft ngram without --sink-tokens",
+    "several at once": "--batch 1 --kv auto --speculation auto --draft ngram without --draft-cache",
+    "more than the card has": "--vram 25.7GB --batch 1 --kv auto --speculation auto --draft ngram",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_profiles_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_proposed_can_be_typed(name: str) -> None:
+    refused = plan(REFUSED[name])
+    assert refused.exit_code == 2, refused.stdout
+    changes = [proposal["change"] for proposal in json.loads(refused.stdout)["nearest"]]
+    assert CHANGES[name] in changes
+    for change in changes:
+        if "memory" not in change:  # of another machine
+            fits = plan(typed(REFUSED[name], change))
+            assert fits.exit_code == 0, (change, fits.stderr)
+
+
+def typed(options: dict[str, str], change: str) -> dict[str, str]:
+    """The options as a change of them says."""
+    changed, _, dropped = change.partition(" without ")
+    words = changed.split()
+    kept = {name: value for name, value in options.items() if name not in dropped.split(", ")}
+    return kept | dict(zip(words[::2], words[1::2], strict=True))
+
+
+def plan(options: dict[str, str]) -> Result:
+    arguments = [word for option in options.items() for word in option]
+    target = str(CONFIGS / "llama-3.1-8b")
+    return CliRunner().invoke(app, ["plan", "--json", "--target", target, "--profile", "rtx4090", *arguments])
+
+
+def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from() -> None:
+    machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
+        kv="gpu", speculation=SpeculationOptions("triforce", "retrieval"), vram_bytes=22_700_000_000,
+    )  # fmt: skip
+    outcome = plan_or_refuse(request, machine)
+    assert isinstance(outcome, Refusal)
+    fitting = [tokens for tokens in range(256, 100_000, 256) if plan_or_none(replace(request, context=tokens), machine)]
+    assert fitting[0] == 4096 and fitting[-1] < 6000
+    assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.proposals}
+
+
+def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
+    machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
+        speculation=SpeculationOptions("triforce"),
+    )  # fmt: skip
+    for vram_bytes in range(18 * GB, 22 * GB, GB // 3):
+        with pytest.raises(OptionError, match=r"of 32 layers would be streamed: raise --vram by ") as refused:
+            plan_run(replace(request, vram_bytes=vram_bytes), machine)
+        more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
+        assert more is not None
+        enough_bytes = vram_bytes + parse_bytes(more[1])
+        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).placed.middle is not None
+        with pytest.raises(OptionError):
+            plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"--context": "2048"}, {"--vram": "12GB"}, {"--vram": "4GB"}, {"--resident-layers": "3"},
+        {"--kv": "host", "--context": "131072", "--pinned": "2GB"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nobody_is_told_to_propose_a_chain_without_a_draft(options: dict[str, str]) -> None:
+    asked = {"--speculation": "triforce", **options}
+    by_itself, drafted = plan({**asked, "--draft": "none"}), plan({**asked, "--draft": DRAFT})
+    assert "--speculation none" in problem(by_itself) and "--speculation chain" not in problem(by_itself)
+    assert "--speculation chain" in problem(drafted)
+
+
+def problem(refused: Result) -> str:
+    assert refused.exit_code == 2, refused.stdout
+    return str(json.loads(refused.stdout)["problem"])
