@@ -78,7 +78,7 @@ def test_another_text_is_followed(cost: Cost, before: float, after: float) -> No
         assert all(run.speed(250) > 0.97 * best[1] for run in runs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rates=st.tuples(*[st.floats(0, 1)] * 3), step=st.floats(0, 1), row=st.floats(0, 0.2), share=st.floats(0, 1),
     seed=st.integers(0, 1000), sure=st.booleans(),
@@ -95,7 +95,7 @@ def test_it_is_never_much_slower_than_plain_decoding(
     text = Text({"chain": InARow(rates[0]), "tree": ByProbability(rates[1]), "ngram": InARow(rates[2])}, share)
     times = RoundTimes(cost, sure=True) if sure else RoundTimes()
     run = play([(text, 400)], cost, LIMITS["trees"], seed=seed, times=times, noise=0.05)
-    lost = sum(seconds - tokens for _, seconds, tokens in run.rounds)
+    lost = sum(seconds for _, seconds, _ in run.rounds) - sum(run.said)
     # A size that nobody could foresee may cost once what it costs.
     dearest = max(seconds for _, seconds, _ in run.rounds)
     assert lost < 0.01 * 400 + (0 if sure else 6 * dearest) + 1
@@ -138,6 +138,15 @@ def test_windows_tell_about_all_smaller_ones() -> None:
     assert gains.curve()[steps_within(16)] == pytest.approx(5, rel=0.1)
 
 
+def test_what_changes_all_at_once_is_soon_believed() -> None:
+    gains, number = Gains(8, first=0.5, in_depth=True), 0
+    for before, after in ((0, 8), (8, 0), (0, 8)):
+        for path in [range(before)] * 64 + [range(after)] * 14:
+            gains.observe(8, [path], number=number)
+            number += 1
+        assert abs(gains.curve()[-1] - after) < 0.35 * 8
+
+
 def test_of_a_batch_the_mean_counts() -> None:
     gains = Gains(4, first=0.5, in_depth=True)
     for number in range(40):
@@ -165,9 +174,10 @@ def test_an_exceptional_first_time_is_not_believed() -> None:
     assert times.seconds(choice) == pytest.approx(0.1)
     times.observe(choice, 0.12)
     assert times.seconds(choice) == pytest.approx(0.12)
-    # Three of them are no exceptions.
+    # Two of them are no exceptions.
     dear = Choice("tree", 4)
-    for _ in range(3):
+    for _ in range(2):
+        assert not times.doubts(dear) or times.seconds(dear) == pytest.approx(0.1)
         times.observe(dear, 0.9)
     assert times.seconds(dear) == pytest.approx(0.9)
     # And one among others does not count.

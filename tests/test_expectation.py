@@ -19,7 +19,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.machine_profile import load_profile, save_profile
 from offload_runtime.planner import predict_pass, predict_step
-from offload_runtime.speculation import Acceptance
+from offload_runtime.speculation import Acceptance, Choice
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
@@ -203,3 +203,25 @@ def test_the_answers_of_a_batch_share_a_prediction(tmp_path: Path) -> None:
         results = runtime.generate_batch([PROMPT, "the link"], max_new_tokens=4, ignore_eos=True)
     first, second = (result.stats.predicted_s_per_pass for result in results)
     assert first is not None and first == second > 0
+
+
+def test_rounds_that_were_not_played_yet() -> None:
+    """A draft step for every proposal of a chain, a few and one for every so many nodes of a tree, none for n-grams."""
+    plan = _plan("llama-2-7b", "llama-68m", context=2048)
+    expectation, draft = Expectation(plan, CARD), plan.placed.plans.draft
+    assert draft is not None
+
+    def foreseen(family: str, size: int, sequences: int = 1) -> float:
+        return expectation.seconds_of_round(Choice(family, size), sequences, 1000)
+
+    step_s = predict_step(draft_step_costs(draft), CARD)
+    assert foreseen("plain", 0) == pytest.approx(_pass_s(plan, length=1000, rows=1))
+    assert foreseen("ngram", 16) == pytest.approx(_pass_s(plan, length=1000, rows=17))
+    assert foreseen("chain", 16) - foreseen("ngram", 16) == pytest.approx(16 * step_s)
+    trees = [foreseen("tree", size) - foreseen("ngram", size) for size in (32, 64)]
+    assert trees[1] - trees[0] == pytest.approx(step_s) and trees[0] > 2 * step_s
+    assert foreseen("chain", 16, 4) > foreseen("chain", 16)
+    middle = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
+    steps = [Expectation(middle, CARD).seconds_of_round(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
+    assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]))
+    assert steps[1] - steps[0] > predict_step(middle_step_costs(middle.placed), CARD)

@@ -20,7 +20,7 @@ _PROBING_SHARE = 0.005
 _FIRST_LOSS = 0.4
 _MOST_CREDIT = 4.0
 # A single round that took exceptionally long may not keep proposals off for longer than this lasts.
-_LEAST_CREDIT = -0.1
+_LEAST_CREDIT = -0.2
 # The same of finding out; against plain decoding this is lost too only as far as that allows.
 _MOST_PROBING = 3.0
 # Of it, what is kept for looking at other families than the best.
@@ -94,6 +94,7 @@ class Chooser:
         self._neighbour_due = _NEIGHBOUR_ROUNDS
         self._upwards = True
         self._best = _PLAIN_STANDING
+        self._last = PLAIN
         self._standing: tuple[tuple[tuple[str, int], ...], int] | None = None  # where, and until which round
 
     def choose(self, times: RoundTimes, limits: Mapping[str, int]) -> Choice:
@@ -103,6 +104,8 @@ class Chooser:
             times: Of rounds like this one.
             limits: The families that have something to propose, each with its largest window.
         """
+        if self._last.family in limits and times.doubts(self._last):
+            return self._last
         key = tuple(limits.items())
         if self._standing is not None and (self._standing[0], self._round < self._standing[1]) == (key, True):
             return self._best.choice
@@ -140,6 +143,7 @@ class Chooser:
         if choice != PLAIN and windows:
             self._gains[choice.family].observe(choice.size, windows, number=self._round)
         self._round += 1
+        self._last = choice
         cost = 1.0 if choice == PLAIN else times.cost(choice, seconds)
         credit = self._credit + tokens - cost + _LOST_SHARE * cost
         self._credit = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
@@ -181,7 +185,8 @@ class Chooser:
             if rounds < _TRIED:
                 found = self._best_of(family, times, limits[family], self._credit / _TRIED)
                 if found is not None and self._could_win(found):
-                    return found.choice
+                    # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
+                    return found.choice if rounds or times.is_sure else Choice(family, 1)
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
                 luckier = standing.advantage * (1 + 1.5 * rounds**-0.5)

@@ -9,9 +9,11 @@ from offload_runtime.speculation.window_sizes import PLAIN, SIZES, Choice, steps
 
 # Newest times of a choice that count.
 _MEMORY = 32
-# First times so much longer than expected may have captured a graph or compiled a kernel: so many are needed until they
-# are believed.
-_SUSPICIOUS, _BELIEVED = 1.5, 3
+# A first time so much longer than expected may have captured a graph or compiled a kernel: it is believed when the next
+# one is as long. Fewer times than enough do not count where others say otherwise; of many the mean counts.
+_SUSPICIOUS, _ENOUGH, _MANY = 1.5, 3, 10
+# Times that are so much longer than the middle one are exceptions, as long as they are at most one of so many.
+_EXCEPTIONAL, _EXCEPTIONS = 2.5, 5
 
 # Of a round, in whatever unit: only proportions count.
 Foreseen = Callable[[Choice], float]
@@ -40,7 +42,8 @@ class RoundTimes:
         self._foreseen: dict[Choice, float] = {}
         self._samples: dict[Choice, deque[float]] = {}
         self._usual: dict[Choice, float] = {}
-        self._suspected: dict[Choice, list[float]] = {}
+        self._suspected: dict[Choice, float] = {}
+        self._confirmed: set[Choice] = set()
         self._steps: dict[str, int] = {}
         self._curves: dict[str, list[float]] = {}
 
@@ -48,17 +51,15 @@ class RoundTimes:
         """A round was played."""
         samples = self._samples.get(choice)
         if samples is None:
-            suspected = self._suspected.setdefault(choice, [])
-            if self._usual and seconds > _SUSPICIOUS * self.seconds(choice):
-                suspected.append(seconds)
-                if len(suspected) < _BELIEVED:
-                    return
-                samples = self._samples[choice] = deque(suspected, maxlen=_MEMORY)
-            else:
-                samples = self._samples[choice] = deque([seconds], maxlen=_MEMORY)
-        else:
-            samples.append(seconds)
-        self._usual[choice] = _lower_median(samples)
+            if self._usual and choice not in self._suspected and seconds > _SUSPICIOUS * self.seconds(choice):
+                self._suspected[choice] = seconds
+                return
+            samples = self._samples[choice] = deque(maxlen=_MEMORY)
+            if choice in self._suspected:
+                samples.append(self._suspected.pop(choice))
+                self._confirmed.add(choice)
+        samples.append(seconds)
+        self._usual[choice] = _mean_but_exceptions(samples)
         if choice == PLAIN:
             self._curves.clear()
         else:
@@ -69,7 +70,7 @@ class RoundTimes:
         return self.curve(choice.family, choice.size)[steps_within(choice.size)]
 
     def cost(self, choice: Choice, seconds: float | None) -> float:
-        """Plain rounds that a round took, at least one, exceptions not counted in full.
+        """Plain rounds that a round took, at least one, exceptions not counted as such.
 
         Args:
             choice: Of the round, which was observed.
@@ -77,11 +78,17 @@ class RoundTimes:
         """
         usual_s = self.seconds(choice)
         plain_s = self._usual.get(PLAIN, self._curves[choice.family][0])
-        return max(1.0, (usual_s if seconds is None else min(seconds, _SUSPICIOUS * usual_s)) / plain_s)
+        if seconds is None or seconds > (_EXCEPTIONAL if choice in self._samples else _SUSPICIOUS) * usual_s:
+            seconds = usual_s
+        return max(1.0, seconds / plain_s)
+
+    def doubts(self, choice: Choice) -> bool:
+        """Whether its only time is one that may be an exception."""
+        return choice in self._suspected
 
     @property
     def is_sure(self) -> bool:
-        """Whether what was foreseen comes from figures of the machine."""
+        """Whether times were foreseen from figures of the machine, or from times of other rounds."""
         return self._sure
 
     @property
@@ -113,7 +120,8 @@ class RoundTimes:
             return foreseen
         times = {step: self._usual[choices[step]] for step in played}
         counts = {step: len(self._samples[choices[step]]) for step in played}
-        for step in [step for step in played if counts[step] < _BELIEVED]:
+        weak = [step for step in played if counts[step] < _ENOUGH and choices[step] not in self._confirmed]
+        for step in weak:
             others = {other: seconds for other, seconds in times.items() if other != step}
             if others and times[step] > _SUSPICIOUS * _in_proportion(others, foreseen)[step]:
                 times = others
@@ -126,9 +134,19 @@ class RoundTimes:
         return self._foreseen[choice]
 
 
-def _lower_median(samples: Sequence[float]) -> float:
-    """The middle one, of two the shorter: exceptions are long."""
-    return sorted(samples)[(len(samples) - 1) // 2]
+def _mean_but_exceptions(samples: Sequence[float]) -> float:
+    """The mean without a few that are far too long; of hardly any samples the shorter of the middle ones.
+
+    Not the median of all: how long it takes to grow a tree depends on what is left of the one before.
+    """
+    ordered = sorted(samples)
+    middle = ordered[(len(samples) - 1) // 2]
+    if len(samples) < _MANY:
+        return middle
+    for _ in range(max(1, len(samples) // _EXCEPTIONS)):
+        if ordered[-1] > _EXCEPTIONAL * middle:
+            ordered.pop()
+    return sum(ordered) / len(ordered)
 
 
 def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float]:

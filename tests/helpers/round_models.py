@@ -79,6 +79,7 @@ class Played:
     """Rounds as they should have gone on average: of each its choice, seconds and tokens."""
 
     rounds: list[tuple[Choice, float, float]] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)  # tokens of each round, as luck would have it
     ideas: list[bool] = field(default_factory=list)  # of each round, whether n-grams had one
 
     def speed(self, first: int = 0, last: int | None = None) -> float:
@@ -112,6 +113,7 @@ def play(
             if chance.random() < outliers:
                 told_s *= chance.uniform(3, 20)
             chooser.learn(times, choice, [path] if choice != PLAIN else [], tokens=1 + len(path), seconds=told_s)
+            played.said.append(1 + len(path))
             played.rounds.append((choice, seconds, 1 + (source.accepted(choice.size) if source is not None else 0.0)))
     return played
 
