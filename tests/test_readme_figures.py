@@ -114,6 +114,20 @@ def steps() -> Iterator[str]:
     yield f"of a Llama of 68M {case['step_ms']['median']:.3f}"
 
 
+def trees() -> Iterator[str]:
+    for noise in ("0.02", "0.05"):
+        for row in result(f"trees-noise-{noise}-h200")["streamed"]:
+            if row["how"] == "plain":
+                assert f"{row['s_per_pass']:.3f}" == "0.355"
+            assert row.get("identical", True)
+            if row["how"] == "auto":
+                yield (
+                    f"| {noise} | {row['temperature']:g} | {row['prompt']} | {row['tokens_per_pass']:.1f} "
+                    f"| {row['tok_per_s']:.1f} | {row['times_plain']:.1f} x "
+                    f"| {percent(row['hidden_draft_share'], 0)} | {percent(row['link_idle_share'])} |"
+                )
+
+
 def plans() -> Iterator[str]:
     rows, emulated = result("plan-h200")["rows"], result("emulation-h200")
     assert not result("plan-h200")["failures"] and emulated["holds"]
@@ -124,7 +138,7 @@ def plans() -> Iterator[str]:
     yield f"is within {percent(max(large))} for copies of 4 MiB and more"
 
 
-@pytest.mark.parametrize("claims", [streaming, long_context, on_chip, steps, plans])
+@pytest.mark.parametrize("claims", [streaming, long_context, on_chip, steps, trees, plans])
 def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
     text = " ".join(README.split())
     missing = [claim for claim in claims() if " ".join(claim.split()) not in text]
