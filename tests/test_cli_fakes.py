@@ -109,6 +109,7 @@ class FakeRuntime:
         self.speculative_tokens = [1, 2, 3]
         self.held_back = ""
         self.finish_reason = "stop"
+        self.checks: list[Callable[[Any], object] | None] = []  # of prompts, as loading was given them
         self.load_error: Exception | None = None
         self.answer_error: Exception | None = None
         self.memory_lasts_for = -1  # answers of a batch
@@ -120,6 +121,7 @@ class FakeRuntime:
         context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int, gamma: int | None,
         tree_nodes: int | None, emulate: str | None, profile: str | None,
         on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None, trace: Path | None,
+        check: Callable[[Any], object] | None,
     ) -> FakeRuntime:  # fmt: skip
         options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
         options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
@@ -134,6 +136,7 @@ class FakeRuntime:
             "trace": trace,
         }
         self.loads.append((target, options))
+        self.checks.append(check)
         on_progress("target weights", 1, 2)
         if self.load_error is not None:
             raise self.load_error

@@ -148,6 +148,26 @@ def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
     assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]
 
 
+def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path) -> None:
+    class Room:
+        def fit(self, prompt: object, max_new_tokens: int) -> None:
+            seen.append((prompt, max_new_tokens))
+
+        def fit_all(self, prompts: object, max_new_tokens: int) -> None:
+            seen.append((prompts, max_new_tokens))
+
+    seen: list[tuple[object, int]] = []
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("Hi")
+    generate("--prompt", "Hi", "--chat", "--max-new-tokens", "7")
+    generate(*(f"--prompt-file={file}" for file in files), "--max-new-tokens", "9")
+    for check in runtime.checks:
+        assert check is not None
+        check(Room())
+    assert seen == [([{"role": "user", "content": "Hi"}], 7), (["Hi", "Hi"], 9)]
+
+
 def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0\r\n vu \n")

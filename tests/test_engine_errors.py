@@ -308,3 +308,21 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "make_copy_engine", lambda device: ThreadCopyEngine(before_copy=failing_after(4)))
     refused(CopyError, target, "cable fell out", resident_layers=0)
+
+
+def test_prompts_are_checked_before_weights_are_read(target: Path) -> None:
+    read: list[str] = []
+    options: dict[str, Any] = {"context": 64, "on_progress": lambda stage, done, total: read.append(stage)}
+    with (
+        pytest.raises(ContextLengthError, match="60 tokens and 5 new ones exceed the context of 64 tokens by 1"),
+        load(target, check=lambda room: room.fit([5] * 60, 5), **options),
+    ):
+        pass
+    with (
+        pytest.raises(OptionError, match=r"prompt 2 of 2: .*empty"),
+        load(target, check=lambda room: room.fit_all(["a", ""], 5), **options),
+    ):
+        pass
+    assert not read
+    with load(target, check=lambda room: room.fit([5] * 60, 4), **options) as runtime:
+        assert read and len(runtime.generate([5] * 60, max_new_tokens=4, ignore_eos=True).tokens) == 4

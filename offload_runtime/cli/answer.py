@@ -17,6 +17,7 @@ from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
+    from offload_runtime.engine.prompts import PromptRoom
     from offload_runtime.engine.run_plan import RunPlan
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -68,8 +69,13 @@ class StopRequest:
         self.requested = True
 
 
-def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
-    """Load the target (and the draft) with a progress bar in bytes on stderr."""
+def load_runtime(
+    options: LoadOptions, *, show_progress: bool, prompts: Sequence[Prompt] = (), max_new_tokens: int = 1
+) -> Runtime:
+    """Load the target (and the draft) with a progress bar in bytes on stderr.
+
+    Prompts that leave no room for `max_new_tokens` are refused before weights are read.
+    """
     from offload_runtime.engine import Runtime
 
     with ProgressBars(enabled=show_progress) as bars:
@@ -93,8 +99,16 @@ def load_runtime(options: LoadOptions, *, show_progress: bool) -> Runtime:
             profile=options.profile,
             on_progress=bars.on_bytes,
             on_plan=partial(_explain, options=options) if options.explain else None,
+            check=partial(_check_prompts, prompts=prompts, max_new_tokens=max_new_tokens) if prompts else None,
             trace=options.trace,
         )
+
+
+def _check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    if len(prompts) == 1:
+        room.fit(prompts[0], max_new_tokens)
+    else:
+        room.fit_all(prompts, max_new_tokens)
 
 
 def _explain(plan: RunPlan, *, options: LoadOptions) -> None:

@@ -44,11 +44,12 @@ def run_generate(
     """
     (prompt,) = prompts
     failure: BudgetError | None = None
-    with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
+    request = _request(prompt, as_chat=as_chat)
+    with _loaded(options, [request], params, as_json=as_json, show_progress=show_progress) as runtime:
         try:
             result = stream_answer(
                 runtime.stream,
-                _request(prompt, as_chat=as_chat),
+                request,
                 params,
                 show=_show_nothing if as_json else write_text,
                 show_progress=show_progress,
@@ -86,7 +87,7 @@ def run_batch(
     requests = [_request(prompt, as_chat=as_chat) for prompt in prompts]
     names = [prompt.name for prompt in prompts]
     failure: BudgetError | None = None
-    with _loaded(options, as_json=as_json, show_progress=show_progress) as runtime:
+    with _loaded(options, requests, params, as_json=as_json, show_progress=show_progress) as runtime:
         try:
             results = answer_batch(runtime, requests, params, show_progress=show_progress)
         except BudgetError as error:
@@ -109,12 +110,16 @@ def run_batch(
 
 
 @contextmanager
-def _loaded(options: LoadOptions, *, as_json: bool, show_progress: bool) -> Iterator[Runtime]:
-    """Load the runtime, say on stderr what lives where, and close it afterwards."""
+def _loaded(
+    options: LoadOptions, prompts: Sequence[Prompt], params: GenerationParams, *, as_json: bool, show_progress: bool
+) -> Iterator[Runtime]:
+    """Load the runtime for these prompts, say on stderr what lives where, and close it afterwards."""
     # Libraries print to stdout now and then; a reader of JSON must not meet it.
     with (
         redirect_stdout(sys.stderr if as_json else sys.stdout),
-        load_runtime(options, show_progress=show_progress) as runtime,
+        load_runtime(
+            options, show_progress=show_progress, prompts=prompts, max_new_tokens=params.max_new_tokens
+        ) as runtime,
     ):
         status_line(runtime.placement)
         yield runtime

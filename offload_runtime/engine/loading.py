@@ -23,6 +23,7 @@ from offload_runtime.engine.levels import PlacedLevels, describe_speculation
 from offload_runtime.engine.machines import common_figures, known_figures
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype, resolve_dtype
+from offload_runtime.engine.prompts import PromptRoom
 from offload_runtime.engine.run_plan import RunPlan, with_placement
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
@@ -73,7 +74,8 @@ def load_runtime(
     limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
     batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
     ram_bytes: int | None = None, pinned_bytes: int | None = None,
-    on_plan: Callable[[RunPlan], None] | None = None, emulation: Emulation | None = None,
+    on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+    emulation: Emulation | None = None,
     tree_nodes: int | None = None, trace: bool = False, profile: MachineProfile | None = None,
     gamma: int | None = None,
 ) -> LoadedRuntime:  # fmt: skip
@@ -131,6 +133,8 @@ def load_runtime(
         placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
+        if check is not None:
+            check(PromptRoom(sources.tokenizer, plans.target.config, plans.target.context_tokens))
         check_ram(plan, host.ram_bytes, host.ram_name, host.ram_way)
         reserve_workspace(plans, budget)
         recorder = TraceRecorder(make_clock(chosen)) if trace else None

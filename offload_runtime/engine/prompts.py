@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from offload_runtime.errors import OptionError
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import ContextLengthError, OptionError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -36,6 +38,41 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     if outside:
         raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
     return tokens
+
+
+@dataclass(frozen=True)
+class PromptRoom:
+    """What prompts have to go with: the model's `tokenizer` and `config`, and `context_tokens` that are reserved."""
+
+    tokenizer: Any
+    config: ModelConfig
+    context_tokens: int
+
+    def fit(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """Token ids of a prompt that leaves room for its answer.
+
+        Raises:
+            ContextLengthError: It does not; OptionError: as of `encode_prompt`.
+        """
+        tokens = encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
+        room = self.context_tokens - len(tokens)
+        if room < max_new_tokens:
+            raise ContextLengthError(
+                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
+                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
+            )
+        return tokens
+
+    def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """The same of several, whose errors say which of them it is."""
+        fitting = []
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                fitting.append(self.fit(prompt, max_new_tokens))
+            except (OptionError, ContextLengthError) as error:
+                raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
+        return fitting
 
 
 def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:

@@ -26,14 +26,14 @@ from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
 from offload_runtime.engine.parts import StreamParts
-from offload_runtime.engine.prompts import Prompt, encode_prompt, render_chat
+from offload_runtime.engine.prompts import Prompt, PromptRoom, encode_prompt, render_chat
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.tracing import require_writable
 from offload_runtime.weights import CheckpointSource
@@ -97,7 +97,8 @@ class Runtime:
         max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
-        on_plan: Callable[[RunPlan], None] | None = None, trace: str | Path | None = None,
+        on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+        trace: str | Path | None = None,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -133,6 +134,7 @@ class Runtime:
                 there is none, it is chosen by that of an RTX 4090 and nothing is predicted.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
+            check: Called with what prompts have to go with, before weights are read; what it raises ends the loading.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
                 for chrome://tracing, ui.perfetto.dev and `tools/timeline.py`. None records nothing and costs nothing.
 
@@ -151,8 +153,8 @@ class Runtime:
             resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
             options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
             ram_bytes=None if ram is None else parse_bytes(ram),
-            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, emulation=emulation,
-            tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
+            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, check=check,
+            emulation=emulation, tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
         )  # fmt: skip
         return cls(
             loaded, emulated=None if emulation is None else emulation.name,
@@ -196,7 +198,7 @@ class Runtime:
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
-        tokens = self._fitting_prompt(prompt, max_new_tokens)
+        tokens = self._room.fit(prompt, max_new_tokens)
         return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
@@ -256,7 +258,7 @@ class Runtime:
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
-        tokens = self._fitting_prompts(prompts, max_new_tokens)
+        tokens = self._room.fit_all(prompts, max_new_tokens)
         windows = self._settle_windows(params, speculate=speculate)
         self._clear_cache(range(self._max_batch))
         self._cache_owner, self._current = None, None
@@ -276,27 +278,9 @@ class Runtime:
         """Chat messages as the text the model was trained on."""
         return render_chat(messages, self.tokenizer, open_answer=open_answer)
 
-    def _fitting_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """Token ids of a prompt that leaves room for its answer, or `ContextLengthError`."""
-        tokens = self.encode(prompt)
-        room = self.context_tokens - len(tokens)
-        if room < max_new_tokens:
-            raise ContextLengthError(
-                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
-                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
-                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
-            )
-        return tokens
-
-    def _fitting_prompts(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-        """The same of several, whose errors say which of them it is."""
-        fitting = []
-        for number, prompt in enumerate(prompts, start=1):
-            try:
-                fitting.append(self._fitting_prompt(prompt, max_new_tokens))
-            except (OptionError, ContextLengthError) as error:
-                raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
-        return fitting
+    @property
+    def _room(self) -> PromptRoom:
+        return PromptRoom(self.tokenizer, self.config, self.context_tokens)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int,
