@@ -217,7 +217,7 @@ def test_16_bit_tokens_on_the_cpu_do_not_depend_on_speculation(target: Path, dra
     with load(target, draft="none", dtype=dtype) as runtime:
         expected = [runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
     with load(target, draft=draft, dtype=dtype, resident_layers=1) as runtime:
-        assert max(assert_same(runtime, expected)) > 1.2
+        assert max(assert_same(runtime, expected, gamma=7)) > 1.2
 
 
 def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:

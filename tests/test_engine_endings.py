@@ -29,7 +29,8 @@ def draft(target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
-    with load(target, draft=draft, resident_layers=2) as runtime:
+    """Windows do not depend on how long anything takes."""
+    with load(target, draft=draft, resident_layers=2, tree_nodes=60) as runtime:
         yield runtime
 
 
