@@ -172,3 +172,15 @@ def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: P
     Runtime.load(target, device="cpu", context=CONTEXT, max_batch=fitting, vram=vram, **options).close()
     message = refused(OffloadError, target, max_batch=fitting + 1, vram=vram, **options)
     assert message.endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")
+
+
+def test_a_streaming_cache_keeps_no_more_than_the_context_has(target: Path, draft: Path) -> None:
+    held = []
+    for recent_tokens in (300, 100_000):
+        options = SpeculationOptions("chain", "streaming", recent_tokens=recent_tokens)
+        with load(target, draft=draft, context=300, speculation=options) as runtime:
+            held.append(runtime.plan.device_bytes)
+            tokens = runtime.generate(PROMPT[:200], max_new_tokens=40, ignore_eos=True).tokens
+        with load(target, draft="none", context=300) as plain:
+            assert tokens == plain.generate(PROMPT[:200], max_new_tokens=40, ignore_eos=True).tokens
+    assert held[0] == held[1]

@@ -365,12 +365,18 @@ def _with_streaming_cache(plan: ModelPlan, options: SpeculationOptions) -> Model
             f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
         )
     reach = _streaming_window(plan, options)
-    return replace(plan, streaming=StreamingPlan(options.sink_tokens, options.recent_tokens, reach))
+    return replace(plan, streaming=StreamingPlan(options.sink_tokens, _recent_tokens(plan, options), reach))
+
+
+def _recent_tokens(plan: ModelPlan, options: SpeculationOptions) -> int:
+    """Newest tokens that a streaming cache keeps: there are no more of them than the context has."""
+    return min(options.recent_tokens, max(2, plan.context_tokens))
 
 
 def _streamed_tokens(plan: ModelPlan, options: SpeculationOptions) -> int:
     """Tokens that a streaming cache has room for."""
-    return streaming_capacity_tokens(options.sink_tokens, options.recent_tokens, _streaming_window(plan, options))
+    recent_tokens = _recent_tokens(plan, options)
+    return streaming_capacity_tokens(options.sink_tokens, recent_tokens, _streaming_window(plan, options))
 
 
 def _streaming_window(plan: ModelPlan, options: SpeculationOptions) -> int:
