@@ -80,7 +80,7 @@ def outcome(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Outcome
     out, printed = tmp_path_factory.mktemp("out") / "comparison.json", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(systems, "find_spec", without_deepspeed)
-        code = compare.main(arguments(models, out, "--device", "cpu", "--dtype", "fp32"))
+        code = compare.main(arguments(models, out, "--device", "cpu", "--dtype", "fp32", "--gamma", "7"))
     return Outcome(code, printed.getvalue(), out, json.loads(out.read_text()))
 
 

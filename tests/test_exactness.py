@@ -80,7 +80,8 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(
 ) -> None:
     per_pass = []
     for sampling, expected in zip(SAMPLINGS, plain_tokens[prompt], strict=True):
-        result = runtimes[draft].generate(PROMPTS[prompt], max_new_tokens=COUNT, ignore_eos=True, **sampling)
+        # What is chosen depends on how busy the machine is.
+        result = runtimes[draft].generate(PROMPTS[prompt], max_new_tokens=COUNT, ignore_eos=True, gamma=7, **sampling)
         assert result.tokens == expected
         per_pass.append(result.stats.tokens_per_pass)
     # The draft has to be of use, or its acceptance was not tested.
