@@ -110,6 +110,15 @@ def test_plain_rounds_are_played_where_nobody_has_an_idea() -> None:
     assert times.knows_plain and chooser.choose(times, {"ngram": 16}).family == "ngram"
 
 
+def test_a_doubtful_time_is_measured_again_only_where_there_is_room() -> None:
+    chooser, times = Chooser({"ngram": 64}), RoundTimes(lambda choice: 1.0, sure=True)
+    for _ in range(2):
+        chooser.learn(times, PLAIN, [], tokens=1, seconds=1.0)
+    chooser.learn(times, Choice("ngram", 64), [[0]], tokens=2, seconds=9.0)
+    assert times.doubts(Choice("ngram", 64)) and chooser.choose(times, {"ngram": 64}) == Choice("ngram", 64)
+    assert chooser.choose(times, {"ngram": 16}).size <= 16
+
+
 def test_no_window_is_larger_than_its_limit() -> None:
     for largest in (1, 5, 7, 63):
         run = play([(TEXTS[0.95], 200)], streamed, {"chain": largest}, seed=1, times=RoundTimes(streamed, sure=True))

@@ -104,7 +104,7 @@ class Chooser:
             times: Of rounds like this one.
             limits: The families that have something to propose, each with its largest window.
         """
-        if self._last.family in limits and times.doubts(self._last):
+        if self._last.size <= limits.get(self._last.family, 0) and times.doubts(self._last):
             return self._last
         key = tuple(limits.items())
         if self._standing is not None and (self._standing[0], self._round < self._standing[1]) == (key, True):
