@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.speculation import CandidateTree
+from offload_runtime.speculation import CandidateTree, StepWorth
 from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
 
 Path = tuple[int, ...]
@@ -176,3 +176,71 @@ def test_a_rate_follows_what_comes_true() -> None:
     for _ in range(5000):
         hits.observe(True)
     assert hits.log_probability(0) < 0, "never certain"
+
+
+class Watched:
+    """A `StepWorth` and the hands of its clock."""
+
+    def __init__(self, free_s: float = 0.0) -> None:
+        self.now_s = 100.0
+        self.worth = StepWorth(free_s, lambda: self.now_s)
+
+    def rounds(self, count: int, *, tokens: int, seconds: float) -> None:
+        """So many, each of which gave so many tokens, and the beginning of another one."""
+        for _ in range(count):
+            self.now_s += seconds
+            self.worth.begin(tokens)
+
+    def least_gain(self) -> float:
+        """From which on a step pays."""
+        return min((gain / 100 for gain in range(1000) if self.worth.pays(gain / 100)), default=math.inf)
+
+
+def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
+    watched = Watched()
+    assert watched.least_gain() == 0  # nothing is known
+    watched.rounds(1, tokens=0, seconds=0.0)
+    watched.worth.stepped(0.01)
+    assert watched.least_gain() == 0
+    watched.rounds(4, tokens=6, seconds=0.2)
+    assert watched.worth.tok_per_s == pytest.approx(30) and watched.least_gain() == pytest.approx(0.3, abs=0.011)
+    watched.rounds(20, tokens=2, seconds=0.2)
+    assert watched.least_gain() == pytest.approx(0.1, abs=0.011)
+    watched.worth.forget()  # another generation
+    watched.rounds(1, tokens=50, seconds=9.0)
+    assert watched.least_gain() == 0
+    watched.rounds(1, tokens=6, seconds=0.2)
+    assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
+
+
+def test_while_the_link_is_busy_any_step_pays() -> None:
+    watched = Watched(free_s=0.05)
+    watched.rounds(3, tokens=6, seconds=0.2)
+    watched.worth.stepped(0.01)
+    assert watched.least_gain() == 0
+    watched.now_s += 0.06
+    assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
+
+
+def test_exceptional_steps_and_rounds_do_not_decide_for_long() -> None:
+    watched = Watched()
+    watched.worth.stepped(2.0)  # a graph was captured
+    watched.rounds(5, tokens=6, seconds=0.2)
+    watched.worth.stepped(0.01)
+    assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
+    watched.worth.stepped(3.0)
+    watched.worth.stepped(0.01)
+    assert watched.least_gain() < 0.5
+    for _ in range(20):
+        watched.worth.stepped(0.01)
+    # Somebody read for a minute, which says nothing about the time that a token takes.
+    watched.rounds(1, tokens=6, seconds=60.0)
+    watched.rounds(5, tokens=6, seconds=0.2)
+    assert watched.least_gain() == pytest.approx(0.3, rel=0.25)
+    # Rounds that are slower for good are believed.
+    watched.rounds(40, tokens=6, seconds=2.0)
+    assert watched.least_gain() == pytest.approx(0.03, abs=0.011)
+    # Others were played meanwhile, and nobody counted what they brought.
+    watched.worth.pause()
+    watched.rounds(1, tokens=0, seconds=20.0)
+    assert watched.worth.tok_per_s == pytest.approx(3, rel=0.01)

@@ -110,6 +110,28 @@ def test_plain_rounds_are_played_where_nobody_has_an_idea() -> None:
     assert times.knows_plain and chooser.choose(times, {"ngram": 16}).family == "ngram"
 
 
+def test_a_short_answer_is_not_spent_on_finding_out() -> None:
+    """256 tokens are 25 rounds: within a tenth of the best choice, which nobody knows when they begin."""
+    sources = ((0.78, 1.6, 0.2, 0.6), (0.92, 2.2, 0.2, 0.6), (0.85, 2.6, 0.5, 0.8), (0.4, 0.6, 0.2, 0.6))
+    speeds = []
+    for chain, tree, ngram, share in sources:
+        text = Text({"chain": InARow(chain), "tree": ByProbability(tree), "ngram": InARow(ngram)}, share)
+        for seed in range(2 * len(SEEDS)):
+            times = RoundTimes(streamed, sure=True)
+            run = play([(text, 25)], streamed, LIMITS["trees"], seed=seed, times=times, noise=0.05)
+            speeds.append(run.speed() / best_fixed(text, streamed, LIMITS["trees"], idea_share=mean(run.ideas)))
+    assert mean(speeds) > 0.9
+
+
+def test_a_doubtful_time_is_measured_again_only_where_there_is_room() -> None:
+    chooser, times = Chooser({"ngram": 64}), RoundTimes(lambda choice: 1.0, sure=True)
+    for _ in range(2):
+        chooser.learn(times, PLAIN, [], tokens=1, seconds=1.0)
+    chooser.learn(times, Choice("ngram", 64), [[0]], tokens=2, seconds=9.0)
+    assert times.doubts(Choice("ngram", 64)) and chooser.choose(times, {"ngram": 64}) == Choice("ngram", 64)
+    assert chooser.choose(times, {"ngram": 16}).size <= 16
+
+
 def test_no_window_is_larger_than_its_limit() -> None:
     for largest in (1, 5, 7, 63):
         run = play([(TEXTS[0.95], 200)], streamed, {"chain": largest}, seed=1, times=RoundTimes(streamed, sure=True))

@@ -179,6 +179,20 @@ def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.Mo
     assert clock.now_s - before_s < 1.1 * min(fixed_s)
 
 
+def test_answers_too_short_for_proposals_do_not_speak_against_them(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    for short in (0, 40):
+        with load(target, draft=draft, tree_nodes=0) as runtime, monkeypatch.context() as patch:
+            WorkClock(runtime, patch, step_s=0.05)
+            for _ in range(short):
+                stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
+                assert stats.windows == {"plain": 1}
+            passes.append(runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True).stats.passes)
+    assert passes[0] < 80 and passes[1] <= passes[0]
+
+
 def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"max_new_tokens": COUNT, "ignore_eos": True}
     with load(target, draft=draft, resident_layers=1, profile=SLOW_LINK) as runtime:

@@ -13,6 +13,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
 from offload_runtime.engine.expectation import Expectation, expect
+from offload_runtime.engine.forecast import forecast
 from offload_runtime.engine.machines import known_figures, machine_figures
 from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
@@ -96,6 +97,38 @@ def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None
     assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=6) + 5 * step_s)
     streamed = _plan("llama-2-13b", "llama-68m", mode="chain")
     assert Expectation(streamed, CARD).seconds_per_pass([answer]) == _pass_s(streamed, length=1200, rows=6)
+
+
+@pytest.mark.parametrize(
+    ("windows", "proposed", "steps"),
+    [
+        ({"chain 8": 100}, 500, 5),
+        ({"chain 8": 50, "ngram 60": 50}, 50 * 60 + 50 * 8, 4),
+        ({"chain 8": 50, "plain": 50}, 50 * 8, 4),
+        ({"tree 64": 100}, 6400, 4 + 2),
+        ({"tree 64": 50, "plain": 50}, 3200, (4 + 2) / 2),
+        ({"tree 64": 50, "chain 8": 50}, 3600, (4 + 2) / 2 + 4),
+        ({"tree 64": 100}, 3200, 4 + 1),
+    ],
+    ids=str,
+)
+def test_only_what_a_draft_proposed_took_its_steps(windows: dict[str, int], proposed: int, steps: float) -> None:
+    """In chains one for each; in trees a few, and one for so many nodes; n-grams and plain passes none."""
+    plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
+    draft = plan.placed.plans.draft
+    assert draft is not None
+    answer = Answer(1000, 400, 100, (_verified(100, proposed, "draft"),), windows)
+    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    passed_s = _pass_s(plan, length=1200, rows=1 + round(proposed / 100))
+    assert predicted == pytest.approx(passed_s + steps * predict_step(draft_step_costs(draft), CARD))
+
+
+def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
+    described = describe_model(CONFIGS / "llama-2-13b"), "llama-68m", describe_model(CONFIGS / "llama-68m")
+    for gamma, nodes in ((4, 64), (None, 64), (4, None), (4, 0)):
+        request = PlanRequest(*described, context=2048, gamma=gamma, tree_nodes=nodes)
+        predicted = forecast(plan_run(request, CARD), request, CARD)
+        assert (predicted.tree_nodes, predicted.gamma) == (nodes or 0, gamma or 63)
 
 
 def test_a_middle_level_takes_the_steps_that_it_took() -> None:

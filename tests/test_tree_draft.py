@@ -15,6 +15,7 @@ from offload_runtime.speculation import (
     Proposer,
     Round,
     SpeculativeDecoder,
+    StepWorth,
     TreeDraftProposer,
     Turn,
     play_round,
@@ -420,6 +421,65 @@ def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch
     proposer.start(PARAMS[0])
     proposer.propose([Turn(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
     assert len(told) == 5
+
+
+class Demanding(StepWorth):
+    """One to which a step is worth its time from some gain on; keeps what it was asked."""
+
+    def __init__(self, least_gain: float) -> None:
+        super().__init__()
+        self._least_gain, self.gains = least_gain, list[float]()
+
+    def pays(self, gain: float) -> bool:
+        self.gains.append(gain)
+        return gain >= self._least_gain
+
+
+def demanding(model: SureModel, least_gain: float) -> tuple[TreeDraftProposer, Demanding]:
+    worth = Demanding(least_gain)
+    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth)
+    proposer.start(PARAMS[0])
+    return proposer, worth
+
+
+def test_a_thrifty_turn_takes_the_steps_that_pay() -> None:
+    script = random_tokens(200, seed=19)
+    sizes = []
+    for least_gain in (0.0, 0.8, 2.0):
+        model = SureModel(script)
+        proposer, worth = demanding(model, least_gain)
+        sizes.append(len(proposer.propose([Turn(0, script[:10], 8, 30, thrifty=True)])[0]))
+        assert worth.gains and model.steps == 1 + sum(gain >= least_gain for gain in worth.gains)
+    assert sizes[0] == 30 > sizes[1] > sizes[2] == 3, "a first step is taken in any case"
+    proposer, worth = demanding(SureModel(script), 2.0)
+    assert len(proposer.propose([Turn(0, script[:10], 8, 30)])[0]) == 30 and not worth.gains, "what was asked for"
+
+
+def test_what_a_smaller_window_held_does_not_end_a_larger_one() -> None:
+    """Only the likeliest nodes are expanded at first; that they do not pay says nothing about all that there are."""
+    script = random_tokens(200, seed=20)
+    proposer, worth = demanding(SureModel(script), 0.7)
+    proposer.propose([Turn(0, script[:10], 8, 1, thrifty=True)])  # a bar that few nodes reach
+    proposer.propose([Turn(0, script[:40], 8, 30, thrifty=True)])
+    refused = [gain for gain in worth.gains if gain < 0.7]
+    assert len(refused) > 1 and worth.gains[-1] == refused[-1]
+    later = worth.gains[worth.gains.index(refused[0]) :]
+    assert any(gain >= 0.7 for gain in later), "more nodes at once were worth a step"
+
+
+def test_chains_between_trees_are_not_held_against_them() -> None:
+    script = random_tokens(200, seed=21)
+    now_s = 0.0
+    worth = StepWorth(clock=lambda: now_s)
+    proposer = TreeDraftProposer(
+        NoProposer(), SureModel(script), device=torch.device("cpu"), ngrams=None, worth=worth
+    )  # fmt: skip
+    proposer.start(PARAMS[0])
+    for turn, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
+        proposer.propose([Turn(0, script[: 10 + 5 * turn], 4, nodes, thrifty=True)])
+        if turn > 1:
+            assert worth.tok_per_s == pytest.approx(5 / 0.2)
+        now_s += 0.2
 
 
 @pytest.mark.gpu

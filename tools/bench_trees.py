@@ -34,7 +34,7 @@ from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OffloadError
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import best_tree_tokens
-from offload_runtime.runners.draft_tree import CHILDREN
+from offload_runtime.runners.tree_rows import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 _WARM_UP_TOKENS = 40

@@ -137,13 +137,27 @@ def _proposed_per_pass(answer: Played) -> float:
     return answer.acceptance[-1].proposed / answer.passes if answer.acceptance else 0.0
 
 
+def _asked_per_pass(answer: Played, family: str) -> tuple[float, float]:
+    """Of all passes the share whose windows were of a family (see `Choice`), and proposals asked for in these by pass,
+    the others counted too."""
+    sizes = [(int(name.split()[1]), count) for name, count in answer.windows.items() if name.startswith(f"{family} ")]
+    return (
+        sum(count for _, count in sizes) / answer.passes,
+        sum(size * count for size, count in sizes) / answer.passes,
+    )
+
+
 def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -> float:
     """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
     draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if not steps or middle is None:
-        grown = sum(count for name, count in answer.windows.items() if name.startswith("tree ")) / answer.passes
-        return (grown * tree_steps(steps) + (1 - grown) * steps) * draft_step_s
+        trees, nodes = _asked_per_pass(answer, "tree")
+        _, chains = _asked_per_pass(answer, "chain") if answer.windows else (0.0, steps)
+        if nodes + chains > steps:  # less was proposed than asked for
+            nodes, chains = (steps * asked / (nodes + chains) for asked in (nodes, chains))
+        grown = trees * tree_steps(nodes / trees) if trees else 0.0
+        return (grown + chains) * draft_step_s
     if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
         steps = answer.acceptance[0].verifications / answer.passes
     gamma_draft = 0 if draft is None else middle.options.gamma_draft

@@ -16,7 +16,7 @@ from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_c
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
 from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_input_bytes, tree_slots
-from offload_runtime.runners.draft_tree import STEP_ROWS
+from offload_runtime.runners.tree_rows import STEP_ROWS
 from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend

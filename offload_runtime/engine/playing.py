@@ -50,11 +50,15 @@ class RoundPlayer:
             return self._play(texts, self._windows, self._fixed(self._windows), family=None)
         known = {text.sequence: text.tokens for text in texts}
         able = self._proposer.families(known)
+        room = max(text.most_in_a_row for text in texts)
         limits = {family: self._windows.limits[family] for family in able if family in self._windows.limits}
+        if "chain" in limits and room:
+            limits["chain"] = min(limits["chain"], room)
         times = self._parts.learnt.times(len(texts), max(len(text.tokens) for text in texts))
         chooser = self._parts.learnt.chooser(self._sampling)
         started_s = self._parts.clock()
-        choice = chooser.choose(times, limits)
+        # At the end of an answer there may be room for the target's own token alone.
+        choice = chooser.choose(times, limits) if room else PLAIN
         window = self._windows.window(choice)
         rounds = self._play(texts, window, choice, family=choice.family)
         seconds = self._parts.clock() - started_s

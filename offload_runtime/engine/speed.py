@@ -22,7 +22,7 @@ from offload_runtime.planner import (
     predict_round,
     predict_step,
 )
-from offload_runtime.runners.draft_tree import STEP_ROWS
+from offload_runtime.runners.tree_rows import STEP_ROWS
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The middle level: 0.93 to
 # 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose; where
@@ -85,7 +85,7 @@ class Speed:
     def tree_nodes_of(self, placed: PlacedLevels) -> int:
         """Nodes of the trees that are proposed; 0 for chains."""
         draft = placed.plans.draft
-        if draft is None or placed.middle is not None or self.gamma is not None:
+        if draft is None or placed.middle is not None:
             return 0
         return min(draft.tree_nodes, max(0, placed.plans.target.context_tokens - 2))
 
@@ -93,9 +93,9 @@ class Speed:
         """Tokens proposed for a pass in a row, at most what the context has room for."""
         if not (self.proposes or placed.middle is not None):
             return 0
-        if self.tree_nodes_of(placed):
-            return min(self.max_gamma, placed.plans.target.context_tokens - 2)
-        gamma = default_gamma(self.device_type, placed) if self.gamma is None else self.gamma
+        gamma = self.gamma
+        if gamma is None:
+            gamma = self.max_gamma if self.tree_nodes_of(placed) else default_gamma(self.device_type, placed)
         return max(0, min(gamma, self.max_gamma, placed.plans.target.context_tokens - 2))
 
     def verification(self, placed: PlacedLevels) -> PassPrediction:

@@ -3,9 +3,10 @@
 from offload_runtime.runners.device_window import DeviceWindow, Known, Said, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_texts import DraftRunner
-from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree, tree_input_bytes, tree_slots
+from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.passes import ModelRunner, PassShape
 from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes, step_graph_bytes
+from offload_runtime.runners.tree_rows import tree_input_bytes, tree_slots
 
 __all__ = [
     "Asked",

@@ -18,28 +18,30 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.rope_store import RopeRows
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
+from offload_runtime.runners.tree_rows import (
+    CHILDREN,
+    MOST_DEPTH,
+    STEP_ROWS,
+    StepLine,
+    StepShape,
+    cut,
+    input_words,
+    packed,
+)
 from offload_runtime.sampling import perturbed_logits, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
-# Rows of a step: what the products of few rows take.
-STEP_ROWS = 32
-# Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
-CHILDREN = 8
-# Deepest node below the text.
-MOST_DEPTH = 256
 # On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
 _FEW_ROWS = 8
 _DEPTHS = (16, 64, MOST_DEPTH)
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
 _MOST_KNOWN = 3
-_ROW_PARTS = 4  # token, position, slot, sequence
-_ALIGNED_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -67,31 +69,6 @@ class Children:
 
     tokens: list[int]
     scores: list[float]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The rows of one sequence in a step: `known` tokens that are only fed, then `asked` nodes."""
-
-    sequence: int
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
-    paths: list[list[int]]
-    known: int
-    committed: int
-
-
-@dataclass(frozen=True)
-class _StepShape:
-    """All that a step depends on besides device memory."""
-
-    batch: int
-    rows: int
-    depth: int
-    reach: int
-    committed: int
-    params: SamplingParams
 
 
 class DraftTree:
@@ -126,7 +103,7 @@ class DraftTree:
         self._graphs = StepGraphs(device if captured else torch.device("cpu"))
         rows = max(STEP_ROWS, batch)
         # What steps read and write; the tensors never move.
-        self._inputs = torch.zeros(_input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
         self._outputs = torch.zeros(rows, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
         self._frequency_sets = [0] * rows
@@ -202,7 +179,7 @@ class DraftTree:
             answers[line.sequence] = [_children(tokens[row], scores[row]) for row in range(first, last)]
         return answers
 
-    def _line(self, sequence: int, asked: Asked, width: int) -> _Line:
+    def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
         text, branches = asked.text, asked.branches
         end = len(text)
@@ -215,7 +192,7 @@ class DraftTree:
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
         places = list(range(end - len(known), end))
-        return _Line(
+        return StepLine(
             sequence,
             tokens=[min(token, self._last_token) for token in (*known, *(branch.token for branch in branches))],
             positions=[*places, *(end - 1 + len(path) for path in slots)],
@@ -225,7 +202,7 @@ class DraftTree:
             committed=end,
         )
 
-    def _shape(self, lines: Sequence[_Line], width: int) -> _StepShape:
+    def _shape(self, lines: Sequence[StepLine], width: int) -> StepShape:
         rows = max(len(line.tokens) for line in lines)
         depth = max(1, *(len(path) for line in lines for path in line.paths))
         reach = max(max(line.positions) for line in lines) + 1
@@ -239,26 +216,12 @@ class DraftTree:
             # Keys that all queries of a program read together, in quarters of the reach.
             quarter = max(1, blocks // 4) * BLOCK_TOKENS
             committed = committed // quarter * quarter
-        return _StepShape(len(lines), rows, depth, reach, committed, self._params)
+        return StepShape(len(lines), rows, depth, reach, committed, self._params)
 
-    def _upload(self, lines: Sequence[_Line], shape: _StepShape) -> None:
+    def _upload(self, lines: Sequence[StepLine], shape: StepShape) -> None:
         """Tell the device what the step is about: one copy on the current stream."""
-        batch, rows, depth = shape.batch, shape.rows, shape.depth
-        columns: list[list[int]] = [[] for _ in range(_ROW_PARTS)]
-        ancestors: list[int] = []
-        for line in lines:
-            padding = rows - len(line.tokens)
-            parts = (line.tokens, line.positions, line.slots, [line.sequence] * len(line.tokens))
-            for column, part, filler in zip(columns, parts, (0, -1, 0, line.sequence), strict=True):
-                column += part + [filler] * padding
-            for path in line.paths:
-                ancestors += path + [0] * (depth - len(path))
-            ancestors += [0] * (depth * padding)
-        self._set_frequencies(columns[1])
-        flat: list[int] = []
-        for part in (*columns, [line.sequence for line in lines], [line.committed for line in lines], ancestors):
-            flat += part + [0] * (-len(part) % _ALIGNED_WORDS)
-        assert len(flat) == _input_words(batch, batch * rows, depth)
+        positions, flat = packed(lines, shape)
+        self._set_frequencies(positions)
         host = torch.tensor(flat, dtype=torch.int32)
         if self._device.type == "cuda":
             host = host.pin_memory()  # the allocator keeps it until the copy is done
@@ -272,10 +235,10 @@ class DraftTree:
             self._frequencies[: len(wanted)].copy_(torch.stack([tables[number] for number in wanted]))
             self._frequency_sets[: len(wanted)] = wanted
 
-    def _step(self, shape: _StepShape) -> None:
+    def _step(self, shape: StepShape) -> None:
         """Feed the rows, and write the best children of each. Captured: no tensor of the host."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, owners, sequences, committed, ancestors = _cut(self._inputs, shape)
+        tokens, positions, slots, owners, sequences, committed, ancestors = cut(self._inputs, shape)
         angle = positions.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
         cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
         query = QueryRows(
@@ -312,38 +275,3 @@ def _children(tokens: list[int], scores: list[float]) -> Children:
 def _power_of_two(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << (number - 1).bit_length()
-
-
-def _aligned(words: int) -> int:
-    return -(-words // _ALIGNED_WORDS) * _ALIGNED_WORDS
-
-
-def _input_words(batch: int, rows: int, depth: int) -> int:
-    """Words of the inputs of a step about `rows` rows in all."""
-    return _ROW_PARTS * _aligned(rows) + 2 * _aligned(batch) + _aligned(rows * depth)
-
-
-def _cut(inputs: torch.Tensor, shape: _StepShape) -> list[torch.Tensor]:
-    """The parts of a step's inputs: tokens, positions, slots and sequences by row, sequences, committed, ancestors."""
-    rows = shape.batch * shape.rows
-    sizes = [rows] * _ROW_PARTS + [shape.batch] * 2 + [rows * shape.depth]
-    parts, offset = [], 0
-    for size in sizes:
-        parts.append(inputs[offset : offset + size])
-        offset += _aligned(size)
-    return parts
-
-
-def tree_slots(tree_nodes: int) -> int:
-    """Spare slots of each sequence for proposals of `tree_nodes`.
-
-    Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
-    verified: a pass of a streamed target leaves time for thousands.
-    """
-    return 8 * tree_nodes + STEP_ROWS
-
-
-def tree_input_bytes(config: ModelConfig, *, batch: int) -> int:
-    """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
-    rows = max(STEP_ROWS, batch)
-    return 4 * (_input_words(batch, rows, MOST_DEPTH) + rows * 2 * CHILDREN + rows * config.head_dim // 2)

@@ -15,7 +15,8 @@ _LEAST_RATE, _MOST_RATE = 0.01, 0.95
 _MEMORY = 200
 # Share of what was measured before that counts on with every round, or step.
 _KEPT = 0.8
-# A step this much slower than those before it has compiled or captured something, and is no measure of the next one.
+# A step this much slower than another has compiled or captured something, and is no measure of the next one; a round so
+# much longer than those before has waited for whoever reads the text.
 _OUTLIER = 4.0
 
 
@@ -106,7 +107,7 @@ class StepWorth:
         self._free_s, self._clock = free_s, clock
         self._began_s: float | None = None
         self._step_s: float | None = None
-        self._new_tokens, self._round_s = 0.0, 0.0  # both decayed
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
 
     @property
     def tok_per_s(self) -> float | None:
@@ -115,23 +116,29 @@ class StepWorth:
 
     def forget(self) -> None:
         """What comes next is not another round of what was before."""
+        self.pause()
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0
+
+    def pause(self) -> None:
+        """What is played until rounds begin again is not counted."""
         self._began_s = None
-        self._new_tokens, self._round_s = 0.0, 0.0
 
     def begin(self, new_tokens: int) -> None:
         """Proposals for another round begin; the one before gave so many tokens."""
         now_s = self._clock()
         if self._began_s is not None:
-            self._new_tokens = _KEPT * self._new_tokens + new_tokens
-            self._round_s = _KEPT * self._round_s + now_s - self._began_s
+            round_s, weight = now_s - self._began_s, 1.0
+            if self._rounds and round_s * self._rounds > _OUTLIER * self._round_s:
+                weight = _OUTLIER * self._round_s / (self._rounds * round_s)
+            self._new_tokens = _KEPT * self._new_tokens + weight * new_tokens
+            self._round_s = _KEPT * self._round_s + weight * round_s
+            self._rounds = _KEPT * self._rounds + 1
         self._began_s = now_s
 
     def stepped(self, seconds: float) -> None:
         """A step of drafting took so long."""
-        if self._step_s is None:
-            self._step_s = seconds
-        elif seconds < self._step_s:
-            self._step_s += (1 - _KEPT) * (seconds - self._step_s)
+        if self._step_s is None or _OUTLIER * seconds < self._step_s:
+            self._step_s = seconds  # nothing is known, or of the first one only
         else:
             self._step_s += (1 - _KEPT) * (min(seconds, _OUTLIER * self._step_s) - self._step_s)
 

@@ -33,6 +33,10 @@ _WORTH_A_TRY = 0.1
 _TRIED, _WELL_TRIED = 3, 12
 # Rounds until what lost is looked at again, each time twice as many up to a limit.
 _LOSER_ROUNDS, _MOST_LOSER_ROUNDS = 16, 128
+# At least so many where it is far behind: looking costs most of a round, and a short answer has hardly more than 20.
+_FAR_BEHIND_ROUNDS = 48
+# How much better than it looks something may be after one round; less after more of them.
+_LUCK = 1.5
 # The same for the sizes next to the best one: while little is known, and later.
 _NEIGHBOUR_ROUNDS, _LATER_NEIGHBOUR_ROUNDS, _LITTLE_KNOWN = 6, 32, 64
 # Rounds that a choice stands once a while has been played: choosing costs the host time.
@@ -104,7 +108,7 @@ class Chooser:
             times: Of rounds like this one.
             limits: The families that have something to propose, each with its largest window.
         """
-        if self._last.family in limits and times.doubts(self._last):
+        if self._last.size <= limits.get(self._last.family, 0) and times.doubts(self._last):
             return self._last
         key = tuple(limits.items())
         if self._standing is not None and (self._standing[0], self._round < self._standing[1]) == (key, True):
@@ -184,13 +188,12 @@ class Chooser:
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
                 found = self._best_of(family, times, limits[family], self._credit / _TRIED)
-                if found is not None and self._could_win(found):
+                if found is not None and self._could_win(found) and not (rounds and self._is_far_behind(found, rounds)):
                     # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
                     return found.choice if rounds or times.is_sure else Choice(family, 1)
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
-                luckier = standing.advantage * (1 + 1.5 * rounds**-0.5)
-                if luckier > self._best.advantage > 1 and self._pay(standing):
+                if self._best.advantage > 1 and not self._is_far_behind(standing, rounds) and self._pay(standing):
                     return standing.choice
         return None
 
@@ -202,8 +205,11 @@ class Chooser:
             found: _Standing | None = _PLAIN_STANDING
             if name != PLAIN.family:
                 found = self._best_of(name, times, limits[name], min(self._credit, self._probing))
-            if found is not None and self._pay(found):
-                revisits = self._revisits[name]
+            revisits = self._revisits[name]
+            if found is not None and revisits.interval < _FAR_BEHIND_ROUNDS and self._is_far_behind(found, _TRIED):
+                revisits.interval = _FAR_BEHIND_ROUNDS
+                revisits.due = self._round + revisits.interval - _LOSER_ROUNDS
+            elif found is not None and self._pay(found):
                 revisits.interval = min(2 * revisits.interval, _MOST_LOSER_ROUNDS)
                 revisits.due = self._round + revisits.interval
                 return found.choice
@@ -215,6 +221,10 @@ class Chooser:
         little = self._round < _LITTLE_KNOWN
         self._neighbour_due = self._round + (_NEIGHBOUR_ROUNDS if little else _LATER_NEIGHBOUR_ROUNDS)
         return found.choice
+
+    def _is_far_behind(self, standing: _Standing, rounds: int) -> bool:
+        """Whether it is worse than the best even if it was unlucky in so many rounds."""
+        return standing.advantage * (1 + _LUCK * rounds**-0.5) <= self._best.advantage
 
     def _could_win(self, standing: _Standing) -> bool:
         """Whether this might turn out better than a tree that is the best so far, which tells about others too: what

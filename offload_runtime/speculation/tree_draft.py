@@ -11,18 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from heapq import heappush, heappushpop
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Asked, Branch, Children
-from offload_runtime.runners.draft_tree import MOST_DEPTH
+from offload_runtime.runners.tree_rows import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, HitRate, StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
+from offload_runtime.speculation.grown_tree import GrownTree, LeastOfBest, TreeModel
 from offload_runtime.speculation.ngrams import NgramProposer
 from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Proposer, Turn
@@ -33,70 +31,6 @@ _NEGLIGIBLE = math.log(1e-4)
 _LEAST_CHANCE = math.log(2e-3)
 # A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
 _MARGIN = math.log(2)
-
-
-class TreeModel(Protocol):
-    """What is needed of a `DraftTree`."""
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of a text, and of a path with the text before it, that have keys."""
-
-    @property
-    def num_slots(self) -> int:
-        """Nodes of a sequence that can have keys at a time."""
-
-    def width(self, num_sequences: int) -> int:
-        """Most rows of a sequence in a step about so many."""
-
-    def start(self, params: SamplingParams) -> None:
-        """Score this way from now on."""
-
-    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
-        """Whether there are keys of exactly these tokens at their own places."""
-
-    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
-        """The text has gone on with nodes of the tree: move their keys to their places."""
-
-    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes of each sequence, or the first of them, in one step."""
-
-
-@dataclass
-class _Grown:
-    """A sequence's tree, and what it stands behind."""
-
-    turn: Turn
-    tree: CandidateTree
-    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text; its last one is the root."""
-        return len(self.text)
-
-    def __post_init__(self) -> None:
-        self.text = list(self.turn.tokens)  # the turn's own list grows
-
-
-class _LeastOfBest:
-    """The least of the `count` largest numbers so far: what a candidate has to exceed to be among the best."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._best: list[float] = []
-
-    def add(self, number: float) -> None:
-        """One more."""
-        if len(self._best) < self._count:
-            heappush(self._best, number)
-        else:
-            heappushpop(self._best, number)
-
-    @property
-    def value(self) -> float:
-        """-inf as long as there are fewer."""
-        return self._best[0] if len(self._best) == self._count else -math.inf
 
 
 class TreeDraftProposer:
@@ -126,7 +60,7 @@ class TreeDraftProposer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
         self._probabilities, self._hits = ChildProbabilities(), HitRate()
-        self._grown: dict[int, _Grown] = {}
+        self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
 
@@ -165,11 +99,12 @@ class TreeDraftProposer:
                     self._grown.pop(turn.sequence, None)
                 said = self._chains.propose(chains)
                 answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
+                self._worth.pause()  # what a chain brings is not seen here
             if trees:
                 self._worth.begin(sum(self._new_tokens(turn) for turn in trees))
                 grown = [self._follow(turn) for turn in trees]
                 self._fill_windows(grown)
-                answers |= {one.turn.sequence: _window(one)[0] for one in grown}
+                answers |= {one.turn.sequence: one.window()[0] for one in grown}
                 self._going_on = [turn.sequence for turn in trees]
         return [answers[turn.sequence] for turn in turns]
 
@@ -205,16 +140,17 @@ class TreeDraftProposer:
     def _forget(self) -> None:
         self._grown.clear()
         self._going_on = []
+        self._worth.pause()
 
     def _new_tokens(self, turn: Turn) -> int:
         """What the round before gave this sequence."""
         before = self._grown.get(turn.sequence)
         return 0 if before is None else len(turn.tokens) - before.length
 
-    def _follow(self, turn: Turn) -> _Grown:
+    def _follow(self, turn: Turn) -> GrownTree:
         """The tree behind a turn's text: what is left of the one before, or a new one, with what n-grams say."""
         before = self._grown.pop(turn.sequence, None)
-        one = _Grown(turn, CandidateTree(turn.tokens[-1]))
+        one = GrownTree(turn, CandidateTree(turn.tokens[-1]))
         if before is not None and list(turn.tokens[: before.length]) == before.text:
             new = turn.tokens[before.length :]
             self._learn(before, new)
@@ -226,7 +162,7 @@ class TreeDraftProposer:
         self._grown[turn.sequence] = one
         return one
 
-    def _learn(self, before: _Grown, new: Sequence[int]) -> None:
+    def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
         """What the target has said tells how much scores and n-grams are worth."""
         tree, node = before.tree, before.tree.root
         for token in new:
@@ -245,7 +181,7 @@ class TreeDraftProposer:
         """The target said the child of this rank, or none of them (None)."""
         self._probabilities.observe(scores, rank)
 
-    def _adopt(self, before: _Grown, new: Sequence[int]) -> bool:
+    def _adopt(self, before: GrownTree, new: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
 
         Returns:
@@ -263,7 +199,7 @@ class TreeDraftProposer:
             self._model.adopt(before.turn.sequence, new[: len(slots)], slots)
         return True
 
-    def _add_ngrams(self, one: _Grown) -> None:
+    def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part."""
         assert self._ngrams is not None
         guess = self._ngrams.propose([one.turn])[0]
@@ -275,18 +211,18 @@ class TreeDraftProposer:
             siblings[above] = rank + 1
             nodes.append(one.tree.add(above, token, self._hits.log_probability(rank), source))
 
-    def _fill_windows(self, grown: Sequence[_Grown]) -> None:
+    def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
         thrifty turns only as long as what a step may add is worth the time."""
-        least: dict[int, _LeastOfBest] = {}
+        least: dict[int, LeastOfBest] = {}
         for one in grown:
-            best = least[one.turn.sequence] = _LeastOfBest(one.turn.most_nodes)
-            for node in _window(one)[1]:
+            best = least[one.turn.sequence] = LeastOfBest(one.turn.most_nodes)
+            for node in one.window()[1]:
                 best.add(one.tree.log_probability(node))
         guessed = True
         while True:
             asked: dict[int, list[int]] = {}
-            gain = 0.0
+            gain, thrifty = 0.0, True
             for one in grown:
                 sequence, bar = one.turn.sequence, least[one.turn.sequence].value
                 if guessed:
@@ -296,15 +232,16 @@ class TreeDraftProposer:
                 promising = [node for node in nodes if one.tree.log_probability(node) > bar]
                 if promising:
                     asked[sequence] = promising
+                    # Without a first step nothing is proposed and no step is timed, so that this would never change.
+                    thrifty = thrifty and one.turn.thrifty and one.tree.root not in promising
                     # All its children together are at most as probable as a node, and each new one drives out another.
                     displaced = math.exp(least[sequence].value)
                     gain += sum(math.exp(one.tree.log_probability(node)) - displaced for node in promising)
-            if not asked and guessed:
-                guessed = False
-                continue
-            thrifty = all(self._grown[sequence].turn.thrifty for sequence in asked)
             if not asked or (thrifty and not self._worth.pays(gain)):
-                break
+                if not guessed:
+                    break
+                guessed = False  # a step takes as long for all that could be in a window
+                continue
             for sequence, found in self._expand(asked).items():
                 one = self._grown[sequence]
                 for node in found:
@@ -312,7 +249,7 @@ class TreeDraftProposer:
                         least[sequence].add(one.tree.log_probability(node))
         self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
 
-    def _next(self, one: _Grown, depth: int, num_sequences: int | None = None) -> list[int]:
+    def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
         """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
         # A node's keys need a position.
         depth = min(depth, self._model.capacity_tokens - one.length, MOST_DEPTH)
@@ -329,12 +266,9 @@ class TreeDraftProposer:
         Returns:
             By sequence the nodes that are new.
         """
-        placed = {sequence: _placed(self._grown[sequence].tree, nodes) for sequence, nodes in asked.items()}
+        placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
         started_s = time.perf_counter()
-        said = self._model.expand(
-            {sequence: Asked(self._grown[sequence].text, _branches(self._grown[sequence].tree, slots))
-             for sequence, slots in placed.items()}
-        )  # fmt: skip
+        said = self._model.expand({sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()})
         self._worth.stepped(time.perf_counter() - started_s)
         found: dict[int, list[int]] = {}
         for sequence, slots in placed.items():
@@ -352,33 +286,3 @@ class TreeDraftProposer:
                 one.children[node] = children
                 one.tree.set_expanded(node, slot)
         return found
-
-
-def _window(one: _Grown) -> tuple[Proposal, list[int]]:
-    """The most probable candidates that a turn may propose, and their nodes."""
-    return one.tree.best(one.turn.most_nodes, one.turn.gamma)
-
-
-def _placed(tree: CandidateTree, nodes: Sequence[int]) -> dict[int, int | None]:
-    """A free slot for every node; None for the root, whose keys have a place."""
-    taken, slot = tree.slots, 0
-    placed: dict[int, int | None] = {}
-    for node in nodes:
-        if node == tree.root:
-            placed[node] = None
-            continue
-        while slot in taken:
-            slot += 1
-        placed[node] = slot
-        slot += 1
-    return placed
-
-
-def _branches(tree: CandidateTree, placed: Mapping[int, int | None]) -> list[Branch]:
-    """Nodes with the slots on their paths, of which some have been given only now."""
-    branches = []
-    for node in placed:
-        slots = [placed[above] if above in placed else tree.slot(above) for above in tree.path(node)]
-        branches.append(Branch(tree.token(node), tuple(slot for slot in slots if slot is not None)))
-        assert len(branches[-1].slots) == len(slots), "what comes before a node has keys"
-    return branches
