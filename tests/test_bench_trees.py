@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine import write_checkpoint
+from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (one_thread is an autouse fixture)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
