@@ -26,8 +26,9 @@ import torch
 from bench_report import emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
-from repeated_checkpoint import RepeatedLlama
+from repeated_checkpoint import repeated_llama
 from widening.shapes import SHAPES, WideShape
+from wordless_llama import WordlessLlama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -71,7 +72,7 @@ def settings_of(shape: str) -> tuple[Setting, ...]:
     )
 
 
-def limit_bytes(setting: Setting, source: RepeatedLlama, device: torch.device) -> int:
+def limit_bytes(setting: Setting, source: WordlessLlama, device: torch.device) -> int:
     """Device memory that the setting needs, and a quarter of a layer."""
     budget = DeviceBudget(device, None)
     limits = PlannedDevice(None, budget.reserved_bytes)
@@ -91,7 +92,7 @@ def measure_setting(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for every window."""
     device = resolve_device(options.device)
-    source = RepeatedLlama(replace(shape, num_layers=setting.layers), context_tokens=setting.context)
+    source = repeated_llama(replace(shape, num_layers=setting.layers), context_tokens=setting.context)
     vram = limit_bytes(setting, source, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

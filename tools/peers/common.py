@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
-from sources import SHAPES, RandomSource
+from sources import SHAPES, random_source
 
 from offload_runtime.config import format_bytes, parse_bytes, require_positive
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
@@ -166,7 +166,7 @@ def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSo
         if arguments.shape is not None or arguments.layers is not None:
             raise OptionError("--target is a whole model: leave out --shape and --layers")
         return open_checkpoint(arguments.target)
-    return RandomSource(arguments.shape or "llama2-7b", layers=arguments.layers, seed=arguments.seed, device=device)
+    return random_source(arguments.shape or "llama2-7b", layers=arguments.layers, seed=arguments.seed, device=device)
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:

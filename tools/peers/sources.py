@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig
+from wordless_llama import WordlessLlama
 
 from offload_runtime.config import ModelConfig, require_positive
-from offload_runtime.weights import (
-    CheckpointSource,
-    Shard,
-    checkpoint_tensors,
-    model_config_from_transformers,
-    packed_bytes,
-)
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 
 WEIGHT_STD = 0.02
 
@@ -47,8 +39,8 @@ SHAPES = {
 }
 
 
-class RandomSource:
-    """A `CheckpointSource` of random weights without a language and without a tokenizer.
+def random_source(shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> WordlessLlama:
+    """Random weights without a language.
 
     Args:
         shape_name: One of `SHAPES`.
@@ -56,62 +48,21 @@ class RandomSource:
         seed: Of the weights, together with their names: they do not depend on the order in which they are read.
         device: Where they are drawn: a CPU core needs minutes for 7B of them.
     """
+    shape = SHAPES[shape_name]
+    num_layers = shape.num_layers if layers is None else layers
+    require_positive("layers", num_layers)
+    hf_config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_hidden_layers=num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
 
-    def __init__(self, shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> None:
-        shape = SHAPES[shape_name]
-        self._name, self._seed, self._device = shape_name, seed, device
-        num_layers = shape.num_layers if layers is None else layers
-        require_positive("layers", num_layers)
-        self._hf_config = LlamaConfig(
-            architectures=["LlamaForCausalLM"], vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size, num_hidden_layers=num_layers,
-            num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
-            max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
-        self._config = model_config_from_transformers(self._hf_config)
+    def fill(name: str, out: torch.Tensor) -> None:
+        out.copy_(random_weight(name, out.shape, dtype=out.dtype, seed=seed, device=device))
 
-    def _fill(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(random_weight(name, out.shape, dtype=out.dtype, seed=self._seed, device=self._device))
-
-    @property
-    def reference(self) -> str:
-        """For messages."""
-        return f"random {self._name}"
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """bf16: there is nothing to keep."""
-        return torch.bfloat16
-
-    def config(self) -> ModelConfig:
-        """Shape and flags."""
-        return self._config
-
-    def hf_config(self) -> LlamaConfig:
-        """The transformers configuration object, without an end-of-sequence token."""
-        return self._hf_config
-
-    def total_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the packed weights in `dtype`."""
-        return packed_bytes(self._config, dtype)
-
-    def shards(self) -> Iterator[Shard]:
-        """All tensors as one shard, which is no file."""
-        names = checkpoint_tensors(self._config)
-        yield Shard(Path("random"), tuple((name, partial(self._fill, name)) for name in names))
-
-    def tokenizer(self) -> Any:
-        """None: there is no text."""
-        return None
-
-    def generation_settings(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Nothing ends an answer."""
-        return ()
+    return WordlessLlama(hf_config, fill, reference=f"random {shape_name}")
 
 
 def random_weight(
