@@ -178,11 +178,45 @@ def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, param
             tree.warm_up()  # leaves nothing that an answer could depend on
         answers.append(list(_grow(tree)))
         if graphs:
-            assert tree._graphs.num_graphs > 0, "nothing was captured"
+            num_graphs = tree._graphs.num_graphs
+            assert num_graphs > 0, "nothing was captured"
+            tree.start(SamplingParams(temperature=0.3, top_k=7))
+            answer = list(_grow(tree))
+            assert tree._graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
+            tree.start(params)
+            assert answer != list(_grow(tree)) == answers[0]
         draft.made.close()
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens
         torch.testing.assert_close(torch.tensor(one.scores), torch.tensor(other.scores), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_steps_that_were_made_ready_are_eager_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No step of these texts is captured when it is asked for, and the answers are those of a draft without graphs."""
+    device, answers = torch.device("cuda"), []
+    for graphs in (True, False):
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800)
+        _, tree = draft.parts(graphs=graphs)
+        tree.start(SamplingParams(temperature=0.6, seed=5))
+        tree.warm_up()
+        one, said = Growing(random_tokens(490, seed=3), 3), []
+        prepared = 0
+        while tree.get_ready([len(one.text)], 40):
+            prepared += 1
+        assert (prepared > 4) == graphs
+        num_graphs = tree._graphs.num_graphs
+        for turn in range(8):
+            chosen = one.choose(6 + 20 * (turn % 2), tree.num_slots)
+            said += tree.expand({0: Asked(one.text, list(chosen.values()))})[0]
+            one.answered(chosen)
+            if turn % 2:
+                tree.adopt(0, *one.go_on())
+        assert len(one.text) > 490 and tree._graphs.num_graphs == num_graphs
+        answers.append(said)
+        draft.made.close()
+    for captured, eager in zip(*answers, strict=True):
+        assert captured.tokens == eager.tokens
 
 
 def _grow(tree: DraftTree) -> Iterator[Children]:

@@ -185,8 +185,9 @@ class SureModel:
 
     capacity_tokens, num_slots = 1000, 40
 
-    def __init__(self, script: Sequence[int]) -> None:
-        self._script, self.steps = list(script), 0
+    def __init__(self, script: Sequence[int], *, unready: int = 0) -> None:
+        self._script, self.steps, self._unready = list(script), 0, unready
+        self.made_ready: list[tuple[list[int], int]] = []
         self._texts: dict[int, list[int]] = {}
 
     def width(self, num_sequences: int) -> int:
@@ -200,6 +201,10 @@ class SureModel:
 
     def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
         self._texts[sequence] = [*self._texts[sequence], *tokens]
+
+    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
+        self.made_ready.append((list(lengths), further))
+        return len(self.made_ready) <= self._unready
 
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         self.steps += 1
@@ -216,6 +221,25 @@ def sure_proposer(model: SureModel) -> TreeDraftProposer:
     proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
     proposer.start(PARAMS[0])
     return proposer
+
+
+def test_steps_are_made_ready_behind_passes_alone() -> None:
+    script = random_tokens(200, seed=9)
+    model = SureModel(script, unready=3)
+    proposer = sure_proposer(model)
+    proposer.prepare(0, script[:9])
+    proposer.ahead(steps(0)(torch.empty(0)))
+    assert model.made_ready == [], "no pass is running"
+    proposer.ahead(steps(2)(torch.empty(0)))
+    assert model.made_ready == [([10], 0)] * 2, "for as long as it runs"
+    proposer.propose([Turn(0, script[:10], 4, 4)])
+    assert model.steps == 4 and len(model.made_ready) == 2
+    proposer.ahead(steps(3)(torch.empty(0)))
+    assert model.made_ready[2:] == [([11], 4)] * 2, "until nothing is left to be made ready"
+    assert model.steps == 6, "and then past the window"
+    proposer.propose([Turn(0, script[:11], 4)])
+    proposer.ahead(steps(5)(torch.empty(0)))
+    assert len(model.made_ready) == 4 and model.steps == 6, "not for a chain"
 
 
 def test_with_full_agreement_nothing_is_left_to_draft(target: ModelRunner) -> None:

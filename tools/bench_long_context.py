@@ -159,7 +159,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     runtime = Runtime.load(
         target, draft=draft if arguments.draft == "model" else "none", device=arguments.device, vram=arguments.vram,
-        dtype=arguments.dtype, context=arguments.context + 1024, kv=arguments.kv, speculation=options, max_gamma=127,
+        dtype=arguments.dtype, context=arguments.context + 1024, kv=arguments.kv, speculation=options,
+        max_gamma=max(*(window - 1 for window in arguments.windows), *(gamma for *_, gamma in arguments.variants)),
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started:.1f} s: {runtime.placement}", flush=True)
     with runtime:

@@ -15,7 +15,7 @@ from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
 from offload_runtime.kv_cache.windowed import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
-from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_input_bytes, tree_slots
+from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_buffer_bytes, tree_slots
 from offload_runtime.runners.tree_rows import STEP_ROWS
 from offload_runtime.weights import ModelDescription, layer_layout, packed_bytes, shared_layout
 
@@ -248,8 +248,8 @@ class Plans:
             return 0
         rows = max(STEP_ROWS, draft.batch)
         activations = step_activation_bytes(draft.config, draft.dtype.itemsize, rows=rows)
-        inputs = tree_input_bytes(draft.config, batch=draft.batch)
-        return step_graph_bytes(draft.config) + activations + inputs
+        buffers = tree_buffer_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch)
+        return step_graph_bytes(draft.config) + activations + buffers
 
     @property
     def host_bytes(self) -> int:

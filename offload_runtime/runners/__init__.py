@@ -6,7 +6,7 @@ from offload_runtime.runners.draft_texts import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.passes import ModelRunner, PassShape
 from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes, step_graph_bytes
-from offload_runtime.runners.tree_rows import tree_input_bytes, tree_slots
+from offload_runtime.runners.tree_rows import tree_buffer_bytes, tree_slots
 
 __all__ = [
     "Asked",
@@ -24,6 +24,6 @@ __all__ = [
     "device_window_bytes",
     "step_activation_bytes",
     "step_graph_bytes",
-    "tree_input_bytes",
+    "tree_buffer_bytes",
     "tree_slots",
 ]

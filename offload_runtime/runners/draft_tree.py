@@ -8,7 +8,7 @@ never touch, nodes that survive are never written again, and a path that came tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -24,22 +24,11 @@ from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
-from offload_runtime.runners.tree_rows import (
-    CHILDREN,
-    MOST_DEPTH,
-    STEP_ROWS,
-    StepLine,
-    StepShape,
-    cut,
-    input_words,
-    packed,
-)
+from offload_runtime.runners.tree_rows import CHILDREN, STEP_ROWS, StepLine, cut, input_words, packed
+from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
 from offload_runtime.sampling import perturbed_logits, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
-# On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
-_FEW_ROWS = 8
-_DEPTHS = (16, 64, MOST_DEPTH)
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
 _MOST_KNOWN = 3
 
@@ -102,7 +91,11 @@ class DraftTree:
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self._graphs = StepGraphs(device if captured else torch.device("cpu"))
         rows = max(STEP_ROWS, batch)
+        self._shapes = StepShapes(self.capacity_tokens, rounded=device.type == "cuda")
+        self._compiled: set[Hashable] = set()  # kinds of steps whose kernels there are
+        self._deepest = DEPTHS[1]  # that steps are made ready for
         # What steps read and write; the tensors never move.
+        self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
         self._inputs = torch.zeros(input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
         self._outputs = torch.zeros(rows, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
@@ -139,11 +132,31 @@ class DraftTree:
         """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
         if self._device.type != "cuda":
             return
-        for depth in _DEPTHS:
+        for depth in DEPTHS:
             path = tuple(range(min(depth, self.num_slots, self.capacity_tokens - 1)))
-            for count in (1, STEP_ROWS):
-                self.expand({0: Asked([0], [Branch(0, path)] * count)})
+            for text in ([0], [0] * (BLOCK_TOKENS + 1)):
+                if len(text) + len(path) <= self.capacity_tokens:
+                    for count in (1, STEP_ROWS):
+                        self.expand({0: Asked(text, [Branch(0, path)] * count)})
         self._cache.truncate(0, 0)
+        self._deepest = DEPTHS[1]
+
+    @torch.inference_mode()
+    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
+        """On CUDA capture one step that is probably going to be asked for, without which it would take far longer.
+
+        Args:
+            lengths: Tokens of the texts that steps will be about.
+            further: So many more tokens they may soon have.
+
+        Returns:
+            Whether there was one that had not been captured.
+        """
+        width = self.width(len(lengths))
+        for shape in self._shapes.expected(lengths, further, width=width, deepest=self._deepest):
+            if shape.kind in self._compiled and self._graphs.capture(shape, partial(self._pass, shape)):
+                return True
+        return False
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
@@ -162,7 +175,12 @@ class DraftTree:
         shape = self._shape(lines, width)
         started = None if self.recorder is None else self.recorder.mark()
         self._upload(lines, shape)
-        self._graphs.run(shape, partial(self._step, shape))
+        if shape.kind in self._compiled:
+            self._graphs.capture(shape, partial(self._pass, shape))
+        self._graphs.run(shape, partial(self._pass, shape))
+        self._compiled.add(shape.kind)
+        self._deepest = max(self._deepest, shape.depth)
+        self._choose(shape)
         if self.recorder is not None:
             told = {"rows": [len(line.tokens) for line in lines]}
             self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), told)
@@ -203,20 +221,14 @@ class DraftTree:
         )
 
     def _shape(self, lines: Sequence[StepLine], width: int) -> StepShape:
-        rows = max(len(line.tokens) for line in lines)
-        depth = max(1, *(len(path) for line in lines for path in line.paths))
-        reach = max(max(line.positions) for line in lines) + 1
-        committed = min(line.committed for line in lines)
-        if self._device.type == "cuda":  # few shapes, so that few graphs are needed
-            rows = min(_FEW_ROWS, width) if rows <= _FEW_ROWS else width
-            depth = next(most for most in _DEPTHS if depth <= most)
-            most = -(-self.capacity_tokens // BLOCK_TOKENS)
-            blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
-            reach = blocks * BLOCK_TOKENS
-            # Keys that all queries of a program read together, in quarters of the reach.
-            quarter = max(1, blocks // 4) * BLOCK_TOKENS
-            committed = committed // quarter * quarter
-        return StepShape(len(lines), rows, depth, reach, committed, self._params)
+        return self._shapes.fitting(
+            len(lines),
+            rows=max(len(line.tokens) for line in lines),
+            depth=max(1, *(len(path) for line in lines for path in line.paths)),
+            reach=max(max(line.positions) for line in lines) + 1,
+            committed=min(line.committed for line in lines),
+            width=width,
+        )
 
     def _upload(self, lines: Sequence[StepLine], shape: StepShape) -> None:
         """Tell the device what the step is about: one copy on the current stream."""
@@ -235,8 +247,8 @@ class DraftTree:
             self._frequencies[: len(wanted)].copy_(torch.stack([tables[number] for number in wanted]))
             self._frequency_sets[: len(wanted)] = wanted
 
-    def _step(self, shape: StepShape) -> None:
-        """Feed the rows, and write the best children of each. Captured: no tensor of the host."""
+    def _pass(self, shape: StepShape) -> None:
+        """Feed the rows; their logits are in `_logits` then. Captured: no tensor of the host, nothing of sampling."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
         tokens, positions, slots, owners, sequences, committed, ancestors = cut(self._inputs, shape)
         angle = positions.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
@@ -250,9 +262,14 @@ class DraftTree:
             prefill=False,
         )  # fmt: skip
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None).view(num_rows, -1)
-        ahead = positions + 1
-        scores = perturbed_logits(logits[:, : self._vocab_size], shape.params, ahead, owners)  # [R, V] fp32
+        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
+        self._logits[:num_rows].copy_(logits.view(num_rows, -1))
+
+    def _choose(self, shape: StepShape) -> None:
+        """Write the best children of each row. Enqueued while the pass runs, so that it serves all ways of sampling."""
+        num_rows, parts = shape.batch * shape.rows, cut(self._inputs, shape)
+        ahead, owners = parts[1] + 1, parts[3]
+        scores = perturbed_logits(self._logits[:num_rows, : self._vocab_size], self._params, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
         first = sample(scores, SamplingParams(), ahead, owners)
         place = first.clamp_min(0)[:, None]
@@ -270,8 +287,3 @@ def _children(tokens: list[int], scores: list[float]) -> Children:
         return Children([], [])
     told = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
     return Children([token for token, _ in told], [score for _, score in told])
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()

@@ -59,9 +59,23 @@ class StepGraphs:
             step()
             self._keep(key, None)
         else:
-            graph = self._graphs.pop(key) or self._capture(step)
+            graph = self._graphs.pop(key) or self._captured(step)
             self._keep(key, graph)
             graph.replay()
+
+    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
+        """Have the graph of a step that needs no first run, as others have used all of its kernels. Runs nothing.
+
+        Arguments as of `run`.
+
+        Returns:
+            Whether it was not there yet; on the CPU there never is anything to do.
+        """
+        if not self._on_cuda or self._graphs.get(key) is not None:
+            return False
+        self._graphs.pop(key, None)
+        self._keep(key, self._captured(step))
+        return True
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph
@@ -71,7 +85,7 @@ class StepGraphs:
                 torch.cuda.current_stream(self._device).synchronize()  # it may still be running
                 oldest.reset()
 
-    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `step` without running it.
 
         Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of

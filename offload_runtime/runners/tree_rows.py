@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import ModelConfig
+from offload_runtime.runners.tree_shapes import MOST_DEPTH, StepShape
 
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
-# Deepest node below the text.
-MOST_DEPTH = 256
 _ROW_PARTS = 4  # token, position, slot, sequence
 _ALIGNED_WORDS = 4
 
@@ -33,18 +32,6 @@ class StepLine:
     paths: list[list[int]]
     known: int
     committed: int
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """All that a step depends on besides device memory."""
-
-    batch: int
-    rows: int
-    depth: int
-    reach: int
-    committed: int
-    params: SamplingParams
 
 
 def packed(lines: Sequence[StepLine], shape: StepShape) -> tuple[list[int], list[int]]:
@@ -96,7 +83,8 @@ def tree_slots(tree_nodes: int) -> int:
     return 8 * tree_nodes + STEP_ROWS
 
 
-def tree_input_bytes(config: ModelConfig, *, batch: int) -> int:
+def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:
     """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
     rows = max(STEP_ROWS, batch)
-    return 4 * (input_words(batch, rows, MOST_DEPTH) + rows * 2 * CHILDREN + rows * config.head_dim // 2)
+    words = input_words(batch, rows, MOST_DEPTH) + rows * 2 * CHILDREN + rows * config.head_dim // 2
+    return 4 * words + rows * config.vocab_size * element_bytes

@@ -41,6 +41,13 @@ class TreeModel(Protocol):
     def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
         """The text has gone on with nodes of the tree: move their keys to their places."""
 
+    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
+        """Prepare one more of the steps that texts of these lengths, and up to so many more tokens, will need.
+
+        Returns:
+            Whether there was one to prepare.
+        """
+
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         """What may follow some nodes of each sequence, or the first of them, in one step."""
 

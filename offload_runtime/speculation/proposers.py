@@ -70,7 +70,8 @@ class Proposer(Protocol):
         """
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """What was proposed is being verified: go on for as long as `pending` says yes, asked between short steps."""
+        """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
+        says yes, asked between short steps."""
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         """What levels of its own have decided about a sequence since `start`, the first level first. May wait for the

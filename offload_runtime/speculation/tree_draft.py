@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners.tree_rows import MOST_DEPTH
+from offload_runtime.runners.tree_shapes import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, HitRate, StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
@@ -63,6 +63,7 @@ class TreeDraftProposer:
         self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
+        self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain", "tree")
@@ -76,6 +77,7 @@ class TreeDraftProposer:
             self._probabilities = ChildProbabilities()  # other scores
         self._params = params
         self._bars.clear()
+        self._begun = []
         self._worth.forget()
         self._model.start(params)
         self._chains.start(params, num_sequences)
@@ -85,13 +87,14 @@ class TreeDraftProposer:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         with self._at_work():
             self._chains.prepare(sequence, tokens)
+        self._begun.append(len(tokens))
         if self._ngrams is not None:
             self._ngrams.prepare(sequence, tokens)
 
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         chains = [turn for turn in turns if turn.tree_nodes is None]
         trees = [turn for turn in turns if turn.tree_nodes is not None]
-        self._going_on = []
+        self._going_on, self._begun = [], []
         answers: dict[int, Proposal] = {}
         with self._at_work():
             if chains:
@@ -109,9 +112,14 @@ class TreeDraftProposer:
         return [answers[turn.sequence] for turn in turns]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
+        """Get ready what comes, then expand the trees past their windows, one step at a time, as far as there are
+        slots for what is found."""
         with self._at_work():
-            while self._going_on and pending():
+            ready = False
+            while pending():
+                if not ready and self._get_ready():
+                    continue
+                ready = True
                 asked = {}
                 for sequence in self._going_on:
                     one = self._grown[sequence]
@@ -123,6 +131,14 @@ class TreeDraftProposer:
                 if not asked:
                     return
                 self._expand(asked)
+
+    def _get_ready(self) -> bool:
+        """Whether there was another step to prepare for the text behind the pass that runs."""
+        lengths, further = [length + 1 for length in self._begun], 0
+        if self._going_on:
+            grown = [self._grown[sequence] for sequence in self._going_on]
+            lengths, further = [one.length + 1 for one in grown], max(one.turn.gamma for one in grown)
+        return bool(lengths) and self._model.get_ready(lengths, further)
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
         return ()

@@ -21,7 +21,7 @@ class WithNgrams:
 
     def __init__(self, draft: Proposer, ngrams: NgramProposer) -> None:
         self.draft, self.ngrams = draft, ngrams
-        self._drafted = False  # in the last round
+        self._drafted = False  # in the last round, or to be next
 
     @property
     def name(self) -> str | None:
@@ -37,6 +37,7 @@ class WithNgrams:
         self.ngrams.start(params, num_sequences)
 
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self._drafted = True
         self.draft.prepare(sequence, tokens)
         self.ngrams.prepare(sequence, tokens)
 

@@ -1,0 +1,87 @@
+"""Shapes of the steps of a `DraftTree`: on CUDA few of them, as every one is a graph, and those that come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+# Deepest node below the text.
+MOST_DEPTH = 256
+# On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
+_FEW_ROWS = 8
+DEPTHS = (16, 64, MOST_DEPTH)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """All that the pass of a step depends on besides device memory.
+
+    Attributes:
+        batch: Sequences.
+        rows: Of each of them.
+        depth: Most ancestors that a row may have.
+        reach: Most tokens of a text and a path behind it.
+        committed: Tokens that every text has at least.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    reach: int
+    committed: int
+
+    @property
+    def kind(self) -> tuple[int, int, int, bool, bool]:
+        """Steps of a kind are made of the same kernels."""
+        return self.batch, self.rows, self.depth, self.reach > BLOCK_TOKENS, self.committed >= BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """The shapes that there are.
+
+    Args:
+        capacity_tokens: Of a text and a path behind it.
+        rounded: Up to few shapes, for graphs; False takes them as they are.
+    """
+
+    capacity_tokens: int
+    rounded: bool
+
+    def fitting(self, batch: int, rows: int, depth: int, reach: int, committed: int, *, width: int) -> StepShape:
+        """The shape of a step: as `StepShape` says, in tokens; `width` rows of a sequence are the most."""
+        if not self.rounded:
+            return StepShape(batch, rows, depth, reach, committed)
+        rows = min(_FEW_ROWS, width) if rows <= _FEW_ROWS else width
+        depth = next(most for most in DEPTHS if depth <= most)
+        return StepShape(batch, rows, depth, *self._span(reach, committed))
+
+    def expected(self, lengths: Sequence[int], further: int, *, width: int, deepest: int) -> Iterator[StepShape]:
+        """What steps are like about texts of these lengths, now and when they have `further` more tokens.
+
+        Args:
+            lengths: In tokens.
+            further: In tokens.
+            width: Most rows of a sequence.
+            deepest: Ancestors that rows have at the most.
+        """
+        for depth, least in zip(DEPTHS, (1, *DEPTHS), strict=False):
+            for more in (0, further) if depth <= deepest else ():
+                for path in (least, depth):
+                    reach = min(max(lengths) + more + path, self.capacity_tokens)
+                    for rows in (width, 1):
+                        yield self.fitting(len(lengths), rows, depth, reach, min(lengths) + more, width=width)
+
+    def _span(self, reach: int, committed: int) -> tuple[int, int]:
+        most = -(-self.capacity_tokens // BLOCK_TOKENS)
+        blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
+        # Keys that all queries of a program read together, in quarters of the reach.
+        quarter = max(1, blocks // 4) * BLOCK_TOKENS
+        return blocks * BLOCK_TOKENS, committed // quarter * quarter
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()

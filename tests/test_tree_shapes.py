@@ -1,0 +1,51 @@
+"""Shapes of steps over trees: what is asked for has been expected."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.runners.tree_shapes import DEPTHS, StepShape, StepShapes
+
+CAPACITY_TOKENS = 4096
+
+
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY_TOKENS - 80), min_size=1, max_size=3), more=st.integers(0, 63),
+    path=st.integers(1, 64), rows=st.integers(1, 32), further=st.integers(0, 63),
+)  # fmt: skip
+def test_what_is_asked_of_texts_that_grow_was_expected(
+    lengths: list[int], more: int, path: int, rows: int, further: int
+) -> None:
+    shapes = StepShapes(CAPACITY_TOKENS, rounded=True)
+    width = 32 // len(lengths)
+    more = min(more, further)
+    reach = min(max(lengths) + more + path, CAPACITY_TOKENS)
+    asked = shapes.fitting(len(lengths), min(rows, width), path, reach, min(lengths) + more, width=width)
+    assert asked.reach >= reach and asked.rows >= min(rows, width) and asked.depth >= path
+    assert asked.committed <= min(lengths) + more
+    expected = set(shapes.expected(lengths, further, width=width, deepest=64))
+    assert asked in expected and len(expected) <= 16
+
+
+@pytest.mark.parametrize("deepest", DEPTHS)
+def test_deeper_steps_than_there_are_are_not_expected(deepest: int) -> None:
+    shapes = StepShapes(CAPACITY_TOKENS, rounded=True)
+    assert {shape.depth for shape in shapes.expected([500], 30, width=32, deepest=deepest)} == {
+        depth for depth in DEPTHS if depth <= deepest
+    }
+
+
+def test_without_graphs_a_step_is_as_large_as_it_is() -> None:
+    shape = StepShapes(CAPACITY_TOKENS, rounded=False).fitting(2, 3, 5, 77, 70, width=16)
+    assert shape == StepShape(2, 3, 5, 77, 70)
+
+
+def test_kinds_tell_what_needs_other_kernels_apart() -> None:
+    shapes, spans = StepShapes(CAPACITY_TOKENS, rounded=True), ((100, 10), (300, 10), (700, 600), (1700, 1600))
+    kinds = {
+        shapes.fitting(1, rows, depth, reach, committed, width=32).kind
+        for rows in (1, 32) for depth in (3, 40) for reach, committed in spans
+    }  # fmt: skip
+    assert len(kinds) == 2 * 2 * 3
