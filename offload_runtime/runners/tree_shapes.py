@@ -59,7 +59,7 @@ class StepShapes:
         return StepShape(batch, rows, depth, *self._span(reach, committed))
 
     def expected(self, lengths: Sequence[int], further: int, *, width: int, deepest: int) -> Iterator[StepShape]:
-        """What steps are like about texts of these lengths, now and when they have `further` more tokens.
+        """What steps are like about texts of these lengths, now and until they have `further` more tokens.
 
         Args:
             lengths: In tokens.
@@ -67,12 +67,18 @@ class StepShapes:
             width: Most rows of a sequence.
             deepest: Ancestors that rows have at the most.
         """
+        shortest, longest = min(lengths), max(lengths)
         for depth, least in zip(DEPTHS, (1, *DEPTHS), strict=False):
-            for more in (0, further) if depth <= deepest else ():
-                for path in (least, depth):
-                    reach = min(max(lengths) + more + path, self.capacity_tokens)
-                    for rows in (width, 1):
-                        yield self.fitting(len(lengths), rows, depth, reach, min(lengths) + more, width=width)
+            if depth > deepest:
+                return
+            spans = dict.fromkeys(
+                self._span(min(longest + more + path, self.capacity_tokens), shortest + more)
+                for more in range(further + 1)
+                for path in (least, depth)
+            )
+            for reach, committed in spans:
+                for rows in (width, 1):
+                    yield self.fitting(len(lengths), rows, depth, reach, committed, width=width)
 
     def _span(self, reach: int, committed: int) -> tuple[int, int]:
         most = -(-self.capacity_tokens // BLOCK_TOKENS)

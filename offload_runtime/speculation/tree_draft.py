@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -57,7 +58,7 @@ class TreeDraftProposer:
         self._chains, self._model, self._ngrams = chains, model, ngrams
         self._worth = worth or StepWorth()
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
         self._probabilities, self._hits = ChildProbabilities(), HitRate()
         self._grown: dict[int, GrownTree] = {}
@@ -302,3 +303,9 @@ class TreeDraftProposer:
                 one.children[node] = children
                 one.tree.set_expanded(node, slot)
         return found
+
+
+@cache
+def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
+    return torch.cuda.Stream(device)
