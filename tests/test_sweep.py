@@ -15,9 +15,9 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
-from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
+from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import HostKVCache
 from offload_runtime.speculation import NoProposer, Proposal, Round
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -25,7 +25,6 @@ from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 
-import sweep as sweep_tool  # noqa: E402
 from long_context import command as command_module  # noqa: E402
 from long_context import needle as needle_module  # noqa: E402
 from long_context import rows as rows_module  # noqa: E402
@@ -208,6 +207,15 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
         (["temperature", "budget", "--out", "x.json"], "put {sweep} in its name"),
         (["temperature", "budget", "--values", "1"], "--values belongs to one sweep"),
         (["gamma", "--draft", "none"], "varies the draft, and there is none"),
+        (["temperature", "--temperature", "1"], "--temperature would be ignored by temperature: drop it"),
+        (["batch", "--context", "400"], "--context would be ignored by batch"),
+        (["needle", "--starts", "2"], "--starts would be ignored by needle"),
+        (["gamma", "--chain-gamma", "2"], "--chain-gamma would be ignored by gamma: drop it; it is used by policy"),
+        (["gamma", "--noise", "0.1"], "--noise would be ignored with --shape none"),
+        (["gamma", "--draft-cache", "full"], "--recent would be ignored with --draft-cache full"),
+        (["budget", "--draft", "none", "--gamma-draft", "2"], "--gamma-draft would be ignored with --draft none"),
+        (["temperature", "--emulate", "rtx4090"], "--emulate would be ignored by temperature"),
+        (["temperature", "window"], "temperature and window take different models"),
         (["temperature", "--values", "warm"], "'warm' is not a number"),
         (["budget", "--values", "8K"], "8192 tokens is more than the context"),
         (["batch", "--values", "9x5K"], "take a shorter context or a longer text"),

@@ -7,18 +7,18 @@
     python tools/sweep.py resident --shape llama2-7b --source SmolLM2-135M.gguf --text novel.txt --out FILE
     python tools/sweep.py draw tools/results/sweep-*.json --out docs/charts --formats svg
 
-Over a long context, by the models of `bench_long_context.py`: `temperature` numbers; `budget`, `chunk`, `context` tokens
-(4K is 4096); `gamma` tokens proposed to the target, or d3: by the draft; `batch` like 6x19K; `policy` retrieval, topk,
-streaming, or chain: the draft alone; `needle` depths as shares of the context. All but `batch` share one loaded runtime
-and one prefill: the hierarchy is built anew for each row around the cache that is filled already.
+Over a long context, by the models of `bench_long_context.py`: `temperature` numbers; `budget`, `chunk`, `context`
+tokens (4K is 4096); `gamma` tokens proposed to the target, or d3: by the draft; `batch` like 6x19K; `policy` retrieval,
+topk, streaming, or chain: the draft alone; `needle` depths as shares of the context. All but `batch` share one loaded
+runtime and one prefill: the hierarchy is built anew for each row around the cache that is filled already.
 
 Over streamed weights: `window` tokens in the window of a pass; `resident` shares of the layers that stay on the device,
 like 3/8. Weights are read once and shared by all rows.
 
 Which table is which sweep, and what cannot be reproduced here, is in docs/sweeps.md. Each row is written when it is
 there, and rows that the file has already, of the same settings, commit and machine, are not measured again. An option
-that none of the sweeps would use is refused. Ends with one JSON line per sweep, and with exit code 1 if any row's tokens
-differ from those of plain decoding. `draw` makes pictures of files that are there, and measures nothing.
+that none of the sweeps would use is refused. Ends with one JSON line per sweep, and with exit code 1 if any row's
+tokens differ from those of plain decoding. `draw` makes pictures of files that are there, and measures nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
 
 FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
 # What a row does not depend on.
-_NOT_CONDITIONS = ("values", "out", "plot", "commit")
+NOT_CONDITIONS = ("values", "out", "plot", "commit")
 
 
 def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -> list[Work]:
@@ -65,13 +65,16 @@ def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -
                 raise OptionError(f"{name} {path} would hold {len(sweeps)} sweeps: put {{sweep}} in its name")
     origin = provenance(torch.device(arguments.device), commit=arguments.commit)
     conditions = {
-        "settings": settings_of(arguments, without=_NOT_CONDITIONS), "commit": origin["commit"],
+        "settings": settings_of(arguments, without=NOT_CONDITIONS), "commit": origin["commit"],
         "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]),
     }  # fmt: skip
     work: list[Work] = []
     for sweep in sweeps:
         points = family.points(sweep, arguments)
-        file = ResultFile(named(arguments.out, sweep), sweep, conditions, origin, order=family.sweeps[sweep].values)
+        file = ResultFile(
+            named(arguments.out, sweep), sweep, conditions, origin, order=family.sweeps[sweep].values,
+            ignored=[name for name, sweeps_without in family.unused.items() if sweep in sweeps_without],
+        )  # fmt: skip
         if file.num_outdated:
             print(f"{sweep}: {file.num_outdated} rows of other settings, another commit or machine are replaced")
         missing = [point for point in points if point.label not in file.rows]

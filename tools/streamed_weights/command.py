@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, help="what the prompt is the beginning of; else it is random")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128, help="decoded with the draft")
-    parser.add_argument("--plain-tokens", type=int, default=8, help="decoded without it")
+    parser.add_argument("--plain-tokens", type=int, default=16, help="decoded without it")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--passes", type=int, default=8, help="timed passes of each window")
     parser.add_argument("--resident-layers", type=int, default=0, help="that stay on the device beside the windows")
@@ -159,7 +159,8 @@ def loaded(arguments: argparse.Namespace, models: Models, points: Sequence[Point
         )  # fmt: skip
     except BudgetError as error:
         labels = ", ".join(point.label for point in points)
-        raise BudgetError(f"{labels} with {resident_layers} resident layers: {error}; or name other --values") from error
+        what = f"{labels} with {resident_layers} resident layers"
+        raise BudgetError(f"{what}: {error}; or name other --values") from error
     with runtime:
         print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", file=sys.stderr, flush=True)
         yield runtime

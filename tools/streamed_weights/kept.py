@@ -34,6 +34,17 @@ class LentArena:
         """Whether all pages are locked."""
         return self._owned.pinned
 
+    def unpin(self) -> None:
+        """Refused: the next runtime may stream what this one would stage.
+
+        Raises:
+            BudgetError: Always.
+        """
+        raise BudgetError(
+            f"not all layers may be page-locked here, so that {self.name} would be staged: lower --layers or take a "
+            "smaller model (WSL2 and Windows lock at most about half of the RAM)"
+        )
+
     def close(self) -> None:
         """Let go of the memory, which stays as it is."""
         self.buffer = torch.empty(0, dtype=torch.uint8)
@@ -54,8 +65,8 @@ class KeptWeights:
         self._kept: dict[int, tuple[CheckpointSource, HostWeights]] = {}  # the source, so that its id stays taken
 
     def read(
-        self, source: CheckpointSource, dtype: torch.dtype, *, pin: Collection[int], blockwise: Registrar | None,
-        on_progress: Progress | None,
+        self, source: CheckpointSource, dtype: torch.dtype, *, pin: Collection[int] = (),
+        blockwise: Registrar | None = None, on_progress: Progress | None = None,
     ) -> HostWeights:  # fmt: skip
         """As `load_weights`, which it stands for.
 

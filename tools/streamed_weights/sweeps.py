@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from long_context.sweeps import tokens
 
@@ -67,7 +68,7 @@ def resident_points(values: Sequence[str] | None, *, num_layers: int) -> list[Po
         (Point(text, None, round(share(text) * num_layers)) for text in values or SWEEPS["resident"].values),
         key=lambda point: point.resident_layers,
     )
-    for point, following in zip(points, points[1:], strict=False):
+    for point, following in pairwise(points):
         if point.resident_layers == following.resident_layers:
             raise OptionError(
                 f"{point.label} and {following.label} of {num_layers} layers are both {point.resident_layers}: name "

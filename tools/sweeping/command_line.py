@@ -44,8 +44,8 @@ def family_of(sweeps: Sequence[str], families: Sequence[Family]) -> Family:
 def parser_of(family: Family) -> argparse.ArgumentParser:
     """The options of a family."""
     made = argparse.ArgumentParser(
-        usage="sweep.py SWEEP [SWEEP ...] [options]", description=f"{family.title}: {', '.join(family.sweeps)}",
-        allow_abbrev=False,
+        prog="sweep.py", usage="sweep.py SWEEP [SWEEP ...] [options]", allow_abbrev=False,
+        description=f"{family.title}: {', '.join(family.sweeps)}",
     )  # fmt: skip
     family.add_options(made)
     made.add_argument("--values", type=lambda text: text.split(","), help="of the sweep, instead of all")

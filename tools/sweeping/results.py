@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class ResultFile:
         conditions: What must be equal for a row to count: settings, commit, what it was measured on.
         origin: What the file says besides.
         order: Values in the order of the file.
+        ignored: Names of settings that rows of this sweep do not depend on.
 
     Raises:
         OptionError: The file holds something else than this sweep.
@@ -48,9 +49,10 @@ class ResultFile:
 
     def __init__(
         self, path: Path | None, sweep: str, conditions: Mapping[str, Any], origin: Mapping[str, Any], *,
-        order: Sequence[str],
+        order: Sequence[str], ignored: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._path = path
+        self._ignored = frozenset(ignored)
         self._order = list(order)
         self.sweep = sweep
         self.report: dict[str, Any] = {"benchmark": BENCHMARK, "sweep": sweep, **origin, **conditions}
@@ -63,10 +65,16 @@ class ResultFile:
         found = read_report(path)
         if found["sweep"] != self.sweep:
             raise OptionError(f"{path} holds the sweep of {found['sweep']}, not of {self.sweep}: name another file")
-        if all(found.get(name) == value for name, value in conditions.items()):
+        if all(self._relevant(found.get(name)) == self._relevant(value) for name, value in conditions.items()):
             self.rows = {row["value"]: row for row in found["rows"]}
         else:
             self.num_outdated = len(found["rows"])
+
+    def _relevant(self, condition: Any) -> Any:
+        """What rows depend on: of settings not all."""
+        if not isinstance(condition, dict):
+            return condition
+        return {name: value for name, value in condition.items() if name not in self._ignored}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Keep a row, which says its `value`, and write the file.
