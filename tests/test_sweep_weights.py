@@ -115,6 +115,7 @@ def test_shares_of_a_checkpoint_with_a_draft(
     assert main([*command, "--values", "0.6,0,1"]) == 0
     assert sorted(read) == sorted([str(target), str(draft)])  # once, whatever stays
     assert assembly.load_weights is load_weights
+    assert json.loads(out.read_text())["settings"]["target"] == target.name  # not where it lies
     rows = rows_of(out)
     assert {value: row["resident_layers"] for value, row in rows.items()} == {"0": 0, "0.6": 3, "1": NUM_LAYERS}
     streamed = {value: row["bytes_per_pass"] for value, row in rows.items()}

@@ -37,7 +37,7 @@ _UNUSED = dict.fromkeys(_ONLY_RESIDENT, frozenset({"window"})) | {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The model, the draft, placement, and how much is measured."""
-    parser.add_argument("--target", help="checkpoint to stream: a directory, a .gguf file, or org/name on the hub")
+    parser.add_argument("--target", type=Path, help="what to stream: a directory, a .gguf file, or org/name on the hub")
     parser.add_argument("--shape", help="instead: a model of this shape made in memory (llama2-7b; tiny to try it out)")
     parser.add_argument("--layers", type=int, help="of the shape, instead of all")
     parser.add_argument("--source", type=Path, help="small model: it drafts, and a shape made in memory speaks as it")

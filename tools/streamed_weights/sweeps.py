@@ -38,7 +38,7 @@ class Sweep:
 SWEEPS = {
     "window": Sweep("tokens in the window of a pass", tuple(str(1 << power) for power in range(11))),
     "resident": Sweep(
-        "share of the layers that stay on the device",
+        "share of the layers that stay on the GPU",
         ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "1"),
     ),
 }  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from long_context.sweeps import SWEEPS as LONG_CONTEXT
 from long_context.sweeps import tokens
+from streamed_weights.sweeps import SWEEPS as STREAMED_WEIGHTS
 
 Rows = Sequence[Mapping[str, Any]]
 # Draws rows on axes; beside it the rows that it is about.
@@ -43,18 +45,7 @@ def axis_label(sweep: str, rows: Rows) -> str:
     """What the panel's values are, with their unit."""
     if sweep == "gamma" and rows[0]["value"].startswith("d"):
         return "tokens that the draft proposes to a step of the middle level"
-    return {
-        "temperature": "temperature",
-        "budget": "retrieved tokens a layer and head",
-        "chunk": "tokens in a chunk",
-        "context": "tokens of context",
-        "gamma": "tokens proposed to a pass of the target",
-        "batch": "sequences x tokens of context",
-        "policy": "who chooses the chunks; chain: no middle level",
-        "needle": "depth of the needle, as a share of the context",
-        "window": "tokens in the window of a pass",
-        "resident": "share of the layers that stay on the GPU",
-    }[sweep]
+    return (LONG_CONTEXT | STREAMED_WEIGHTS)[sweep].axis
 
 
 def _number(value: str) -> float | None:
