@@ -27,7 +27,7 @@ from bench_report import emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
 from repeated_checkpoint import repeated_llama
-from widening.shapes import SHAPES, WideShape
+from widening.shapes import SHAPES, TINY, WideShape
 from wordless_llama import WordlessLlama
 
 from offload_runtime.config import GB, SpeculationOptions
@@ -47,7 +47,6 @@ TIME_TOLERANCE, LEAST_USED = 0.10, 0.90  # what is promised
 _PLAIN = SpeculationOptions("none")
 _MAX_GAMMA = 63
 _ROOM_TOKENS = 64  # of the context, for the windows
-TINY = WideShape(64, 160, 8, 4, 2, 16)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 from bench_report import percentiles
@@ -116,9 +117,12 @@ class Session:
         self.synchronize()
 
     def pass_times_s(self, start: Sequence[Sequence[int]], width: int, passes: int) -> tuple[list[float], int]:
-        """Times of passes of the full target over windows of `width` tokens, and the bytes that each streams."""
+        """Times of passes of the full target over windows of `width` tokens, and the bytes that each streams.
+
+        What the windows say is beside the point: it is the text from its beginning, as often as there is room for it.
+        """
         self.go_to(start)
-        windows = [Window(tuple(known[:width])) for known in start]
+        windows = [Window(tuple(islice(cycle(known), width))) for known in start]
         times_s, nbytes, streamer = [], 0, self._runner.streamer
         for number in range(passes + _UNTIMED):
             before, started_s = streamer.bytes_begun, time.perf_counter()

@@ -112,16 +112,16 @@ class Sweep:
 
 SWEEPS = {
     "temperature": Sweep("temperature", ("0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"), _at_temperature),
-    "budget": Sweep("retrieved tokens per head", ("1K", "2K", "3K", "4K", "6K", "8K"), _with_budget),
-    "chunk": Sweep("tokens of a chunk", ("2", "4", "8", "16", "32", "64"), _with_chunks),
+    "budget": Sweep("retrieved tokens a layer and head", ("1K", "2K", "3K", "4K", "6K", "8K"), _with_budget),
+    "chunk": Sweep("tokens in a chunk", ("2", "4", "8", "16", "32", "64"), _with_chunks),
     "context": Sweep("tokens of context", ("120K", "64K", "32K", "16K", "8K", "4K"), _in_context),
     "gamma": Sweep(
-        "tokens proposed to a pass; d: by the draft to a step",
+        "tokens proposed to a pass of the target",
         ("4", "8", "12", "16", "24", "32", "48", "d1", "d2", "d3", "d4", "d5", "d6", "d7", "d8"), _with_gamma,
     ),
     "batch": Sweep("sequences x tokens of context", ("2x56K", "6x19K", "10x12K"), _in_batch),
-    "policy": Sweep("who chooses the chunks", (*CHUNK_POLICIES, CHAIN), _with_policy),
-    "needle": Sweep("depth of the needle", ("0.9", "0.5", "0.1"), _at_depth),
+    "policy": Sweep("who chooses the chunks; chain: no middle level", (*CHUNK_POLICIES, CHAIN), _with_policy),
+    "needle": Sweep("depth of the needle, as a share of the context", ("0.9", "0.5", "0.1"), _at_depth),
 }  # fmt: skip
 
 

@@ -35,6 +35,8 @@ SHAPES = {
     "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128),
     "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
 }
+# For trying a benchmark out; too small to hold a language.
+TINY = WideShape(64, 160, 8, 4, 2, 16)
 
 
 def shape_named(name: str) -> WideShape:

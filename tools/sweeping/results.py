@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import OptionError, StorageError
+
+BENCHMARK = "sweep"
+# The first is what files say that were written when there were only the sweeps over a long context.
+_BENCHMARKS = ("sweep_long_context", BENCHMARK)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """What a sweep has written.
+
+    Raises:
+        OptionError: The file is not there, or holds something else.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kind, _ = found["benchmark"], [row["value"] for row in found["rows"]]
+        known = kind in _BENCHMARKS and isinstance(found["sweep"], str)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"{path} is no result of a sweep ({error!r}): name another file, or delete it") from error
+    if not known:
+        raise OptionError(f"{path} is no result of a sweep but of {kind!r}: name another file")
+    return found
 
 
 class ResultFile:
@@ -20,6 +41,7 @@ class ResultFile:
         conditions: What must be equal for a row to count: settings, commit, what it was measured on.
         origin: What the file says besides.
         order: Values in the order of the file.
+        ignored: Names of settings that rows of this sweep do not depend on.
 
     Raises:
         OptionError: The file holds something else than this sweep.
@@ -27,31 +49,32 @@ class ResultFile:
 
     def __init__(
         self, path: Path | None, sweep: str, conditions: Mapping[str, Any], origin: Mapping[str, Any], *,
-        order: Sequence[str],
+        order: Sequence[str], ignored: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._path = path
+        self._ignored = frozenset(ignored)
         self._order = list(order)
         self.sweep = sweep
-        self.report: dict[str, Any] = {"benchmark": "sweep_long_context", "sweep": sweep, **origin, **conditions}
+        self.report: dict[str, Any] = {"benchmark": BENCHMARK, "sweep": sweep, **origin, **conditions}
         self.rows: dict[str, dict[str, Any]] = {}
         self.num_outdated = 0  # rows of the file that were measured under other conditions
         if path is not None and path.exists():
             self._read(path, conditions)
 
     def _read(self, path: Path, conditions: Mapping[str, Any]) -> None:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            kind, rows = (found["benchmark"], found["sweep"]), {row["value"]: row for row in found["rows"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise OptionError(
-                f"{path} is there and is no result of a sweep ({error!r}): name another --out, or delete it"
-            ) from error
-        if kind != ("sweep_long_context", self.sweep):
-            raise OptionError(f"{path} holds the sweep of {kind[1]}, not of {self.sweep}: name another --out")
-        if all(found.get(name) == value for name, value in conditions.items()):
-            self.rows = rows
+        found = read_report(path)
+        if found["sweep"] != self.sweep:
+            raise OptionError(f"{path} holds the sweep of {found['sweep']}, not of {self.sweep}: name another file")
+        if all(self._relevant(found.get(name)) == self._relevant(value) for name, value in conditions.items()):
+            self.rows = {row["value"]: row for row in found["rows"]}
         else:
-            self.num_outdated = len(rows)
+            self.num_outdated = len(found["rows"])
+
+    def _relevant(self, condition: Any) -> Any:
+        """What rows depend on: of settings not all."""
+        if not isinstance(condition, dict):
+            return condition
+        return {name: value for name, value in condition.items() if name not in self._ignored}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Keep a row, which says its `value`, and write the file.
@@ -78,5 +101,5 @@ class ResultFile:
 
     @property
     def identical(self) -> bool:
-        """Whether every row's tokens are those of plain decoding."""
-        return all(row["identical_to_plain"] for row in self.rows.values())
+        """Whether the tokens of every row that has some besides plain decoding's are the same."""
+        return all(row.get("identical_to_plain", True) for row in self.rows.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import sys
 import weakref
@@ -16,9 +15,9 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
-from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
+from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import HostKVCache
 from offload_runtime.speculation import NoProposer, Proposal, Round
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -26,22 +25,30 @@ from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 
-import sweep_long_context  # noqa: E402
+from long_context import command as command_module  # noqa: E402
 from long_context import needle as needle_module  # noqa: E402
 from long_context import rows as rows_module  # noqa: E402
 from long_context import session as session_module  # noqa: E402
+from long_context.command import stretches  # noqa: E402
 from long_context.decoding import Decoding, compare, target_acceptance  # noqa: E402
 from long_context.internals import proposer_of, target_cache, tell_again  # noqa: E402
 from long_context.needle import NeedleTest  # noqa: E402
-from long_context.plot import draw  # noqa: E402
 from long_context.rig import Rig  # noqa: E402
 from long_context.rows import Lengths, RowMeasurement, bound, starts_of  # noqa: E402
 from long_context.session import Session  # noqa: E402
-from long_context.sweeps import Setting, points_of  # noqa: E402
-from sweep_long_context import main, stretches  # noqa: E402
+from long_context.sweeps import SWEEPS, Setting, points_of  # noqa: E402
+from sweep import main  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
 OPTIONS = SpeculationOptions("triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3)
+SHORT = {
+    "--context": "900", "--budget": "128", "--chunk-size": "8", "--recent": "64", "--gamma": "7", "--gamma-draft": "3",
+    "--tokens": "8", "--starts": "2",
+}  # fmt: skip
+OWN_OPTIONS = {
+    "temperature": {"--temperature"}, "budget": {"--budget"}, "chunk": {"--chunk-size"}, "context": set(),
+    "gamma": set(), "batch": {"--context"}, "policy": {"--policy"}, "needle": {"--policy", "--tokens", "--starts"},
+}  # fmt: skip
 TOKENS = [3 + (7 * i * i + i // 5) % 290 for i in range(900)]
 
 
@@ -68,11 +75,15 @@ def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
     """Runs the command on the tiny model."""
     text = tmp_path / "novel.txt"
     text.write_text(TEXT * 60)
-    fixed = f"--source {source} --shape none --text {text} --device cpu --dtype fp32 --context 900 --budget 128"
-    short = "--chunk-size 8 --recent 64 --gamma 7 --gamma-draft 3 --tokens 8 --starts 2 --commit abc"
+    fixed = f"--source {source} --shape none --text {text} --device cpu --dtype fp32 --commit abc"
 
     def run(*words: str) -> int:
-        return main([*words, *fixed.split(), *short.split()])
+        swept = [word for word in words if word in OWN_OPTIONS]
+        dropped = set.intersection(*(OWN_OPTIONS[name] for name in swept))
+        if "none" in words:
+            dropped |= {"--recent", "--gamma-draft"}
+        short = [part for name, value in SHORT.items() if name not in dropped for part in (name, value)]
+        return main([*words, *fixed.split(), *short])
 
     return run
 
@@ -105,7 +116,7 @@ def test_a_sweep_goes_on_where_it_stopped(
     sweep: Callable[..., int], measured: list[Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "t.json"
-    interrupted = sweep_long_context.print_row
+    interrupted = command_module.print_row
     calls: list[str] = []
 
     def interrupt(name: str, row: dict[str, Any], *, heading: bool) -> None:
@@ -114,11 +125,11 @@ def test_a_sweep_goes_on_where_it_stopped(
             raise KeyboardInterrupt
         interrupted(name, row, heading=heading)
 
-    monkeypatch.setattr(sweep_long_context, "print_row", interrupt)
+    monkeypatch.setattr(command_module, "print_row", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep("temperature", "--values", "0,0.6,1", "--out", str(out))
     assert list(rows_of(out)) == ["0", "0.6"]
-    monkeypatch.setattr(sweep_long_context, "print_row", interrupted)
+    monkeypatch.setattr(command_module, "print_row", interrupted)
     measured.clear()
     assert sweep("temperature", "--values", "0,0.6,1", "--out", str(out)) == 0
     assert [setting.temperature for setting in measured] == [1.0]
@@ -136,14 +147,14 @@ def test_a_sweep_goes_on_where_it_stopped(
 
 def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
     loads: list[Runtime] = []
-    make = sweep_long_context.load
-    monkeypatch.setattr(sweep_long_context, "load", lambda *a, **k: loads.append(make(*a, **k)) or loads[-1])
+    make = command_module.load
+    monkeypatch.setattr(command_module, "load", lambda *a, **k: loads.append(make(*a, **k)) or loads[-1])
     small = {
         "budget": ("64", "512"), "chunk": ("16",), "context": ("900", "300"), "gamma": ("4", "d5"),
         "policy": ("topk", "chain"), "needle": ("0.9", "0.1"),
     }  # fmt: skip
     for name, values in small.items():
-        monkeypatch.setitem(sweep_long_context.SWEEPS, name, replace(sweep_long_context.SWEEPS[name], values=values))
+        monkeypatch.setitem(SWEEPS, name, replace(SWEEPS[name], values=values))
     assert sweep(*small, "--out", str(tmp_path / "{sweep}.json")) == 0
     assert len(loads) == 1
     found = {name: rows_of(tmp_path / f"{name}.json") for name in small}
@@ -196,9 +207,18 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
         (["temperature", "budget", "--out", "x.json"], "put {sweep} in its name"),
         (["temperature", "budget", "--values", "1"], "--values belongs to one sweep"),
         (["gamma", "--draft", "none"], "varies the draft, and there is none"),
+        (["temperature", "--temperature", "1"], "--temperature would be ignored by temperature: drop it"),
+        (["batch", "--context", "400"], "--context would be ignored by batch"),
+        (["needle", "--starts", "2"], "--starts would be ignored by needle"),
+        (["gamma", "--chain-gamma", "2"], "--chain-gamma would be ignored by gamma: drop it; it is used by policy"),
+        (["gamma", "--noise", "0.1"], "--noise would be ignored with --shape none"),
+        (["gamma", "--draft-cache", "full"], "--recent would be ignored with --draft-cache full"),
+        (["budget", "--draft", "none", "--gamma-draft", "2"], "--gamma-draft would be ignored with --draft none"),
+        (["temperature", "--emulate", "rtx4090"], "--emulate would be ignored by temperature"),
+        (["temperature", "window"], "temperature and window take different models"),
         (["temperature", "--values", "warm"], "'warm' is not a number"),
         (["budget", "--values", "8K"], "8192 tokens is more than the context"),
-        (["batch", "--values", "9x5K"], "lower --context or take a longer text"),
+        (["batch", "--values", "9x5K"], "take a shorter context or a longer text"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -215,27 +235,7 @@ def test_files_of_something_else_are_left_alone(
         out = tmp_path / "other.json"
         out.write_text(content)
         assert sweep("temperature", "--out", str(out)) == 2
-        assert "--out" in capsys.readouterr().err and out.read_text() == content
-
-
-def test_plots_need_matplotlib_before_anything_is_measured(
-    sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sweep_long_context, "load", lambda *_, **__: pytest.fail("loaded a model"))
-    assert sweep("temperature", "--plot", "t.png") == 2
-    assert "offload-runtime[plots]" in capsys.readouterr().err
-
-
-def test_plots_are_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    speeds = [{"value": value, "times_plain": 1.5, "bound_times_plain": 2.0} for value in ("1K", "2K")]
-    shares = {name: {"agreement": 0.5} for name in CHUNK_POLICIES}
-    for name, rows in (("budget", speeds), ("needle", [{"value": "0.5", "policies": shares}])):
-        draw({"sweep": name, "rows": rows}, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(StorageError, match="name another --plot"):
-        draw({"sweep": "budget", "rows": speeds}, tmp_path / "budget.nonsense")
+        assert "name another file" in capsys.readouterr().err and out.read_text() == content
 
 
 def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtime) -> None:

@@ -1,0 +1,309 @@
+"""Sweeps over streamed weights on tiny models: what is streamed, what bounds it, and one reading for all rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.engine import assembly
+from offload_runtime.errors import BudgetError
+from offload_runtime.memory import HostArena
+from offload_runtime.weights import HostWeights, load_weights, open_checkpoint
+from tests.helpers.engine import NUM_LAYERS, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from streamed_weights import command as command_module
+from streamed_weights import kept as kept_module
+from streamed_weights import speeds as speeds_module
+from streamed_weights.kept import KeptWeights, kept_weights
+from streamed_weights.rows import RowMeasurement
+from streamed_weights.speeds import PassNeeds, Speeds, bound_of
+from streamed_weights.sweeps import resident_points, window_points
+from sweep import main
+from widening.shapes import shape_named
+
+TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
+ON_CPU = ["--device", "cpu", "--dtype", "fp32", "--commit", "abc", "--prompt-tokens", "12"]
+measured_speeds = Speeds.measured
+SPEEDS = Speeds(memory_gbps=4000.0, flops=8e14, memcpy_gbps=50.0)
+# Of shape tiny in fp32: the matrices, and two norms in blocks of 256 bytes.
+LAYER_BYTES = 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160) + 2 * 256
+
+
+@pytest.fixture(autouse=True)
+def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own speeds are nothing that these tests look at."""
+    monkeypatch.setattr(Speeds, "measured", classmethod(lambda cls, device, dtype: SPEEDS))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Target, draft and text."""
+    directory = tmp_path_factory.mktemp("models")
+    target = write_checkpoint(directory / "target")
+    text = directory / "novel.txt"
+    text.write_text(TEXT * 5)
+    return target, write_noisy_copy(target, directory / "draft", noise=0.03), text
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["value"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_windows_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "w.json"
+    command = ["window", "--shape", "tiny", "--passes", "2", "--resident-layers", "3", "--out", str(out), *ON_CPU]
+    assert main([*command, "--values", "1,40"]) == 0
+    measured: list[int] = []
+    window = RowMeasurement.window
+
+    def spy(self: RowMeasurement, width: int, passes: int) -> dict[str, Any]:
+        measured.append(width)
+        return window(self, width, passes)
+
+    monkeypatch.setattr(RowMeasurement, "window", spy)
+    assert main([*command, "--values", "40,2,1"]) == 0
+    assert measured == [2]
+    rows = rows_of(out)
+    assert list(rows) == ["1", "2", "40"]
+    for value, row in rows.items():
+        assert row["window_tokens"] == int(value) and row["num_layers"] == 8 and row["resident_layers"] == 3
+        assert row["bytes_per_pass"] == 5 * LAYER_BYTES
+        assert row["tok_per_s"] == pytest.approx(int(value) / row["pass_s"]["median"])
+        assert row["bound_s"] == pytest.approx(5 * LAYER_BYTES / (max(row["link_peak_gbps"], 50.0) * 1e9))
+        assert row["bound_by"] == "link" and row["share_of_bound"] == row["bound_s"] / row["pass_s"]["median"]
+
+
+def test_windows_are_as_wide_as_they_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those that are wider than the prompt is long."""
+    from offload_runtime.runners import ModelRunner
+
+    widths: list[int] = []
+    verify = ModelRunner.verify
+
+    def spy(self: ModelRunner, windows: Any, *rest: Any) -> torch.Tensor:
+        widths.extend(len(window.tokens) for window in windows)
+        return verify(self, windows, *rest)
+
+    monkeypatch.setattr(ModelRunner, "verify", spy)
+    assert main(["window", "--shape", "tiny", "--layers", "2", "--passes", "1", "--values", "30", *ON_CPU]) == 0
+    assert set(widths) == {30}
+
+
+def test_shares_of_a_checkpoint_with_a_draft(
+    models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, text = models
+    read: list[str] = []
+
+    def spy(source: Any, *rest: Any, **how: Any) -> HostWeights:
+        read.append(source.reference)
+        return load_weights(source, *rest, **how)
+
+    monkeypatch.setattr(kept_module, "load_weights", spy)
+    out = tmp_path / "r.json"
+    command = [
+        "resident", "--target", str(target), "--source", str(draft), "--text", str(text), "--tokens", "12",
+        "--plain-tokens", "5", "--out", str(out), *ON_CPU,
+    ]  # fmt: skip
+    assert main([*command, "--values", "0.6,0,1"]) == 0
+    assert sorted(read) == sorted([str(target), str(draft)])  # once, whatever stays
+    assert assembly.load_weights is load_weights
+    assert json.loads(out.read_text())["settings"]["target"] == target.name  # not where it lies
+    rows = rows_of(out)
+    assert {value: row["resident_layers"] for value, row in rows.items()} == {"0": 0, "0.6": 3, "1": NUM_LAYERS}
+    streamed = {value: row["bytes_per_pass"] for value, row in rows.items()}
+    assert streamed["1"] == 0 and streamed["0.6"] * 5 == streamed["0"] * 2 > 0
+    for row in rows.values():
+        assert row["identical_to_plain"] and row["compared_tokens"] == 5
+        assert row["plain_tokens"] == 5 and row["drafted"]["tokens"] == 12
+        assert sum(row["drafted"]["windows"].values()) == row["drafted"]["passes"] and "the draft" in row["loaded"]
+        assert row["drafted"]["times_plain"] == row["drafted"]["tok_per_s"] * row["plain_s_per_token"]
+    assert rows["0"]["bound_by"] == "link" and rows["1"]["bound_by"] == "memory"
+    assert rows["1"]["link_peak_gbps"] is None
+
+
+def test_another_text_than_plain_decoding_fails_the_command(
+    models: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, text = models
+    monkeypatch.setattr(command_module.RowMeasurement, "resident", lambda self, **how: {"identical_to_plain": False})
+    monkeypatch.setattr(command_module, "print_row", lambda *_: None)
+    options = ["--target", str(target), "--source", str(draft), "--text", str(text), *ON_CPU]
+    assert main(["resident", "--values", "1", *options]) == 1
+
+
+def test_what_is_lent_stays_when_it_is_closed(models: tuple[Path, Path, Path]) -> None:
+    source = open_checkpoint(models[0])
+    with kept_weights(source):
+        lent = assembly.load_weights(source, torch.float32)
+        before = [arena.buffer.clone() for arena in (lent.shared, *lent.layers)]
+        lent.close()
+        again = assembly.load_weights(source, torch.float32)
+        arenas = [again.shared, *again.layers]
+        assert all(torch.equal(arena.buffer, data) for arena, data in zip(arenas, before, strict=True))
+        assert again.views(0)["qkv"].any()
+
+
+def test_all_layers_are_locked_from_the_start_or_none_are_lent(models: tuple[Path, Path, Path]) -> None:
+    class Locks:
+        """Locks so many blocks."""
+
+        def __init__(self, count: int) -> None:
+            self.left = count
+
+        def register(self, address: int, nbytes: int) -> int:
+            self.left -= 1
+            return 0 if self.left >= 0 else 1
+
+        def unregister(self, address: int) -> None:
+            pass
+
+    source = open_checkpoint(models[0])
+    with kept_weights(source) as kept:
+        lent = kept.read(source, torch.float32, pin={1}, blockwise=Locks(NUM_LAYERS))
+        assert all(arena.pinned for arena in lent.layers) and not lent.shared.pinned
+        with pytest.raises(BudgetError, match="layer 2 would be staged: lower --layers"):
+            lent.layers[2].unpin()
+        assert lent.layers[2].pinned
+    kept = KeptWeights(source)
+    with pytest.raises(BudgetError, match=f"page-locks 2 of {NUM_LAYERS} layers: lower --layers"):
+        kept.read(source, torch.float32, pin={1}, blockwise=Locks(2))
+    kept.close()
+
+
+def test_the_memory_goes_back_in_the_end(models: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(HostArena, "close", lambda self: closed.append(self.name))
+    source = open_checkpoint(models[0])
+    with pytest.raises(ZeroDivisionError), kept_weights(source):
+        assembly.load_weights(source, torch.float32).close()
+        assert not closed
+        raise ZeroDivisionError
+    assert len(closed) == NUM_LAYERS + 1 and assembly.load_weights is load_weights
+
+
+def test_the_bound_is_the_longest_of_three() -> None:
+    from repeated_checkpoint import repeated_llama
+
+    config = repeated_llama(shape_named("llama2-7b"), context_tokens=4096).config()
+    layer = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)
+
+    def bound(resident: int, width: float) -> Any:
+        needs = PassNeeds.of(config, torch.bfloat16, resident_layers=resident, window_tokens=width)
+        return bound_of(needs, SPEEDS, None if resident == 32 else 50.0)
+
+    assert (bound(0, 1).bound_by, bound(0, 1).seconds) == ("link", pytest.approx(32 * layer / 50e9))
+    assert bound(24, 1).seconds == pytest.approx(8 * layer / 50e9)  # nothing is added for what stays
+    assert bound(32, 1).bound_by == "memory"
+    assert bound(32, 1).seconds == pytest.approx((32 * layer + 2 * 32000 * 4096) / 4e12)
+    operations = 2 * 1024 * (32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096)
+    assert (bound(32, 1024).bound_by, bound(32, 1024).seconds) == ("compute", pytest.approx(operations / 8e14))
+
+
+def test_speeds_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds_module, "_COPY_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(speeds_module, "_PRODUCT_ROWS", {"cpu": 64})
+    times_s = iter([1e-3, 1e-6])
+    monkeypatch.setattr(speeds_module, "best_time_s", lambda action, **how: (action(), next(times_s))[1])
+    found = measured_speeds(torch.device("cpu"), torch.float32)
+    assert found == Speeds(memory_gbps=pytest.approx(2.097152), flops=pytest.approx(2 * 64**3 * 1e6), memcpy_gbps=None)
+
+
+def test_shares_and_windows_as_words() -> None:
+    points = resident_points(["1", "1/4", "0.5"], num_layers=30)
+    assert [(point.label, point.resident_layers) for point in points] == [("1/4", 8), ("0.5", 15), ("1", 30)]
+    assert [point.resident_layers for point in resident_points(None, num_layers=32)] == list(range(0, 33, 4))
+    assert [point.window_tokens for point in window_points(None, resident_layers=0, num_layers=2)][-1] == 1024
+    assert window_points(["1K"], resident_layers=2, num_layers=2)[0].window_tokens == 1024
+
+
+SHAPE = ["--shape", "tiny"]
+SMALL = ["--source", "small"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["window"], "name the model to stream"),
+        (["window", *SHAPE, "--target", "t"], "name the model to stream"),
+        (["window", "--shape", "llama9"], "shape 'llama9' is not known"),
+        (["window", *SHAPE, "--layers", "0"], "layers must be at least 1"),
+        (["window", *SHAPE, "--values", "0"], "at least the token that is known"),
+        (["window", *SHAPE, "--values", "few"], "'few' is not a number of tokens"),
+        (["window", *SHAPE, "--resident-layers", "9"], "from 0 to the 8 layers of the model, not 9"),
+        (["window", *SHAPE, "--passes", "0"], "passes must be at least 1"),
+        (["window", *SHAPE, "--draft", "none"], "--draft would be ignored by window: drop it; it is used by resident"),
+        (
+            ["window", *SHAPE, "--starts", "2"],
+            "--starts would be ignored by window: drop it; it is used by temp",
+        ),
+        (["window", *SHAPE, "--pases", "2"], "--pases is no option of window"),
+        (["resident", *SHAPE, "--passes", "2"], "--passes would be ignored by resident: drop it; it is used by window"),
+        (["resident", *SHAPE, "--values", "1/8,0.13"], "1/8 and 0.13 of 8 layers are both 1"),
+        (["resident", *SHAPE, "--values", "9/8"], "from 0 to 1, not 9/8"),
+        (["resident", *SHAPE, "--values", "half"], "'half' is no share of the layers"),
+        (["resident", *SHAPE, "--noise", "0.1"], "--noise would be ignored without --source"),
+        (["resident", *SHAPE, "--tokens", "9"], "--tokens would be ignored without a draft"),
+        (["resident", *SHAPE, "--text", "t"], "--text would be ignored without --source"),
+        (["resident", *SHAPE, "--draft", "model"], "--draft model needs the small model"),
+        (["resident", *SHAPE, *SMALL], "a draft needs a text"),
+        (["resident", "--target", "t", "--layers", "2"], "--layers would be ignored with --target"),
+        (
+            ["resident", "--target", "t", *SMALL, "--draft", "none"],
+            "--source would be ignored with --target and",
+        ),
+        (["window", "temperature", *SHAPE], "window and temperature take different models"),
+        (["window", "window", *SHAPE], "window is asked for twice"),
+        (["windows", *SHAPE], "'windows' is no sweep"),
+        (SHAPE, "name a sweep first"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(command_module, "measure_rows", lambda *_: pytest.fail("measured something"))
+    assert main([*words, "--device", "cpu", "--commit", "abc"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said_with_the_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    command = ["resident", *SHAPE, "--vram", "333MB", "--plain-tokens", "2", "--out", str(out), *ON_CPU]
+    assert main([*command, "--values", "0,1"]) == 2
+    said = capsys.readouterr().err
+    assert "1 with 8 resident layers" in said and "--vram" in said and "name other --values" in said
+    assert list(rows_of(out)) == ["0"]  # what fits was measured and is kept
+
+
+def test_a_text_shorter_than_the_prompt_is_refused(
+    models: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, draft, _ = models
+    short = tmp_path / "short.txt"
+    short.write_text("the")
+    options = ["--target", str(target), "--source", str(draft), "--text", str(short), *ON_CPU]
+    assert main(["resident", "--values", "1", *options]) == 2
+    assert "short.txt has 1 tokens and the prompt 12" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_layers_on_a_gpu_come_from_the_same_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "measured", measured_speeds)
+    out = tmp_path / "{sweep}.json"
+    command = ["--shape", "llama2-7b", "--layers", "4", "--prompt-tokens", "64", "--commit", "abc", "--out", str(out)]
+    assert main(["window", "resident", *command, "--passes", "2", "--plain-tokens", "4"]) == 2  # eighths of 4 layers
+    assert main(["resident", *command, "--values", "0,1/4,1", "--plain-tokens", "4"]) == 0
+    assert main(["window", *command, "--values", "1,300", "--passes", "2", "--resident-layers", "1"]) == 0
+    layer_bytes = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)
+    rows = rows_of(tmp_path / "resident.json")
+    assert [row["bytes_per_pass"] for row in rows.values()] == [4 * layer_bytes, 3 * layer_bytes, 0]
+    assert [row["bound_by"] for row in rows.values()] == ["link", "link", "memory"]
+    for row in (*rows.values(), *rows_of(tmp_path / "window.json").values()):
+        assert 0 < row["share_of_bound"] < 1.1  # a bound that is beaten by more is none

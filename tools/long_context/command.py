@@ -1,0 +1,190 @@
+"""The sweeps over a long context: their options, and one runtime for all rows that can share it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from long_context.needle import NeedleTest
+from long_context.options import add_common_options, sources
+from long_context.rig import Rig
+from long_context.rows import Lengths, RowMeasurement
+from long_context.session import Session
+from long_context.sweeps import SWEEPS, Point, Setting, points_of
+from long_context.table import print_row
+from sweeping.family import Family, Work, refuse_idle
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.levels import MiddlePlan
+from offload_runtime.errors import OptionError
+
+# Of a needle's answer, its window of the target at least.
+_LEAST_MAX_GAMMA = 63
+_UNUSED = {
+    "temperature": frozenset({"temperature"}),
+    "budget": frozenset({"budget"}),
+    "chunk_size": frozenset({"chunk"}),
+    "policy": frozenset({"policy", "needle"}),
+    "context": frozenset({"batch"}),
+    "tokens": frozenset({"needle"}),
+    "plain_tokens": frozenset({"needle"}),
+    "starts": frozenset({"needle"}),
+    "chain_gamma": frozenset(SWEEPS) - {"policy"},
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Models, text, placement, and the hierarchy that is varied."""
+    add_common_options(parser)
+    parser.set_defaults(kv="gpu", tokens=64, plain_tokens=None, chunk_size=SpeculationOptions().chunk_size)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--gamma", type=int, default=24, help="tokens proposed to a pass of the target")
+    parser.add_argument("--gamma-draft", type=int, default=4, help="tokens proposed to a step of the middle level")
+    parser.add_argument("--refresh-steps", type=int, default=1)
+    parser.add_argument("--chain-gamma", type=int, default=8, help="tokens that the draft alone proposes to a pass")
+    parser.add_argument("--starts", type=int, default=4, help="places in the text that a row is measured from")
+
+
+def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
+    """Refuse what other options leave without effect; plain decoding is short where a token of it takes a second.
+
+    Raises:
+        OptionError: An option would be ignored.
+    """
+    idle = {}
+    if arguments.shape == "none":
+        idle["noise"] = "with --shape none, where the source itself is the target: drop it"
+    if arguments.draft_cache not in ("auto", "streaming"):
+        idle["recent"] = f"with --draft-cache {arguments.draft_cache}: drop it, or take --draft-cache streaming"
+    if arguments.draft == "none":
+        why = "with --draft none: drop it, or take --draft model"
+        idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
+    refuse_idle(idle, given)
+    if arguments.plain_tokens is None:
+        arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
+
+
+def base_setting(arguments: argparse.Namespace) -> Setting:
+    """What the options say of everything that a sweep may vary."""
+    options = SpeculationOptions(
+        "triforce", arguments.draft_cache, recent_tokens=arguments.recent, chunk_size=arguments.chunk_size,
+        budget_tokens=arguments.budget, gamma_draft=arguments.gamma_draft, refresh_steps=arguments.refresh_steps,
+        policy=arguments.policy,
+    )  # fmt: skip
+    return Setting(options, arguments.temperature, arguments.context, arguments.gamma, arguments.chain_gamma)
+
+
+def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:
+    """The rows of a sweep.
+
+    Raises:
+        OptionError: A value makes no sense, or does not go with the other options.
+    """
+    found = points_of(sweep, base_setting(arguments), arguments.values)
+    for point in found:
+        check_point(sweep, point, arguments)
+    return found
+
+
+def check_point(sweep: str, point: Point, arguments: argparse.Namespace) -> None:
+    """Refuse what would fail only after minutes.
+
+    Raises:
+        OptionError: It does not go with the other options.
+    """
+    setting = point.setting
+    if sweep != "batch" and setting.context_tokens > arguments.context:
+        raise OptionError(f"{sweep} {point.label} is more than --context {arguments.context}: raise it")
+    if arguments.draft == "none" and (setting.options.mode == "chain" or point.label.startswith("d")):
+        raise OptionError(f"{sweep} {point.label} varies the draft, and there is none: take --draft model")
+
+
+def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_tokens: int) -> Runtime:
+    """A runtime that has room for every point, one after the other."""
+    target, draft = sources(arguments)
+    batch = points[0].setting.batch
+    context = max(point.setting.context_tokens for point in points) + reserve_tokens
+    hierarchies = [point.setting.options for point in points if point.setting.options.mode == "triforce"]
+    # A chain alone still needs options that a runtime can be loaded with.
+    largest = max(
+        hierarchies or [base_setting(arguments).options],
+        key=lambda options: MiddlePlan(target.config(), torch.bfloat16, options, context, batch).nbytes,
+    )
+    gamma_draft = max(point.setting.options.gamma_draft for point in points)
+    options = replace(largest, gamma_draft=gamma_draft)
+    started_s = time.perf_counter()
+    runtime = Runtime.load(
+        target, draft=draft if arguments.draft == "model" else "none", device=arguments.device, vram=arguments.vram,
+        dtype=arguments.dtype, context=context, kv=arguments.kv, speculation=options, max_batch=batch,
+        max_gamma=max(_LEAST_MAX_GAMMA if batch == 1 else 1, *(point.setting.window for point in points)),
+    )  # fmt: skip
+    print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", flush=True)
+    return runtime
+
+
+def read_text(arguments: argparse.Namespace, runtime: Runtime, needed_tokens: int) -> list[int]:
+    """Token ids of the text.
+
+    Raises:
+        OptionError: It is shorter than what is measured.
+    """
+    tokens: list[int] = runtime.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+    if len(tokens) < needed_tokens:
+        raise OptionError(
+            f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "
+            "a longer text"
+        )
+    return tokens
+
+
+def stretches(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
+    """`count` different stretches of the text; they overlap where it is too short for others."""
+    step = min(length, (len(tokens) - length) // (count - 1)) if count > 1 else 0
+    if count > 1 and step < 1:
+        raise OptionError(f"{count} different stretches of {length} tokens need more text than {len(tokens)} tokens")
+    return [list(tokens[number * step : number * step + length]) for number in range(count)]
+
+
+def run_points(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
+    """Load one runtime and measure all missing rows of some sweeps with it."""
+    points = [point for _, missing in work for point in missing]
+    if not points:
+        return
+    lengths = Lengths(arguments.tokens, arguments.plain_tokens, arguments.starts)
+    # All new tokens may be one sequence's.
+    reserve = points[0].setting.batch * max(lengths.tokens, lengths.plain_tokens) + 512
+    with load(arguments, points, reserve_tokens=reserve) as runtime:
+        measure_rows(arguments, runtime, work, lengths)  # on its return nothing holds on to the runtime's memory
+
+
+def measure_rows(arguments: argparse.Namespace, runtime: Runtime, work: Sequence[Work], lengths: Lengths) -> None:
+    """Measure all missing rows of some sweeps, each written when it is there."""
+    settings = [point.setting for _, missing in work for point in missing]
+    batch, context = settings[0].batch, max(setting.context_tokens for setting in settings)
+    text = read_text(arguments, runtime, context)
+    session, rig = Session(runtime, batch=batch), Rig(runtime, arguments.draft)
+    rows = RowMeasurement(session, rig, stretches(text, context, batch), lengths)
+    needle = NeedleTest(session, rig, text)
+    for file, missing in work:
+        for number, point in enumerate(missing):
+            started_s = time.perf_counter()
+            row = (needle if file.sweep == "needle" else rows).measure(point.setting)
+            row = {"value": point.label, **row, "measured_in_s": time.perf_counter() - started_s}
+            row["loaded"] = runtime.placement  # with the most that any row of the command takes
+            file.add(row)
+            print_row(file.sweep, row, heading=number == 0)
+
+
+def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
+    """All missing rows: with one runtime, but each of `batch` with its own."""
+    run_points(arguments, [part for part in work if part[0].sweep != "batch"])
+    for file, missing in work:
+        for point in missing if file.sweep == "batch" else ():
+            run_points(arguments, [(file, [point])])
+
+
+LONG_CONTEXT = Family("Over a long context", SWEEPS, add_options, _UNUSED, settle, sweep_points, measure)

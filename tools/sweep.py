@@ -1,0 +1,152 @@
+"""The sweeps: one command for each table of the TriForce paper and for each scaling curve, measured row by row.
+
+    python tools/sweep.py temperature --source SmolLM2-135M.gguf --delta a.safetensors b.safetensors --text novel.txt \\
+        --out sweep-temperature.json --plot sweep-temperature
+    python tools/sweep.py temperature budget context needle … --out 'sweep-{sweep}.json'
+    python tools/sweep.py window --shape llama2-7b --out sweep-window.json
+    python tools/sweep.py resident --shape llama2-7b --source SmolLM2-135M.gguf --text novel.txt --out FILE
+    python tools/sweep.py draw tools/results/sweep-*.json --out docs/charts --formats svg
+
+Over a long context, by the models of `bench_long_context.py`: `temperature` numbers; `budget`, `chunk`, `context`
+tokens (4K is 4096); `gamma` tokens proposed to the target, or d3: by the draft; `batch` like 6x19K; `policy` retrieval,
+topk, streaming, or chain: the draft alone; `needle` depths as shares of the context. All but `batch` share one loaded
+runtime and one prefill: the hierarchy is built anew for each row around the cache that is filled already.
+
+Over streamed weights: `window` tokens in the window of a pass; `resident` shares of the layers that stay on the device,
+like 3/8. Weights are read once and shared by all rows.
+
+Which table is which sweep, and what cannot be reproduced here, is in docs/sweeps.md. Each row is written when it is
+there, and rows that the file has already, of the same settings, commit and machine, are not measured again. An option
+that none of the sweeps would use is refused. Ends with one JSON line per sweep, and with exit code 1 if any row's
+tokens differ from those of plain decoding. `draw` makes pictures of files that are there, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
+sys.path.append(str(ROOT))
+
+from bench_report import provenance  # noqa: E402
+from long_context.command import LONG_CONTEXT  # noqa: E402
+from long_context.options import settings_of  # noqa: E402
+from streamed_weights.command import STREAMED_WEIGHTS  # noqa: E402
+from sweeping.command_line import family_of, parse, parser_of, split_words  # noqa: E402
+from sweeping.family import Family, Work  # noqa: E402
+from sweeping.plot import FORMATS, draw, picture_base, require_matplotlib  # noqa: E402
+from sweeping.results import ResultFile, read_report  # noqa: E402
+
+from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
+
+FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
+# What a row does not depend on.
+NOT_CONDITIONS = ("values", "out", "plot", "commit")
+
+
+def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -> list[Work]:
+    """For each sweep its file and the rows that are missing there. Reads no weights.
+
+    Raises:
+        OptionError: An option or a value makes no sense, or a file holds something else.
+    """
+    if len(sweeps) > 1:
+        if arguments.values is not None:
+            raise OptionError("--values belongs to one sweep: ask for one at a time, or drop it")
+        for name, path in (("--out", arguments.out), ("--plot", arguments.plot)):
+            if path is not None and "{sweep}" not in path.name:
+                raise OptionError(f"{name} {path} would hold {len(sweeps)} sweeps: put {{sweep}} in its name")
+    origin = provenance(torch.device(arguments.device), commit=arguments.commit)
+    conditions = {
+        "settings": settings_of(arguments, without=NOT_CONDITIONS), "commit": origin["commit"],
+        "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]),
+    }  # fmt: skip
+    work: list[Work] = []
+    for sweep in sweeps:
+        points = family.points(sweep, arguments)
+        file = ResultFile(
+            named(arguments.out, sweep), sweep, conditions, origin, order=family.sweeps[sweep].values,
+            ignored=[name for name, sweeps_without in family.unused.items() if sweep in sweeps_without],
+        )  # fmt: skip
+        if file.num_outdated:
+            print(f"{sweep}: {file.num_outdated} rows of other settings, another commit or machine are replaced")
+        missing = [point for point in points if point.label not in file.rows]
+        if len(missing) < len(points):
+            print(f"{sweep}: {len(points) - len(missing)} of {len(points)} rows are there already", flush=True)
+        work.append((file, missing))
+    return work
+
+
+def named(path: Path | None, sweep: str) -> Path | None:
+    """The sweep's own file."""
+    return None if path is None else path.with_name(path.name.replace("{sweep}", sweep))
+
+
+def run(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -> bool:
+    """All sweeps; whether every row is identical to plain decoding."""
+    if arguments.plot is not None:
+        picture_base(arguments.plot)
+        require_matplotlib()
+    work = plan(family, sweeps, arguments)
+    family.measure(arguments, work)
+    for file, _ in work:
+        plot = named(arguments.plot, file.sweep)
+        if plot is not None:
+            draw(file.as_dict(), plot)
+    for file, _ in work:
+        print(json.dumps(file.as_dict(), allow_nan=False), flush=True)
+    return all(file.identical for file, _ in work)
+
+
+def draw_files(words: Sequence[str]) -> None:
+    """Draw result files that are there.
+
+    Raises:
+        OptionError: A file is no sweep's, or there is no matplotlib; StorageError: a picture cannot be written.
+    """
+    made = argparse.ArgumentParser(prog="sweep.py draw", description="Draw the rows of result files.")
+    made.add_argument("files", nargs="+", type=Path)
+    made.add_argument("--out", type=Path, required=True, help="directory of the pictures, named as the files are")
+    made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    arguments = made.parse_args(words)
+    require_matplotlib()
+    reports = {path: read_report(path) for path in arguments.files}
+    for path, report in reports.items():
+        for picture in draw(report, arguments.out / path.stem, formats=arguments.formats):
+            print(picture)
+
+
+def show_help() -> None:
+    """What the command is for, and the options of every family."""
+    print(__doc__)
+    for family in FAMILIES:
+        print(parser_of(family).format_help())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, or draw, and print; returns the exit code."""
+    words = sys.argv[1:] if words is None else list(words)
+    if words[:1] in (["-h"], ["--help"]):
+        show_help()
+        return 0
+    try:
+        if words[:1] == ["draw"]:
+            draw_files(words[1:])
+            return 0
+        sweeps, options = split_words(words)
+        family = family_of(sweeps, FAMILIES)
+        return 0 if run(family, sweeps, parse(family, sweeps, options, FAMILIES)) else 1
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

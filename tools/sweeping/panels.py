@@ -1,0 +1,242 @@
+"""What a sweep's picture shows: measured points beside their bound as a line, and what the speed comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from long_context.sweeps import SWEEPS as LONG_CONTEXT
+from long_context.sweeps import tokens
+from streamed_weights.sweeps import SWEEPS as STREAMED_WEIGHTS
+
+Rows = Sequence[Mapping[str, Any]]
+# Draws rows on axes; beside it the rows that it is about.
+Panel = tuple[Callable[[Any, Rows], None], Rows]
+
+_MEASURED, _BOUND, _PLAIN = "tab:blue", "tab:red", "tab:gray"
+_LEVELS = {
+    "acceptance_judged": ("by the target, of proposals behind accepted ones", "tab:green"),
+    "draft_acceptance": ("by the middle level, of all that the draft proposes", "tab:purple"),
+}  # fmt: skip
+_POLICY_COLOURS = {"retrieval": "tab:green", "topk": "tab:orange", "streaming": "tab:purple"}
+# Measured figures that are further apart are on a logarithmic scale.
+_LOGARITHMIC_FROM = 20.0
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
+
+
+def panels_of(sweep: str, rows: Rows) -> list[Panel]:
+    """The panels of a sweep's picture, from left to right."""
+    if sweep == "needle":
+        return [(_draw_needle, sorted(rows, key=lambda row: float(row["value"])))]
+    if sweep == "window":
+        return [(_draw_pass_times, rows), (_draw_window_speeds, rows)]
+    if sweep == "resident":
+        rows = sorted(rows, key=lambda row: row["resident_layers"])
+        return [(_draw_plain_times, rows), (_draw_resident_speeds, rows)]
+    if sweep == "gamma":
+        groups = [[row for row in rows if row["value"].startswith("d") is drafts] for drafts in (False, True)]
+        if all(groups):
+            return [(_draw_speed_up, _ascending("gamma", group)) for group in groups]
+    rows = _ascending(sweep, rows)
+    return [(_draw_speed_up, rows), (_draw_acceptance, rows)]
+
+
+def axis_label(sweep: str, rows: Rows) -> str:
+    """What the panel's values are, with their unit."""
+    if sweep == "gamma" and rows[0]["value"].startswith("d"):
+        return "tokens that the draft proposes to a step of the middle level"
+    return (LONG_CONTEXT | STREAMED_WEIGHTS)[sweep].axis
+
+
+def _number(value: str) -> float | None:
+    """A row's value as a number, of tokens or as it is; None where it is a name."""
+    text = value.removeprefix("d")
+    if text[:1].isdigit() and "x" not in text:
+        return float(tokens(text)) if text[-1] in "Kk" else float(text)
+    return None
+
+
+def _ascending(sweep: str, rows: Rows) -> Rows:
+    return rows if sweep in ("batch", "policy") else sorted(rows, key=lambda row: _number(row["value"]) or 0.0)
+
+
+def _places(axes: Any, rows: Rows) -> list[float] | None:
+    """Places of rows on a numeric axis, with a tick for each; None where they are names, or one alone."""
+    numbers = [_number(row["value"]) for row in rows]
+    if len(rows) < 2 or any(number is None for number in numbers):
+        return None
+    places = [float(number) for number in numbers if number is not None]
+    if places[0] >= 1 and places[-1] >= 8 * places[0]:
+        axes.set_xscale("log", base=2)
+    _set_ticks(axes, places, [row["value"].removeprefix("d") for row in rows])
+    return places
+
+
+def _set_ticks(axes: Any, places: Sequence[float], labels: Sequence[str]) -> None:
+    axes.set_xticks(places, labels)
+    axes.set_xticks([], minor=True)
+
+
+def _line(axes: Any, places: Sequence[float], values: Sequence[float | None], label: str, colour: str) -> None:
+    """Measured points; where a row has none the line is interrupted."""
+    known = [float("nan") if value is None else value for value in values]
+    axes.plot(places, known, "-o", color=colour, label=label, markersize=4.5, linewidth=1.4)
+
+
+def _bound_line(axes: Any, places: Sequence[float], values: Sequence[float], label: str, colour: str = _BOUND) -> None:
+    axes.plot(places, values, "--", color=colour, label=label, linewidth=1.4)
+
+
+def _bound_over_bars(axes: Any, values: Sequence[float], label: str) -> None:
+    """A piece of line for every bar."""
+    for number, value in enumerate(values):
+        axes.plot([number - 0.42, number + 0.42], [value] * 2, "--", color=_BOUND, label=None if number else label)
+
+
+def _name_points(axes: Any, places: Sequence[float], values: Sequence[float]) -> None:
+    """Figures below the points: the bound is above them."""
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(
+            f"{value:.2f}", (place, value), (0, -7), textcoords="offset points", ha="center", va="top",
+            fontsize="x-small", color=_MEASURED, bbox=_WHITE,
+        )  # fmt: skip
+
+
+def _name_bars(axes: Any, bars: Any, names: Sequence[str]) -> None:
+    """Figures inside the bars' upper ends, where no line is."""
+    axes.bar_label(bars, names, padding=-12, color="white", fontsize="x-small")
+
+
+def _draw_speed_up(axes: Any, rows: Rows) -> None:
+    """Times plain decoding, beside what times of single passes and steps would allow at this acceptance."""
+    measured, bounds = [row["times_plain"] for row in rows], [row["bound_times_plain"] for row in rows]
+    places, label = _places(axes, rows), "bound: what pass time and acceptance allow"
+    if places is None:
+        places = list(range(len(rows)))
+        bars = axes.bar(places, measured, 0.62, color=_MEASURED, label="measured")
+        _bound_over_bars(axes, bounds, label)
+        axes.set_xticks(places, [row["value"] for row in rows])
+        _name_bars(axes, bars, [f"{value:.2f} x" for value in measured])
+        axes.set_xlim(-0.8, len(rows) - 0.2)
+    else:
+        _line(axes, places, measured, "measured", _MEASURED)
+        _bound_line(axes, places, bounds, label)
+        _name_points(axes, places, measured)
+    axes.axhline(1.0, color=_PLAIN, linestyle=":", label="plain decoding of the same")
+    axes.set_ylim(0, 1.08 * max(*measured, *bounds, 1.0))
+    axes.set_ylabel("times the speed of plain decoding")
+
+
+def _draw_acceptance(axes: Any, rows: Rows) -> None:
+    """Shares of accepted proposals at both levels."""
+    places = _places(axes, rows)
+    width = 0.8 / len(_LEVELS)
+    for number, (key, (label, colour)) in enumerate(_LEVELS.items()):
+        values = [row[key] for row in rows]
+        if places is not None:
+            _line(axes, places, values, label, colour)
+            continue
+        offset = (number - (len(_LEVELS) - 1) / 2) * width
+        bars = axes.bar(
+            [place + offset for place in range(len(rows))], [value or 0.0 for value in values], 0.92 * width,
+            color=colour, label=label,
+        )  # fmt: skip
+        _name_bars(axes, bars, ["" if value is None else f"{value:.0%}" for value in values])
+    if places is None:
+        axes.set_xticks(range(len(rows)), [row["value"] for row in rows])
+    _share_axis(axes)
+    axes.set_ylabel("accepted proposals")
+
+
+def _share_axis(axes: Any) -> None:
+    axes.set_ylim(0, 1.05)
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0], ["0", "20 %", "40 %", "60 %", "80 %", "100 %"])
+
+
+def _draw_needle(axes: Any, rows: Rows) -> None:
+    """Of the answer's tokens, those on which a middle level agrees with the full cache; more than all is not to be."""
+    policies = list(rows[0]["policies"])
+    width = 0.8 / len(policies)
+    for number, policy in enumerate(policies):
+        places = [place + (number - (len(policies) - 1) / 2) * width for place in range(len(rows))]
+        shares = [row["policies"][policy]["agreement"] for row in rows]
+        bars = axes.bar(places, shares, 0.92 * width, label=policy, color=_POLICY_COLOURS.get(policy))
+        _name_bars(axes, bars, [f"{share:.0%}" for share in shares])
+    axes.axhline(1.0, color=_BOUND, linestyle="--", label="bound: the full cache itself")
+    axes.set_xticks(range(len(rows)), [row["value"] for row in rows])
+    _share_axis(axes)
+    axes.set_ylim(0, 1.12)
+    axes.set_ylabel("agreement with the full cache on the answer")
+
+
+def _scale(axes: Any, values: Sequence[float]) -> None:
+    """From 0, or logarithmic where the figures are far apart; numbers in full either way."""
+    if max(values) / min(values) < _LOGARITHMIC_FROM:
+        axes.set_ylim(0, 1.12 * max(values))
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
+
+
+def _draw_pass_times(axes: Any, rows: Rows) -> None:
+    """Seconds of a pass over windows of different widths."""
+    measured, bounds = [row["pass_s"]["median"] for row in rows], [row["bound_s"] for row in rows]
+    places = [float(row["window_tokens"]) for row in rows]
+    axes.set_xscale("log", base=2)
+    _set_ticks(axes, places, [row["value"] for row in rows])
+    _line(axes, places, measured, "measured", _MEASURED)
+    _bound_line(axes, places, bounds, f"bound: {_causes(rows)}")
+    _scale(axes, [*measured, *bounds])
+    axes.set_ylabel("seconds a pass")
+
+
+def _causes(rows: Rows) -> str:
+    """What binds, in the order of the rows."""
+    words = {"link": "bytes / link", "memory": "bytes / memory", "compute": "operations / matrix products"}
+    return ", then ".join(words[cause] for cause in dict.fromkeys(row["bound_by"] for row in rows))
+
+
+def _draw_window_speeds(axes: Any, rows: Rows) -> None:
+    """Tokens per second if the target agreed with the whole window."""
+    measured, bounds = [row["tok_per_s"] for row in rows], [row["bound_tok_per_s"] for row in rows]
+    places = [float(row["window_tokens"]) for row in rows]
+    axes.set_xscale("log", base=2)
+    _set_ticks(axes, places, [row["value"] for row in rows])
+    _line(axes, places, measured, "measured", _MEASURED)
+    _bound_line(axes, places, bounds, "bound")
+    _scale(axes, [*measured, *bounds])
+    axes.set_ylabel("tokens per second if all were accepted")
+
+
+def _shares(axes: Any, rows: Rows) -> list[float]:
+    places = [row["resident_share"] for row in rows]
+    _set_ticks(axes, places, [row["value"] for row in rows])
+    return places
+
+
+def _draw_plain_times(axes: Any, rows: Rows) -> None:
+    """Seconds a token of plain decoding."""
+    places, measured = _shares(axes, rows), [row["plain_s_per_token"] for row in rows]
+    bounds = [row["bound_s"] for row in rows]
+    _line(axes, places, measured, "plain decoding", _MEASURED)
+    _bound_line(axes, places, bounds, f"bound: {_causes(rows)}")
+    axes.set_ylim(0, 1.12 * max(*measured, *bounds))
+    axes.set_ylabel("seconds a token")
+
+
+def _draw_resident_speeds(axes: Any, rows: Rows) -> None:
+    """Tokens per second, plain and with a draft whose windows are chosen."""
+    places = _shares(axes, rows)
+    plain, plain_bounds = [1 / row["plain_s_per_token"] for row in rows], [1 / row["bound_s"] for row in rows]
+    shown = [*plain, *plain_bounds]
+    _line(axes, places, plain, "plain decoding", _MEASURED)
+    _bound_line(axes, places, plain_bounds, "its bound")
+    drafted = [row["drafted"] for row in rows if "drafted" in row]
+    if len(drafted) == len(rows):
+        speeds, bounds = [row["tok_per_s"] for row in drafted], [row["bound_tok_per_s"] for row in drafted]
+        _line(axes, places, speeds, "with the draft, windows chosen", "tab:green")
+        _bound_line(axes, places, bounds, "its bound: as many tokens a pass, no drafting", "tab:orange")
+        shown += [*speeds, *bounds]
+    _scale(axes, shown)
+    axes.set_ylabel("tokens per second")
