@@ -114,7 +114,7 @@ def test_a_picture_is_the_same_each_time_and_has_a_panel_for_each_range(trace: P
     assert once == (tmp_path / "again.svg").read_bytes() and b"<dc:date>" not in once
     words = words_of(tmp_path / "once.svg").splitlines()
     assert words.count("ms") == 2 and "A &amp; B" in words
-    assert len([word for word in words if re.fullmatch(r"[124]|verify [124]: .*", word)]) == 3
+    assert len([word for word in words if re.fullmatch(r"#[124]|verify [124]: .*", word)]) == 3
 
 
 def test_a_cut_out_draws_and_counts_like_the_whole_trace(trace: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def _draw_passes(axes: Any, place: int, events: Sequence[Event], window: Interva
         if least_ms <= most_ms:
             middle_ms = min(max(middle_ms, least_ms), most_ms)
         else:
-            words = str(one.args["pass"])
+            words = f"#{one.args['pass']}"
         axes.text(middle_ms, place, words, fontsize=8, ha="center", va="center")
 
 
