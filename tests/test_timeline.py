@@ -17,8 +17,8 @@ from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, wri
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 
-import timeline
-from timelines import picture, spans
+import timeline  # noqa: E402 (a script beside the package)
+from timelines import picture, spans  # noqa: E402
 
 pytest.importorskip("matplotlib")
 
