@@ -218,6 +218,16 @@ def test_totals_are_clipped_and_counted_once() -> None:
     assert "idle 20.0 %; compute 30.0 %; stalls 10.0 %\ndrafting 30.0 %, 100 % hidden" in totals.caption()
 
 
+def test_where_nothing_is_streamed_no_link_is_idle() -> None:
+    passes = [
+        spans.Event("passes", "verify 1", 1.0, 2.0, {"pass": 1, "kind": "verify", "tokens": [4], "accepted": [2]})
+    ]
+    events = [*passes, spans.Event("draft", "propose", 0.2, 0.7, {})]
+    totals = spans.totals_of(events, passes, (0.1, 2.0))
+    assert totals.caption().startswith("1900 ms: nothing streamed; compute 0.0 %") and "0 % hidden" in totals.caption()
+    assert "-0" not in totals.caption() and picture._bars_of("link", events, (0.1, 2.0)) == {}
+
+
 def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(trace.read_text())
     files = {

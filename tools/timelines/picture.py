@@ -171,7 +171,7 @@ def _bars_of(row: str, events: Sequence[Event], window: Interval) -> dict[str, l
                 kind += _AHEAD if one.start_s < starts[id(one)] else _HERE
         kinds.setdefault(kind, []).append(one)
     bars = {kind: clipped(spans, row, window) for kind, spans in kinds.items()}
-    if row == LINK:
+    if row == LINK and inside:
         bars[_IDLE] = [gap for gap in _gaps(clipped(events, LINK, window), window) if gap[1] - gap[0] > 1e-3]
     return bars
 

@@ -76,11 +76,11 @@ class Totals:
         share = 100 / self.seconds
         gbps = self.link_bytes / self.link_s / 1e9 if self.link_s else 0.0
         hidden = f", {100 * self.hidden_draft_s / self.draft_s:.0f} % hidden" if self.draft_s else ""
+        link = f"link {format_bytes(self.link_bytes)} at {gbps:.3g} GB/s, idle {abs(100 - share * self.link_s):.1f} %"
         milliseconds = f"{1e3 * self.seconds:.3g}" if self.seconds < 0.1 else f"{1e3 * self.seconds:.0f}"
         return (
-            f"{milliseconds} ms: link {format_bytes(self.link_bytes)} at {gbps:.3g} GB/s, "
-            f"idle {abs(100 - share * self.link_s):.1f} %; compute {share * self.compute_s:.1f} %; "
-            f"stalls {share * self.stall_s:.1f} %\n"
+            f"{milliseconds} ms: {link if self.link_s else 'nothing streamed'}; "
+            f"compute {share * self.compute_s:.1f} %; stalls {share * self.stall_s:.1f} %\n"
             f"drafting {share * self.draft_s:.1f} %{hidden}; "
             f"{self.checked_tokens} tokens checked, {self.accepted_tokens} proposals accepted"
         )
@@ -178,7 +178,8 @@ def totals_of(events: Sequence[Event], passes: Sequence[Event], window: tuple[fl
         compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
         stall_s=union_seconds(stalls),
         draft_s=union_seconds(drafting),
-        hidden_draft_s=covered_seconds(drafting, [*clipped(events, PASSES, window), *copies]),
+        # The difference of sums may be a little less than nothing.
+        hidden_draft_s=max(0.0, covered_seconds(drafting, [*clipped(events, PASSES, window), *copies])),
         checked_tokens=sum(sum(one.args["tokens"]) for one in passes),
         accepted_tokens=sum(sum(one.args.get("accepted", ())) for one in passes),
     )
