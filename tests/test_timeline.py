@@ -94,7 +94,9 @@ def test_passes_are_drawn_with_their_totals(trace: Path, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert printed.endswith(f"{out}\n") and "link " in printed
     words = words_of(out)
-    assert spans.read_trace(trace).machine() in words and "cpu, float32; 1 of " in words
+    told = spans.read_trace(trace)
+    assert told.about["device"] == "cpu" and told.about["device_name"] is None
+    assert told.machine() in words and "cpu, float32; 1 of " in words
     assert printed.splitlines()[0].removeprefix("verify 2 to verify 3, ") in words
     assert timeline.main([str(trace)]) == 0
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.tracing import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
 
 Interval = tuple[float, float]
-_TARGET, _HERE, _AHEAD, _IDLE = "target", " for this pass", " for the next pass", "link idle"
+_TARGET, _HERE, _AHEAD, _IDLE, _BACK = "target", " for this pass", " for the next pass", "link idle", "kv to the host"
 _COMPUTING, _WAITING = "target computes", "target waits for the link"
 _STEPS, _PROPOSING = "steps of the draft", "proposing, host included"
 # In the order of the legend; neighbours differ in lightness as well as in hue.
 _COLOURS = {
     f"weights{_HERE}": "#1f5fa8", f"weights{_AHEAD}": "#86b6e6", f"kv{_HERE}": "#0b7f7a", f"kv{_AHEAD}": "#7fcfc9",
-    "kv": "#0b7f7a", "measurement": "#9a9a9a", _IDLE: "#d62728", _COMPUTING: "#1b7a2b", _WAITING: "#f7dcc4",
+    _BACK: "#b8860b", "measurement": "#9a9a9a", _IDLE: "#d62728", _COMPUTING: "#1b7a2b", _WAITING: "#f7dcc4",
     _STEPS: "#6a3d9a", _PROPOSING: "#d5c1ee",
 }  # fmt: skip
 _LETTER = 1 / 180  # of a panel's width, in the size of the passes' words
@@ -125,15 +126,17 @@ def _draw_passes(axes: Any, place: int, events: Sequence[Event], window: Interva
     """A box for each pass with its number and what came of it, and a line through all rows where it begins."""
     inside = [one for one in events if one.row == PASSES and one.end_s > window[0] and one.start_s < window[1]]
     boxes = [[1e3 * (max(window[0], moment) - window[0]) for moment in (one.start_s, one.end_s)] for one in inside]
-    edges = [0.0, *(edge for box in boxes for edge in box), longest_ms]
-    for number, (one, (start_ms, end_ms)) in enumerate(zip(inside, boxes, strict=True)):
+    # Neighbours share the room between them.
+    shared = [(before[1] + after[0]) / 2 for before, after in pairwise(boxes)]
+    limits = list(pairwise([0.0, *shared, longest_ms]))
+    for one, (start_ms, end_ms), limit in zip(inside, boxes, limits, strict=True):
         axes.broken_barh([(start_ms, end_ms - start_ms)], (place - 0.35, 0.7), facecolors="#e4e4e4", edgecolors="black",
                          linewidth=0.5)  # fmt: skip
         axes.axvline(start_ms, color="black", linewidth=0.7, linestyle=":")
         words = _outcome(one)
         half_ms = len(words) * _LETTER * longest_ms / 2
         # A narrow box may borrow the room beside it; without any its number has to do.
-        least_ms, most_ms = edges[2 * number] + half_ms, edges[2 * number + 3] - half_ms
+        least_ms, most_ms = limit[0] + half_ms, limit[1] - half_ms
         middle_ms = (start_ms + end_ms) / 2
         if least_ms <= most_ms:
             middle_ms = min(max(middle_ms, least_ms), most_ms)
@@ -166,7 +169,7 @@ def _bars_of(row: str, events: Sequence[Event], window: Interval) -> dict[str, l
         if row == DRAFT:
             kind = _PROPOSING if one.name in ("propose", "prepare") else _STEPS
         else:
-            kind = one.args["kind"]
+            kind = one.args["kind"] if row == LINK else _BACK
             if id(one) in starts:
                 kind += _AHEAD if one.start_s < starts[id(one)] else _HERE
         kinds.setdefault(kind, []).append(one)
