@@ -22,7 +22,6 @@ from bench_report import emit, percentiles, provenance
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams
 from offload_runtime.copy_engine import make_copy_engine
-from offload_runtime.errors import DeviceError
 from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise DeviceError("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
+        parser.error("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
     device, copy_gbps, cases = torch.device("cuda"), measure_copy_gbps(), []
     print(f"{'shape':>13} {'context':>7} {'cache':>9} {'tile':>4} {'step':>8} {'first':>8} {'eager':>8} {'bound':>7}")
     for name in arguments.shapes:

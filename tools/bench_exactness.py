@@ -32,6 +32,7 @@ from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: 
 from offload_runtime.engine.placing import plan_placement, reserve_workspace  # noqa: E402
 from offload_runtime.engine.plans import Plans, target_plan  # noqa: E402
 from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
+from offload_runtime.errors import OffloadError  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
 from offload_runtime.runners import ModelRunner  # noqa: E402
 from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
@@ -144,10 +145,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
-    name, resident, prompt = load(arguments, None)
-    _, streamed, _ = load(arguments, 0)
-    rows = run_model(resident, streamed, prompt, arguments)
-    device = resolve_device(arguments.device)
+    try:
+        device = resolve_device(arguments.device)
+        name, resident, prompt = load(arguments, None)
+        _, streamed, _ = load(arguments, 0)
+        rows = run_model(resident, streamed, prompt, arguments)
+    except OffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     failed = any(row["differing_tokens"] or row["differing_logit_rows"] for row in rows)
     report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype}
     emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)

@@ -29,7 +29,6 @@ from offload_runtime_kernels.swiglu import swiglu
 from triton.runtime.errors import OutOfResources
 
 from offload_runtime.config import GB
-from offload_runtime.errors import DeviceError
 from offload_runtime.model.linear import tiled_linear
 
 EPS = 1e-5
@@ -186,7 +185,7 @@ def run_tuning() -> None:
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
+        parser.error("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps, results = measure_copy_gbps(), []
     for model in arguments.models:
         products, model_rows = PRODUCTS[model]

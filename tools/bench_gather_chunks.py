@@ -20,7 +20,6 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import GB
-from offload_runtime.errors import DeviceError
 from offload_runtime.memory import HostArena
 
 DEVICE = torch.device("cuda")
@@ -122,7 +121,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
+        parser.error("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps, link_gbps = measure_copy_gbps(), measure_link_gbps(DEVICE)
     assert link_gbps is not None
     cases = [

@@ -18,7 +18,6 @@ from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbe
 from torch import Tensor
 
 from offload_runtime.config import GB
-from offload_runtime.errors import DeviceError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
+        parser.error("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps = measure_copy_gbps()
     cases = []
     print(f"{'rows':>5} {'vocab':>7} {'T':>4} {'triton ms':>10} {'reference ms':>13} {'bound ms':>9} {'of bound':>9}")

@@ -16,7 +16,6 @@ from bench_gumbel_argmax import graph_times_ms, measure_copy_gbps
 from bench_report import emit, percentiles, provenance
 
 from offload_runtime.config import GB
-from offload_runtime.errors import DeviceError
 
 DEVICE = torch.device("cuda")
 CACHE_BYTES = 256_000_000  # inputs that are taken in turn add up to more than any cache holds
@@ -102,9 +101,7 @@ def run_benchmark(name: str, make_cases: Sequence[Callable[[], Case]]) -> None:
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise DeviceError(
-            "the benchmark times CUDA kernels and torch sees no CUDA device: run it on a machine with one"
-        )
+        parser.error("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps, matmul_flops = measure_copy_gbps(), _measure_matmul_flops()
     cases = []
     for make_case in make_cases:

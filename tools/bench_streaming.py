@@ -16,8 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from comparing.systems import SYSTEMS as COMPARED
 from comparing.systems import System, measured, outcome, run_system
+
+from offload_runtime.errors import DeviceError
+from offload_runtime.memory import resolve_device
 
 SYSTEMS = {
     "ours": System("ours.py", takes=("windows",)),
@@ -123,6 +130,11 @@ def main() -> int:
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         print(f"error: unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}", file=sys.stderr)
+        return 2
+    try:
+        resolve_device(arguments.device)
+    except DeviceError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     common = ["--shape", arguments.shape, "--prompt-tokens", str(arguments.prompt_tokens), "--vram", arguments.vram]
     common += ["--new-tokens", str(arguments.new_tokens), "--dtype", arguments.dtype, "--device", arguments.device]

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from bench_report import emit, provenance
-from common import model_name
+from common import WARMUPS, model_name
 from comparing.chart import draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
     )
     parser.add_argument("--layers", type=int, help="cut the synthetic shape to so many layers")
-    parser.add_argument("--warmup", type=int, default=2, help="generations of each system that do not count")
+    parser.add_argument("--warmup", type=int, default=2, help="generations of each system that do not count: 2 or more")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one system")
     parser.add_argument("--commit", help="commit to report when the tree has no git")
@@ -116,6 +116,9 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
 def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse what makes no sense for these systems. Raises `OptionError`, and `DeviceError` without the device."""
     require_positive("timeout", int(arguments.timeout))
+    require_positive("repeats", arguments.repeats)
+    if arguments.warmup < WARMUPS:
+        raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
     resolve_device(arguments.device)
     taken = {option for name in names for option in SYSTEMS[name].takes}
     for option in ("draft", "speculation", "gamma", "tree_nodes", "assistant_tokens"):

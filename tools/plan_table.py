@@ -1,4 +1,4 @@
-"""Plans of well-known models at several contexts on several machines, as a Markdown table.
+"""Plans of well-known models: in short on one and two cards, then at several contexts on several machines, in Markdown.
 
 python tools/plan_table.py --out docs/plans.md
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload_runtime.config import format_bytes
-from offload_runtime.engine.forecast import forecast
+from offload_runtime.config import GIB, format_bytes
+from offload_runtime.engine.forecast import RunForecast, forecast, second_card
 from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest
+from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import USUAL_ACCEPTANCE
 from offload_runtime.machine_profile import load_profile
+from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import describe_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
@@ -44,6 +45,20 @@ ROWS = (
     Row("Llama-3.1-70B", "llama-3.1-70b", "llama-3.2-1b"),
     Row("Qwen2.5-32B", "qwen2.5-32b", "qwen2.5-0.5b"),
 )
+SHORT_ROWS = (
+    Row("Llama-2-13B", "llama-2-13b", "tinyllama-1.1b"),
+    Row("Llama-3.1-8B", "llama-3.1-8b", "llama-3.2-1b"),
+    Row("Qwen2.5-32B", "qwen2.5-32b", "qwen2.5-0.5b"),
+    Row("Llama-3.1-70B", "llama-3.1-70b", "llama-3.2-1b"),
+)
+SHORT_PROFILE, SHORT_CONTEXT = "rtx4090", 2048
+# What models of 70B need while they are read is more than most desktops have: the table says how much that is.
+_SHORT_RAM_BYTES = 256 * GIB
+SHORT_HEADER = (
+    "| model | cards | RAM | plain: layers that stay | s / pass | tokens/s | draft | layers that stay | s / pass | "
+    "tokens/s with chains | with trees |\n"
+    "|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|"
+)
 HEADER = (
     "| model | context | weights on the card | KV on the card | VRAM | pinned | a pass streams | s / pass | bound by | "
     "first token, s | tokens/s plain | with the draft |\n"
@@ -52,7 +67,22 @@ HEADER = (
 _MIDDLE, _WHOLE, _STREAMING = (USUAL_ACCEPTANCE[level] for level in ("middle", "full", "streaming"))
 INTRODUCTION = f"""# Plans
 
-What `offload-runtime plan` says of well-known models, from their configurations alone; nothing here was run. A draft
+Everything on this page is **predicted**, from configuration files and the published figures of a card; nothing of it
+was run. `python tools/plan_table.py --out docs/plans.md` writes it.
+
+## Predicted: one RTX 4090, and two
+
+A context of {SHORT_CONTEXT} tokens in 16 bits, on [the profile of an RTX 4090](../profiles/{SHORT_PROFILE}.toml), but
+with as much RAM as reading the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
+says. How many of yours are depends on models, text and temperature: `plan` has a table by acceptance, and
+[the results](../README.md#results) say what was measured. A second card is **not built yet**: the rows of two are a
+bound, for every layer split over two cards and two links that never wait for each other.
+
+"""
+DETAILS = f"""
+## At several contexts
+
+What `offload-runtime plan` says. A draft
 (Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B) proposes to the target or to TriForce's middle level, whichever is predicted to
 be faster. The last column takes {_MIDDLE} of the middle level's proposals to be right, {_WHOLE} of a draft's that
 sees the whole text (of the first child of a node, where it grows trees), and {_STREAMING} of one that sees only its
@@ -60,8 +90,48 @@ beginning and its end.
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/planner`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
 Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.
-Made by `tools/plan_table.py`.
 """
+
+
+def short_lines() -> Iterator[str]:
+    """The table of one card and two."""
+    yield SHORT_HEADER
+    one = replace(machine_figures(load_profile(SHORT_PROFILE)), ram_bytes=_SHORT_RAM_BYTES, pinnable_bytes=None)
+    for row in SHORT_ROWS:
+        for cards in (1, 2):
+            yield short_row(row, cards, one)
+
+
+def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
+    """One line: plain decoding with nothing else on the card, then a draft model that proposes chains or trees."""
+    target, draft = describe_model(CONFIGS / row.target), describe_model(CONFIGS / row.draft)
+    plain = _planned(PlanRequest(target, "none", context=SHORT_CONTEXT), cards, machine)
+    drafting = PlanRequest(target, row.draft, draft, context=SHORT_CONTEXT)
+    chains = _planned(replace(drafting, tree_nodes=0), cards, machine)
+    trees = _planned(drafting, cards, machine)
+    assert trees[0].tree_room, f"no room for trees in {row.name}: leave its column empty"
+    cells = [
+        row.name,
+        str(cards) if cards == 1 else f"{cards}, not built",
+        format_bytes(max(plan.host_bytes for plan, _ in (plain, chains, trees))),
+        layers(plain[0].resident_weight_layers, plain[0]),
+        f"{plain[1].plain.seconds:.3f}",
+        f"{plain[1].plain_tok_per_s:.2f}",
+        row.draft,
+        layers(trees[0].resident_weight_layers, trees[0]),
+        f"{trees[1].verify.seconds:.3f}",
+        f"{chains[1].usual_tok_per_s:.1f}",
+        f"{trees[1].usual_tok_per_s:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _planned(request: PlanRequest, cards: int, machine: MachineFigures) -> tuple[RunPlan, RunForecast]:
+    """A plan that must fit, and how fast it is."""
+    if cards == 2:
+        request, machine = second_card(request, machine)
+    plan = plan_run(request, machine)
+    return plan, forecast(plan, request, machine)
 
 
 def table_lines(profile: str) -> Iterator[str]:
@@ -111,12 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="Markdown file to write; stdout when left out")
     parser.add_argument("--profiles", nargs="+", default=["rtx4090", "rtx4090-x2"])
     options = parser.parse_args(arguments)
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION + "\n".join(short_lines()) + "\n" + DETAILS]
     for profile in options.profiles:
         found = load_profile(profile)
         cards = f", one of its {found.gpus} cards" if found.gpus > 1 else ""
         memory = f"{format_bytes(found.vram_bytes or 0)} of VRAM, {format_bytes(found.ram_bytes)} of RAM"
-        parts.append(f"## {profile}{cards}: {memory}, link {found.link_gbps:g} GB/s\n")
+        parts.append(f"### {profile}{cards}: {memory}, link {found.link_gbps:g} GB/s\n")
         parts.append("\n".join(table_lines(profile)) + "\n")
     text = "\n".join(parts)
     if options.out is None:

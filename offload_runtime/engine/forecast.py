@@ -89,7 +89,7 @@ def upgrades(current: RunForecast, request: PlanRequest, machine: MachineFigures
     second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
     offers = (
         ("1 GB more device memory", *_with_vram(request, machine, GB), ""),
-        ("a second card", *_second_card(request, machine), second),
+        ("a second card", *second_card(request, machine), second),
     )
     found: list[Upgrade] = []
     for what, asked, better, note in offers:
@@ -107,7 +107,9 @@ def _with_vram(request: PlanRequest, machine: MachineFigures, more_bytes: int) -
     return replace(request, vram_bytes=None if limit is None else limit + more_bytes), larger
 
 
-def _second_card(request: PlanRequest, machine: MachineFigures) -> tuple[PlanRequest, MachineFigures]:
+def second_card(request: PlanRequest, machine: MachineFigures) -> tuple[PlanRequest, MachineFigures]:
+    """The same run where every layer's bytes are split over two cards and links, and neither waits for the other: a
+    bound of what tensor parallelism could bring."""
     limit = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
     asked, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
     twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}

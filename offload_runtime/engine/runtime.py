@@ -31,7 +31,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
-from offload_runtime.engine.traced import TracedTarget, TraceOutput
+from offload_runtime.engine.traced import TracedTarget, TraceOutput, told_of
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
@@ -339,7 +339,7 @@ class Runtime:
     def _trace_output(self, path: Path | None, traced: TracedTarget | None) -> TraceOutput | None:
         if path is None or traced is None:
             return None
-        about = {"device": str(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+        about = {**told_of(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                  "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
         return TraceOutput(path, traced.recorder, about)
 

@@ -123,6 +123,12 @@ class TracedProposer:
         self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
 
 
+def told_of(device: torch.device) -> dict[str, Any]:
+    """What a trace says of the device: which one it was, and the name of a GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"device": str(device), "device_name": name}
+
+
 @dataclass(frozen=True)
 class TraceOutput:
     """Where a runtime's trace goes when it is closed, and what is said of the run."""

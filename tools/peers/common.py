@@ -28,6 +28,8 @@ from offload_runtime.config import format_bytes, parse_bytes, require_positive
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
+# DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
+WARMUPS = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -61,8 +63,8 @@ class PeerOptions:
         require_positive("repeats", self.repeats)
         if self.new_tokens < 2:
             raise OptionError(f"new_tokens must be at least 2, not {self.new_tokens}: the first one times the prefill")
-        if self.warmup < 2:
-            raise OptionError(f"warmup must be at least 2, not {self.warmup}: the first two generations are cold")
+        if self.warmup < WARMUPS:
+            raise OptionError(f"warmup must be at least {WARMUPS}, not {self.warmup}: the first ones are cold")
         if self.resident_layers is not None and not 0 <= self.resident_layers <= self.layers:
             raise OptionError(f"resident_layers is {self.resident_layers}, the model has {self.layers} layers")
         if not self.prompts or not all(self.prompts):

@@ -1,0 +1,215 @@
+"""What a trace holds: its spans, which of them some passes are, and what these came to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload_runtime.config import format_bytes
+from offload_runtime.errors import OptionError, StorageError, TraceError
+from offload_runtime.tracing import (
+    COMPUTE,
+    DRAFT,
+    LINK,
+    PASSES,
+    STALLS,
+    TRACE_VERSION,
+    covered_seconds,
+    union_seconds,
+)
+
+_GZIP = b"\x1f\x8b"
+_MOST_BY_ITSELF = 3  # passes that are drawn where none are named
+
+
+@dataclass(frozen=True)
+class Event:
+    """One span of a row, in seconds since the recording began."""
+
+    row: str
+    name: str
+    start_s: float
+    end_s: float
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace as it was read: its spans, what it says of the run, and the whole record."""
+
+    events: Sequence[Event]
+    about: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    def machine(self) -> str:
+        """One line about what ran where, as far as the trace knows it."""
+        told = str(self.about.get("placement", "")).split("; ")
+        emulated = [phrase for phrase in told if phrase.startswith("emulating")]
+        if not emulated and self.about.get("emulated"):
+            emulated = [f"emulating {self.about['emulated']}"]
+        dtype = str(self.about.get("dtype", "")).removeprefix("torch.")
+        device = self.about.get("device_name") or self.about.get("device") or ""
+        return "; ".join(part for part in (", ".join(filter(None, (device, dtype))), *emulated, told[0]) if part)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What happened between two moments, clipped there."""
+
+    seconds: float
+    link_bytes: float
+    link_s: float
+    compute_s: float  # without the stalls in the middle of layers
+    stall_s: float
+    draft_s: float
+    hidden_draft_s: float  # as `hidden_draft_share` has it: a pass was running, or the link brought what passes need
+    checked_tokens: int
+    accepted_tokens: int
+
+    def caption(self) -> str:
+        """Two lines for people."""
+        share = 100 / self.seconds
+        gbps = self.link_bytes / self.link_s / 1e9 if self.link_s else 0.0
+        hidden = f", {100 * self.hidden_draft_s / self.draft_s:.0f} % hidden" if self.draft_s else ""
+        link = f"link {format_bytes(self.link_bytes)} at {gbps:.3g} GB/s, idle {abs(100 - share * self.link_s):.1f} %"
+        milliseconds = f"{1e3 * self.seconds:.3g}" if self.seconds < 0.1 else f"{1e3 * self.seconds:.0f}"
+        return (
+            f"{milliseconds} ms: {link if self.link_s else 'nothing streamed'}; "
+            f"compute {share * self.compute_s:.1f} %; stalls {share * self.stall_s:.1f} %\n"
+            f"drafting {share * self.draft_s:.1f} %{hidden}; "
+            f"{self.checked_tokens} tokens checked, {self.accepted_tokens} proposals accepted"
+        )
+
+
+def read_trace(path: Path) -> TraceFile:
+    """A trace, compressed by gzip or not.
+
+    Raises:
+        TraceError: The file cannot be read, or is no trace of ours.
+    """
+    try:
+        content = path.read_bytes()
+        record = json.loads(gzip.decompress(content) if content.startswith(_GZIP) else content)
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path} is no trace: not JSON ({error}); write one with --trace FILE") from error
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        version = record["otherData"]["offload_runtime_trace"]
+        if version != TRACE_VERSION:
+            raise TraceError(f"{path} is a trace of version {version}, and this reads version {TRACE_VERSION} only")
+        events = [
+            Event(span["cat"], span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6, span["args"])
+            for span in record["traceEvents"]
+            if span["ph"] == "X"
+        ]
+    except (KeyError, TypeError) as error:
+        raise TraceError(
+            f"{path} is no trace of offload-runtime ({type(error).__name__}: {error}); write one with --trace FILE"
+        ) from error
+    return TraceFile(events, record["otherData"], record)
+
+
+def choose_passes(events: Sequence[Event], asked: str | None) -> list[list[Event]]:
+    """Ranges of passes in the order in which they are named, `A-B` or `A`, or one of some decoding passes after the
+    first.
+
+    Raises:
+        OptionError: `asked` is no list of ranges; TraceError: the trace has no such passes.
+    """
+    passes = [event for event in events if event.row == PASSES]
+    if not passes:
+        raise TraceError("the trace has no passes: nothing was generated while it was recorded")
+    if asked is None:
+        decoding = [one for one in passes if one.args["kind"] == "verify"]
+        # Where there is a choice, not the first one: its copies were made while the prompt was sampled from.
+        return [decoding[1 : 1 + _MOST_BY_ITSELF] or decoding or passes[:1]]
+    return [_one_range(passes, part) for part in asked.split(",")]
+
+
+def _one_range(passes: Sequence[Event], asked: str) -> list[Event]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", asked)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise OptionError(f"--passes {asked} is no range: write it like 4-6, 4 for a single pass, or 4-6,10-12")
+    first, last = int(match[1]), int(match[2] or match[1])
+    chosen = [one for one in passes if first <= one.args["pass"] <= last]
+    if len(chosen) != last - first + 1:
+        numbers = [one.args["pass"] for one in passes]
+        gaps = "" if len(numbers) == max(numbers) - min(numbers) + 1 else ", but not all of them"
+        raise TraceError(f"--passes {asked}: the trace has the passes {min(numbers)} to {max(numbers)}{gaps}")
+    return chosen
+
+
+def window_of(events: Iterable[Event], passes: Sequence[Event]) -> tuple[float, float]:
+    """From the proposals for the first of these passes to the end of the last: seconds."""
+    start_s, number = passes[0].start_s, passes[0].args["pass"]
+    before = [event for event in events if event.row == PASSES and event.args["pass"] == number - 1]
+    earliest_s = before[0].end_s if before else 0.0
+    for event in events:
+        if event.row == DRAFT and earliest_s <= event.start_s < passes[0].start_s:
+            start_s = min(start_s, event.start_s)
+    return start_s, passes[-1].end_s
+
+
+def clipped(events: Iterable[Event], row: str, window: tuple[float, float]) -> list[tuple[float, float]]:
+    """The part of each span of a row that lies in the window."""
+    start_s, end_s = window
+    inside = [event for event in events if event.row == row and event.end_s > start_s and event.start_s < end_s]
+    return [(max(event.start_s, start_s), min(event.end_s, end_s)) for event in inside]
+
+
+def totals_of(events: Sequence[Event], passes: Sequence[Event], window: tuple[float, float]) -> Totals:
+    """What these passes came to. A copy that is cut by the window counts with the share of its bytes inside."""
+    compute, stalls, drafting, copies = (clipped(events, row, window) for row in (COMPUTE, STALLS, DRAFT, LINK))
+    link_bytes = 0.0
+    for event in events:
+        inside_s = min(event.end_s, window[1]) - max(event.start_s, window[0])
+        if event.row == LINK and inside_s > 0:
+            link_bytes += event.args["bytes"] * inside_s / (event.end_s - event.start_s)
+    return Totals(
+        seconds=window[1] - window[0],
+        link_bytes=link_bytes,
+        link_s=union_seconds(copies),
+        compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
+        stall_s=union_seconds(stalls),
+        draft_s=union_seconds(drafting),
+        # The difference of sums may be a little less than nothing.
+        hidden_draft_s=max(0.0, covered_seconds(drafting, [*clipped(events, PASSES, window), *copies])),
+        checked_tokens=sum(sum(one.args["tokens"]) for one in passes),
+        accepted_tokens=sum(sum(one.args.get("accepted", ())) for one in passes),
+    )
+
+
+def write_cut(trace: TraceFile, ranges: Sequence[Sequence[Event]], path: Path) -> None:
+    """Write a trace of nothing but some passes, compressed; it draws and counts like the whole one.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    windows = [window_of(trace.events, passes) for passes in ranges]
+    # The pass before says from where on proposals belong to the first.
+    numbers = {number for passes in ranges for number in (passes[0].args["pass"] - 1, *_numbers(passes))}
+
+    def is_kept(span: Mapping[str, Any]) -> bool:
+        if span["ph"] != "X":
+            return True
+        if span["cat"] == PASSES:
+            return span["args"]["pass"] in numbers
+        start_s, end_s = span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6
+        return any(end_s > window[0] and start_s < window[1] for window in windows)
+
+    kept = [span for span in trace.record["traceEvents"] if is_kept(span)]
+    text = json.dumps({**trace.record, "traceEvents": kept}, separators=(",", ":"))
+    try:
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same passes are the same bytes
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror or error}): name another --cut") from error
+
+
+def _numbers(passes: Sequence[Event]) -> list[int]:
+    return [one.args["pass"] for one in passes]
