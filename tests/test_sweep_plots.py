@@ -190,7 +190,7 @@ def test_every_result_has_its_chart(path: Path) -> None:
 def test_the_document_shows_every_chart_and_no_other() -> None:
     document = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
     shown = re.findall(r"\]\(charts/([\w.-]+)\.svg\)", document)
-    assert sorted(shown) == NAMES == sorted(path.stem for path in CHARTS.glob("*.svg"))
+    assert sorted(shown) == NAMES == sorted(path.stem for path in CHARTS.glob("sweep-*.svg"))
     linked = re.findall(r"\]\(\.\./tools/results/([\w.-]+)\.json\)", document)
     assert set(NAMES) <= set(linked) and all((ROOT / "tools" / "results" / f"{name}.json").exists() for name in linked)
 
