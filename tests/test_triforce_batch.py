@@ -102,7 +102,7 @@ def test_a_middle_level_without_a_draft(
 
 # Other counts and gammas for each: sequences end one after the other and seldom have enough at the same time.
 TASKS = {
-    0: Task(PROMPTS[0], 40, 9), 1: Task(PROMPTS[1], 24, 4), 2: Task(PROMPTS[3], 30, 1), 3: Task(PROMPTS[2], 12, 12),
+    0: Task(PROMPTS[0], 30, 9), 1: Task(PROMPTS[1], 18, 4), 2: Task(PROMPTS[3], 18, 1), 3: Task(PROMPTS[2], 12, 12),
     4: Task(PROMPTS[4], 3, 7),
 }  # fmt: skip
 
