@@ -18,7 +18,7 @@ PROMPTS = {
     "text": "The history of the steam engine began when",
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
-COUNT = 32
+COUNT = 24
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 1},
