@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,30 @@ def says(runtime: Runtime, sampling: dict[str, Any], **options: Any) -> list[lis
     return [runtime.generate(PROMPT, **asked).tokens, *(result.tokens for result in together)]
 
 
+def converse(runtime: Runtime) -> list[str]:
+    """The answers of a conversation of two turns."""
+    talk = runtime.conversation()
+    return ["".join(talk.say(text, max_new_tokens=20, ignore_eos=True, **SAMPLINGS[1])) for text in PROMPTS[:2]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain decoding says: of each way of sampling what `says` gives, and the answers of `converse`."""
+
+    said: list[list[list[int]]]
+    answers: list[str]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Runtime) -> Expected:
+    return Expected([says(plain, sampling) for sampling in SAMPLINGS], converse(plain))
+
+
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [1, "auto"])
 def test_whatever_is_chosen_the_tokens_are_the_same(
-    target: Path, draft: Path, plain: Runtime, kv: str, resident_layers: int | str, step_s: float,
+    target: Path, draft: Path, expected: Expected, kv: str, resident_layers: int | str, step_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """With weights streamed, keys and values, both and neither; alone and in a batch; a turn of a conversation too."""
@@ -105,12 +124,8 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
         WorkClock(runtime, monkeypatch, step_s=step_s)
         room = runtime.plan.tree_room
         assert room == 256 or resident_layers == "auto"
-        for sampling in SAMPLINGS:
-            assert says(runtime, sampling) == says(plain, sampling)
-        talks = [runtime.conversation(), plain.conversation()]
-        for text in PROMPTS[:2]:
-            answers = ["".join(talk.say(text, max_new_tokens=20, ignore_eos=True, **SAMPLINGS[1])) for talk in talks]
-            assert answers[0] == answers[1]
+        assert [says(runtime, sampling) for sampling in SAMPLINGS] == expected.said
+        assert converse(runtime) == expected.answers
         stats = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats
     assert sum(stats.windows.values()) == stats.passes
     families = {name.split()[0] for name in stats.windows}
@@ -120,14 +135,13 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_chosen_windows_of_triforce(
-    target: Path, draft: Path, plain: Runtime, kv: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, expected: Expected, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
     options = SpeculationOptions("triforce", "streaming", **small)
     with load(target, draft=draft, kv=kv, max_batch=3, speculation=options) as runtime:
         clock = WorkClock(runtime, monkeypatch, step_s=0.002)
-        for sampling in SAMPLINGS:
-            assert says(runtime, sampling) == says(plain, sampling)
+        assert [says(runtime, sampling) for sampling in SAMPLINGS] == expected.said
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
     assert result.stats.tokens_per_pass > 1.4 and clock.draft_steps > COUNT

@@ -18,7 +18,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
 from tests.helpers.traces import rows_of
 
@@ -83,8 +85,8 @@ def run(tmp_path: Path, *arguments: str, stdin: str = "") -> subprocess.Complete
     )  # fmt: skip
 
 
-def start_endless_answer(model: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
-    arguments = command("generate", "--prompt", "the", *endless(model))
+def start_endless_answer(model: Path, tmp_path: Path, *others: str) -> subprocess.Popen[bytes]:
+    arguments = command("generate", "--prompt", "the", *endless(model), *others)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path))
 
 
@@ -103,15 +105,16 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
 
 def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
     records: dict[str, dict[str, Any]] = {}
-    for draft, layers, *more in (("none", "auto"), ("ngram", "0", "--gamma", "4", "--tree-nodes", "70")):
-        arguments = ["--draft", draft, "--resident-layers", layers, "--temperature", "0.8", "--seed", "4", *more]
-        done = run(
-            tmp_path, "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
-            "--max-new-tokens", "24", "--ignore-eos", *arguments,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 1
-        records[draft] = json.loads(done.stdout)
+    asked = [
+        "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
+        "--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--seed", "4",
+    ]  # fmt: skip
+    done = run(tmp_path, *asked, "--draft", "ngram", "--resident-layers", "0", "--gamma", "4", "--tree-nodes", "70")
+    called = CliRunner().invoke(app, [*asked, "--draft", "none"])
+    assert done.returncode == called.exit_code == 0, done.stderr
+    for draft, printed in (("none", called.stdout), ("ngram", done.stdout)):
+        assert len(printed.splitlines()) == 1
+        records[draft] = json.loads(printed)
     plain, ngram = records["none"], records["ngram"]
     assert len(plain["tokens"]) == 24
     assert plain["tokens"] == ngram["tokens"]
@@ -147,8 +150,22 @@ def test_files_in_one_batch(model: Path, tmp_path: Path) -> None:
         for path, result in zip(files[1::2], results, strict=True):
             alone = runtime.generate(Path(path).read_text(), max_new_tokens=12, ignore_eos=True, temperature=0.0)
             assert alone.tokens == result["tokens"]
-    text = run(tmp_path, "generate", *shared, *files).stdout
+    # What is a process's own has been seen.
+    text = CliRunner().invoke(app, ["generate", *shared, *files]).stdout
     assert text == "".join(f"== {result['name']} ==\n{result['text']}\n" for result in results)
+
+
+def assert_one_line(code: int, out: str, err: str, words: str) -> None:
+    """A refusal: exit code 2, nothing on stdout, one error with these words as the last line of stderr."""
+    assert (code, out) == (2, ""), err
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and words in errors[0] and err.splitlines()[-1] == errors[0]
+
+
+def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "generate", "--device", "cpu", "--target", str(model), "--prompt", "a", "--vram", "100kB")
+    assert_one_line(done.returncode, done.stdout, done.stderr, "kB")
 
 
 @pytest.mark.parametrize(
@@ -156,19 +173,15 @@ def test_files_in_one_batch(model: Path, tmp_path: Path) -> None:
     [
         (["--target", "/no/such/model", "--prompt", "a"], "/no/such/model"),
         (["--target", "{model}", "--prompt", "a", "--context", "16", "--max-new-tokens", "90"], "--max-new-tokens"),
-        (["--target", "{model}", "--prompt", "a", "--vram", "100kB"], "kB"),
         (["--target", "/no/such", "--prompt", "a", "--draft", "x", "--speculation", "none"], "--speculation none"),
         (["--target", "/no/such", "--prompt", "a", "--speculation", "triforce"], "--draft none"),
     ],
 )
-def test_what_the_engine_refuses_is_one_line_and_exit_code_2(
-    model: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    done = run(tmp_path, "generate", "--device", "cpu", *(part.format(model=model) for part in arguments))
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and words in errors[0] and done.stderr.splitlines()[-1] == errors[0]
+def test_so_is_whatever_else_it_refuses(model: Path, arguments: list[str], words: str) -> None:
+    """Without a process of its own for each."""
+    given = ["generate", "--device", "cpu", *(part.format(model=model) for part in arguments)]
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
+    assert_one_line(result.exit_code, result.stdout, result.stderr, words)
 
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:
@@ -194,29 +207,18 @@ def test_a_full_disk_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, fo
     assert done.stderr.splitlines()[-1].startswith("error: stdout cannot be written: No space left on device")
 
 
-def test_sigint_stops_generate_with_its_text(model: Path, tmp_path: Path) -> None:
-    with start_endless_answer(model, tmp_path) as process:
+def test_sigint_stops_generate_with_its_text_and_a_whole_trace(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with start_endless_answer(model, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:
         assert process.stdout is not None
-        first = process.stdout.read(1)
+        first = process.stdout.read(60)
+        assert len(first) == 60  # several passes
         process.send_signal(signal.SIGINT)
         rest, complaints = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
-    assert b"tokens/s" in complaints.splitlines()[-1] and b"Traceback" not in complaints
-
-
-def test_sigint_leaves_a_whole_trace(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    arguments = command("generate", "--prompt", "the", *endless(model), "--resident-layers", "1", "--trace", str(path))
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path)
-    ) as process:
-        assert process.stdout is not None
-        assert len(process.stdout.read(60)) == 60  # several passes
-        process.send_signal(signal.SIGINT)
-        _, complaints = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"trace written to {path}".encode() in complaints and b"Traceback" not in complaints
+    assert any(b"tokens/s" in line for line in complaints.splitlines()[-2:]) and b"Traceback" not in complaints
+    assert f"trace written to {path}".encode() in complaints
     passes = rows_of(path)["passes"]
     assert passes[0].args["kind"] == "prefill" and len(passes) > 1
     assert all("accepted" in one.args for one in passes[1:])

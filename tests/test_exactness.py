@@ -11,14 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.sampling import sample
 from tests.helpers.engine import write_noisy_copy
 
 PROMPTS = {
     "text": "The history of the steam engine began when",
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
-GREEDY_COUNT, COUNT = 40, 32
+GREEDY_COUNT, COUNT = 40, 24
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 1},
@@ -60,17 +62,27 @@ def plain_tokens(runtimes: dict[str, Runtime]) -> dict[str, list[list[int]]]:
     }
 
 
-def test_greedy_tokens_are_those_of_transformers(model: Path, runtimes: dict[str, Runtime]) -> None:
+@torch.no_grad()
+def test_tokens_are_those_of_transformers(
+    model: Path, runtimes: dict[str, Runtime], plain_tokens: dict[str, list[list[int]]]
+) -> None:
+    """Greedy and, as noise is shared, sampled ones: each is chosen from the oracle's logits behind those before it."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for prompt in PROMPTS.values():
-        ids = torch.tensor([runtimes["noisy"].encode(prompt)])
-        out = oracle.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY_COUNT, min_new_tokens=1, do_sample=False
-        )
-        expected = out[0, ids.shape[1] :].tolist()
-        result = runtimes["noisy"].generate(prompt, max_new_tokens=GREEDY_COUNT)
-        assert result.tokens == expected
-        assert result.finish_reason == ("length" if len(expected) == GREEDY_COUNT else "stop")
+
+    def expected(prompt: list[int], said: list[int], sampling: dict[str, Any]) -> list[int]:
+        logits = oracle(torch.tensor([[*prompt, *said[:-1]]])).logits[0, -len(said) :]
+        positions = torch.arange(len(prompt), len(prompt) + len(said))
+        return sample(logits, SamplingParams(**sampling), positions, torch.zeros_like(positions)).tolist()
+
+    for name, text in PROMPTS.items():
+        prompt = runtimes["noisy"].encode(text)
+        result = runtimes["noisy"].generate(text, max_new_tokens=GREEDY_COUNT)
+        assert result.tokens == expected(prompt, result.tokens, SAMPLINGS[0])
+        ended = result.tokens[-1] == oracle.generation_config.eos_token_id
+        assert result.finish_reason == ("stop" if ended else "length")
+        assert len(result.tokens) == GREEDY_COUNT or ended
+        for said, sampling in zip(plain_tokens[name], SAMPLINGS, strict=True):
+            assert said == expected(prompt, said, sampling)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "noisy"])

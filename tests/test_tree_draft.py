@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def decode(
             rounds[turn.sequence].append(played)
 
 
+Plain = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def plain_texts(target: ModelRunner) -> Plain:
+    """What plain decoding says to prompts, once for all tests: of params, prompts and how many tokens."""
+
+    @cache
+    def said(params: SamplingParams, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
+        return decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=count)[0]
+
+    return lambda params, prompts, count: said(params, tuple(map(tuple, prompts)), count)
+
+
 def mean_accepted(rounds: Sequence[Sequence[Round]]) -> float:
     played = [one for of_sequence in rounds for one in of_sequence]
     return sum(one.num_accepted for one in played) / len(played)
@@ -119,11 +134,16 @@ def mean_accepted(rounds: Sequence[Sequence[Round]]) -> float:
     ids=str,
 )  # fmt: skip
 def test_the_tokens_are_those_of_plain_decoding(
-    target: ModelRunner, draft: TreeDraft, params: SamplingParams, tree_nodes: int | None, ahead: int
+    target: ModelRunner,
+    plain_texts: Plain,
+    draft: TreeDraft,
+    params: SamplingParams,
+    tree_nodes: int | None,
+    ahead: int,
 ) -> None:
     """One text and three of other lengths, which accept other numbers and end at other times."""
     for prompts in ([random_tokens(21, seed=1)], [random_tokens(length, seed=length) for length in (30, 1, 77)]):
-        plain, _ = decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=20)
+        plain = plain_texts(params, prompts, 20)
         proposer = draft.proposer(params, num_sequences=len(prompts), ngrams=len(prompts) > 1)
         said, rounds = decode(
             target, proposer, params, prompts, gamma=5, tree_nodes=tree_nodes, count=20, watch=steps(ahead)
@@ -321,9 +341,11 @@ def test_whatever_came_before_nodes_are_scored_by_their_own_text(
 
 
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_a_draft_that_is_always_wrong_costs_nothing_but_time(target: ModelRunner, ahead: int) -> None:
+def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
+    target: ModelRunner, plain_texts: Plain, ahead: int
+) -> None:
     params, prompts = PARAMS[2], [random_tokens(21, seed=1)]
-    plain, _ = decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=20)
+    plain = plain_texts(params, prompts, 20)
     # Nodes say 90 and 91 besides.
     wrong = [next(token for token in range(VOCAB_SIZE) if token not in (said, 90, 91)) for said in plain[0]]
     proposer = sure_proposer(SureModel([*prompts[0], *wrong, *wrong]))
@@ -332,10 +354,12 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(target: ModelRunner
     assert all(one.num_accepted == 0 for one in rounds[0]) and rounds[0][0].num_proposed == 9
 
 
-def test_close_to_the_end_of_the_drafts_context(target: ModelRunner, short_draft: TreeDraft) -> None:
+def test_close_to_the_end_of_the_drafts_context(
+    target: ModelRunner, plain_texts: Plain, short_draft: TreeDraft
+) -> None:
     for params in PARAMS[:3]:
         prompts = [random_tokens(40, seed=12)]
-        plain, _ = decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=30)
+        plain = plain_texts(params, prompts, 30)
         proposer = short_draft.proposer(params)
         said, rounds = decode(
             target, proposer, params, prompts, gamma=6, tree_nodes=20, count=30, watch=steps(9)
@@ -349,9 +373,9 @@ def test_close_to_the_end_of_the_drafts_context(target: ModelRunner, short_draft
         assert rounds[0][0].num_proposed == 20
 
 
-def test_to_the_end_of_the_targets_context(target: ModelRunner, draft: TreeDraft) -> None:
+def test_to_the_end_of_the_targets_context(target: ModelRunner, plain_texts: Plain, draft: TreeDraft) -> None:
     prompts, params = [random_tokens(CONTEXT - 25, seed=13)], PARAMS[1]
-    plain, _ = decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=25)
+    plain = plain_texts(params, prompts, 25)
     said, _ = decode(
         target, draft.proposer(params), params, prompts, gamma=6, tree_nodes=20, count=25, watch=steps(9)
     )  # fmt: skip
@@ -361,11 +385,16 @@ def test_to_the_end_of_the_targets_context(target: ModelRunner, draft: TreeDraft
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
-    target: ModelRunner, draft: TreeDraft, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int
+    target: ModelRunner,
+    plain_texts: Plain,
+    draft: TreeDraft,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    after: int,
 ) -> None:
     """Before a pass of the draft, of a window or ahead of it; then the same round is played again."""
     params, prompt = PARAMS[1], random_tokens(21, seed=1)
-    plain, _ = decode(target, NoProposer(), params, [prompt], gamma=0, tree_nodes=None, count=26)
+    plain = plain_texts(params, [prompt], 26)
     proposer = draft.proposer(params)
     honest = draft.runner.streamer.layers
     calls = raising(error, after=after, then=honest)
@@ -539,9 +568,9 @@ def test_on_a_stream_of_its_own_beside_a_pass(tmp_path_factory: pytest.TempPathF
     made.close()
 
 
-def test_chains_and_trees_may_take_turns(target: ModelRunner, draft: TreeDraft) -> None:
+def test_chains_and_trees_may_take_turns(target: ModelRunner, plain_texts: Plain, draft: TreeDraft) -> None:
     params, prompt = PARAMS[2], random_tokens(21, seed=1)
-    plain, _ = decode(target, NoProposer(), params, [prompt], gamma=0, tree_nodes=None, count=40)
+    plain = plain_texts(params, [prompt], 40)
     proposer = draft.proposer(params)
     target.cache.truncate(0, 0)
     decoder = SpeculativeDecoder(target, proposer, params, watch=steps(2))

@@ -55,9 +55,9 @@ class Watch:
         patch.setattr(RetrievedChunks, "update", watched_update)
 
 
-def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> list[int]:
+def generate(runtime: Runtime, temperature: float, count: int, gamma: int | None = None) -> list[int]:
     tokens: list[int] = runtime.generate(
-        START, max_new_tokens=COUNT, temperature=temperature, seed=3, ignore_eos=True, gamma=gamma
+        START, max_new_tokens=count, temperature=temperature, seed=3, ignore_eos=True, gamma=gamma
     ).tokens
     return tokens
 
@@ -69,11 +69,13 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
         load(target, draft="none", context=CONTEXT) as plain,
         load(target, draft=draft, context=CONTEXT, kv="host", speculation=OPTIONS, max_gamma=GAMMA) as runtime,
     ):
-        # How heads share keys has nothing to do with how tokens are chosen.
-        for temperature in (0.0, 0.6, 1.0) if runtime.config.num_kv_heads == 2 else (0.6,):
-            expected = generate(plain, temperature)
+        # How heads share keys and how tokens are chosen have nothing to do with each other, nor with a third block.
+        gqa = runtime.config.num_kv_heads == 2
+        for temperature, blocks in ((0.0, 2), (0.6, 3), (1.0, 2)) if gqa else ((0.6, 2),):
+            count = COUNT if blocks == 3 else 300
+            expected = generate(plain, temperature, count)
             watch = Watch(monkeypatch)
-            assert generate(runtime, temperature, GAMMA) == expected
+            assert generate(runtime, temperature, count, GAMMA) == expected
             monkeypatch.undo()
             truth = START + expected
             accepted = {
@@ -82,7 +84,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
                 if len(proposals) == GAMMA
             }
             assert accepted == set(range(GAMMA + 1))
-            assert watch.available == {256 // 8 * blocks for blocks in (1, 2, 3)}
+            assert watch.available == {256 // 8 * number for number in range(1, blocks + 1)}
 
 
 def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:

@@ -32,8 +32,9 @@ PLAN = VerificationPlan(
     tokens=16,
     seeds=96,
 )
-# For what only the tests of fit can see.
+# For what only the tests of fit can see, and for what the runs show at once.
 FIT_PLAN = replace(PLAN, tokens=8)
+RUN_PLAN = replace(PLAN, tokens=10, seeds=32)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_noise_of_other_positions_is_a_defect(
 ) -> None:
     """Keyed by the step, by twice the row, or by the next position: in the last, plain decoding is just as wrong."""
     monkeypatch.setattr(rounds, "sample", with_noise_at(moved))
-    report = verify(runtime, replace(PLAN, seeds=32))
+    report = verify(runtime, RUN_PLAN)
     assert report.verdict == "defect"
     assert {run.setting for run in report.bad_runs} == {"top-p", "T 1"}  # greedy decoding has no noise
     assert all(run.finding.foreign_tokens for run in report.bad_runs)
@@ -162,7 +163,7 @@ def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeyp
     monkeypatch.setattr(
         rounds, "_upload", lambda numbers, device: honest([numbers[0] + row for row in range(len(numbers))], device)
     )
-    report = verify(runtime, replace(PLAN, seeds=32))
+    report = verify(runtime, RUN_PLAN)
     assert {run.proposer for run in report.bad_runs} == {"draft", "script"}
     assert "greedy" not in {run.setting for run in report.bad_runs}
 
@@ -208,7 +209,7 @@ def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, mo
         return honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7), parents)
 
     monkeypatch.setattr(rounds, "Window", other_token)
-    report = verify(runtime, replace(PLAN, seeds=32))
+    report = verify(runtime, RUN_PLAN)
     assert report.verdict == "defect" and report.bad_runs
 
 

@@ -66,13 +66,14 @@ def attend_blocks_cpu(
         first = max(blocks.start, min(begins) // BLOCK_TOKENS)
         for block in range(first, min(blocks.stop, -(-max(ends) // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
-            own = committed is not None and start + BLOCK_TOKENS > committed[b]
-            shared = None if own else _fp32_block(kv.data[sequence, (block - kv.first_block) % kv.num_blocks])
+            keys = _fp32_block(kv.data[sequence, (block - kv.first_block) % kv.num_blocks])
+            branching = start + BLOCK_TOKENS if committed is None else max(start, committed[b])
             for t, (begin, end) in enumerate(zip(begins, ends, strict=True)):
                 seen = slice(max(begin - start, 0), min(end - start, BLOCK_TOKENS))
                 if seen.start < seen.stop:
-                    keys = shared if shared is not None else _block_of_query(kv, rows, b, t, block)
-                    _merge_split(state, b, t, _split(heads[b, t], keys[:, :, seen], scale))
+                    path = slice(branching - start, seen.stop)
+                    own = _on_path(keys, kv, rows, b, t, path, start) if path.start < path.stop else keys
+                    _merge_split(state, b, t, _split(heads[b, t], own[:, :, seen], scale))
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -104,16 +105,19 @@ def _fp32_block(block: torch.Tensor) -> torch.Tensor:
     return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
 
 
-def _block_of_query(kv: KVBlocks, rows: QueryRows, b: int, t: int, block: int) -> torch.Tensor:
-    """The block [2, H_kv, 256, D] fp32 that query t would see if its path through the tree were a plain sequence."""
+def _on_path(
+    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, t: int, path: slice, start: int
+) -> torch.Tensor:
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as if query t's path were a plain sequence.
+
+    `path` is where positions of the path lie in the block, which are looked up; a copy.
+    """
     assert rows.ancestors is not None and rows.committed is not None
-    positions = torch.arange(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-    committed, ancestors = rows.committed[b], rows.ancestors[b, t]
-    own = ancestors[(positions - committed).clamp(0, ancestors.shape[0] - 1)]
-    # What lies beyond the query is looked up like the rest and then never read; clamped, as it may not exist.
-    slots = torch.where(positions < committed, positions, own)
-    pair = torch.stack(kv.at(rows.sequences[b], slots))  # [2, 256, H_kv, D]
-    return pair.transpose(1, 2).contiguous().float()
+    depth = start - int(rows.committed[b])  # of the block's first position
+    slots = rows.ancestors[b, t, path.start + depth : path.stop + depth]
+    own = keys.clone()
+    own[:, :, path] = torch.stack(kv.at(rows.sequences[b], slots)).transpose(1, 2)  # [2, H_kv, n, D]
+    return own
 
 
 def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

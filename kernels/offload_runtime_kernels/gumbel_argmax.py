@@ -113,8 +113,8 @@ def gumbel_noise_reference(positions: Tensor, sequences: Tensor, *, seed: int, v
     for start in range(0, num_counters, step):
         stop = min(start + step, num_counters)
         c0 = torch.arange(start, stop, dtype=torch.int64, device=positions.device).unsqueeze(0)
-        for word, words in enumerate(philox4x32_reference((c0, c1, c2, c3), seed)):
-            noise[:, start:stop, word] = gumbel_from_words_reference(words)
+        words = torch.stack(philox4x32_reference((c0, c1, c2, c3), seed), dim=-1)
+        noise[:, start:stop] = gumbel_from_words_reference(words)
     return noise.view(num_rows, num_counters * 4)[:, :vocab_size].contiguous()
 
 

@@ -43,4 +43,5 @@ class KVBlocks:
         sequences, positions = sequences.long(), positions.long()
         block = (positions // BLOCK_TOKENS - self.first_block) % self.num_blocks
         slot = positions % BLOCK_TOKENS
-        return self.data[sequences, block, 0, :, slot], self.data[sequences, block, 1, :, slot]
+        keys, values = self.data[sequences, block, :, :, slot].unbind(-3)
+        return keys, values

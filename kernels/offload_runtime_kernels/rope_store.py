@@ -65,12 +65,12 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
     if rows.cos is not None and rows.sin is not None:
         q, k = _rotate(q, rows.cos, rows.sin), _rotate(k, rows.cos, rows.sin)
     real = rows.positions >= 0
+    stored = real.nonzero().squeeze(1)
     # torch will not write by index through an expanded dimension; batch rows of stride 0 are all the first.
     data = kv.data[:1] if kv.data.stride(0) == 0 else kv.data
-    sequences, slots = rows.sequences[real].long() % data.shape[0], rows.slots[real].long()
+    sequences, slots = rows.sequences[stored].long() % data.shape[0], rows.slots[stored].long()
     block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
-    data[sequences, block, 0, :, slots % BLOCK_TOKENS] = k[real]
-    data[sequences, block, 1, :, slots % BLOCK_TOKENS] = v[real]
+    data[sequences, block, :, :, slots % BLOCK_TOKENS] = torch.stack((k, v), dim=1)[stored]
     return torch.where(real[:, None, None], q, 0)
 
 

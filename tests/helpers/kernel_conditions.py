@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Half the distance between neighbouring numbers around 1: the largest relative error of one rounding.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+_DRAWN_ON_CPU = 1 << 20
 
 
 @contextmanager
@@ -28,9 +30,11 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-    """Gaussian values, the same on every device, of `shape` on the kernel device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).to(KERNEL_DEVICE, dtype)
+    """Gaussian values of `shape` on the kernel device; few of them are the same on every device."""
+    # A CPU takes a second for what a GPU draws in a millisecond.
+    device = KERNEL_DEVICE if math.prod(shape) > _DRAWN_ON_CPU else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=device) * scale).to(KERNEL_DEVICE, dtype)
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = 0.0) -> None:

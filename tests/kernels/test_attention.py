@@ -60,9 +60,10 @@ def test_ragged_batch_matches_reference(group: int, head_dim: int, prefill: bool
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_ragged_batch_matches_reference_in_half_precision(group: int, head_dim: int, dtype: torch.dtype) -> None:
     case, rows = _ragged_case(group, head_dim, dtype)
-    for prefill in (False, True):
-        for window in (None, 20):
-            _check(case, rows, window=window, prefill=prefill)
+    # Compiling is what takes long: windows of one sort in half of the cases, of the other in the other half.
+    odd = (group // 2 + head_dim // 16 + (dtype == BF16)) % 2
+    for prefill, window in ((False, (None, 20)[odd]), (True, (20, None)[odd])):
+        _check(case, rows, window=window, prefill=prefill)
 
 
 @pytest.mark.parametrize("start", [0, 254, 700])
