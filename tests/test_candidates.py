@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.speculation import CandidateTree, StepWorth
 from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
+from tests.helpers.tree_drafts import path_of
 
 Path = tuple[int, ...]
 
@@ -52,10 +53,6 @@ class ListedTree:
         return True
 
 
-def path_of(tree: CandidateTree, node: int) -> Path:
-    return tuple(tree.token(above) for above in tree.path(node))
-
-
 def node_of(tree: CandidateTree, path: Path) -> int:
     nodes = tree.walk(path)
     assert len(nodes) == len(path)
@@ -65,12 +62,16 @@ def node_of(tree: CandidateTree, path: Path) -> int:
 def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> None:
     """Everything that can be asked of both."""
     assert len(tree) == len(listed.entries) - 1
-    assert sorted(tree.slots) == sorted(entry.slot for entry in listed.entries.values() if entry.slot is not None)
+    taken = {entry.slot for entry in listed.entries.values() if entry.slot is not None}
+    assert tree.num_slots == len(taken)
+    assert tree.free_slots(5) == [slot for slot in range(len(taken) + 5) if slot not in taken][:5]
     for path, entry in listed.entries.items():
         node = node_of(tree, path)
         assert tree.depth(node) == len(path) and path_of(tree, node) == path
         assert tree.log_probability(node) == pytest.approx(listed.log_probability(path), abs=1e-9)
-        assert (tree.slot(node), tree.is_expanded(node)) == (entry.slot, entry.expanded)
+        assert tree.is_expanded(node) == entry.expanded
+        slots = tuple(listed.entries[path[: end + 1]].slot for end in range(len(path)))
+        assert tree.slots(node) == (slots if entry.expanded else ())
         assert not path or tree.source(node) == entry.source
     count, depth = draw.draw(st.integers(0, 12)), draw.draw(st.integers(0, 5))
     waiting = sorted(
@@ -92,7 +93,7 @@ def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> Non
 
 @given(st.data())
 def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
-    tree, listed, free = CandidateTree(7), ListedTree(), iter(range(10_000))
+    tree, listed = CandidateTree(7), ListedTree()
     for _ in range(draw.draw(st.integers(1, 8))):
         for _ in range(draw.draw(st.integers(0, 10))):
             path = draw.draw(st.sampled_from(sorted(listed.entries)))
@@ -102,7 +103,7 @@ def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
             child = tree.add(node_of(tree, path), token, chance, source)
             assert path_of(tree, child) == (*path, token)
         for node in tree.next_to_expand(draw.draw(st.integers(0, 4)), 3):
-            slot = None if node == tree.root else next(free)
+            slot = None if node == tree.root else draw.draw(st.sampled_from(tree.free_slots(3)))
             entry = listed.entries[path_of(tree, node)]
             entry.expanded, entry.slot = True, slot
             tree.set_expanded(node, slot)

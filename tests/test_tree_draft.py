@@ -25,7 +25,7 @@ from offload_runtime.speculation.rounds import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
+from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, path_of, scores_by_the_book
 
 CONTEXT = 200
 PARAMS = [
@@ -328,7 +328,7 @@ def test_whatever_came_before_nodes_are_scored_by_their_own_text(
         for sequence, one in proposer._grown.items():
             kept += len(one.tree) > 24
             for node in list(one.children)[:: max(1, len(one.children) // 4)]:
-                path = [one.tree.token(above) for above in one.tree.path(node)]
+                path = path_of(one.tree, node)
                 expected = scores_by_the_book(draft, [*one.text, *path], params, sequence=sequence)
                 said = one.children[node]
                 assert expected[said.tokens].tolist() == pytest.approx(said.scores, abs=5e-3)

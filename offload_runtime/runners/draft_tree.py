@@ -8,6 +8,7 @@ never touch, nodes that survive are never written again, and a path that came tr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.runners.tree_rows import CHILDREN, STEP_ROWS, StepLine, cut, input_words, packed
-from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
+from offload_runtime.runners.tree_shapes import DEPTHS, LEAST_SHARED_BLOCKS, MOST_DEPTH, StepShape, StepShapes
 from offload_runtime.sampling import perturbed_logits, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
@@ -93,7 +94,7 @@ class DraftTree:
         rows = max(STEP_ROWS, batch)
         self._shapes = StepShapes(self.capacity_tokens, rounded=device.type == "cuda")
         self._compiled: set[Hashable] = set()  # kinds of steps whose kernels there are
-        self._deepest = DEPTHS[1]  # that steps are made ready for
+        self._deepest = DEPTHS[0]  # that steps are made ready for
         # What steps read and write; the tensors never move.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
         self._inputs = torch.zeros(input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
@@ -134,12 +135,12 @@ class DraftTree:
             return
         for depth in DEPTHS:
             path = tuple(range(min(depth, self.num_slots, self.capacity_tokens - 1)))
-            for text in ([0], [0] * (BLOCK_TOKENS + 1)):
+            for text in ([0], [0] * (LEAST_SHARED_BLOCKS * BLOCK_TOKENS + 1)):
                 if len(text) + len(path) <= self.capacity_tokens:
                     for count in (1, STEP_ROWS):
                         self.expand({0: Asked(text, [Branch(0, path)] * count)})
         self._cache.truncate(0, 0)
-        self._deepest = DEPTHS[1]
+        self._deepest = DEPTHS[0]
 
     @torch.inference_mode()
     def get_ready(self, lengths: Sequence[int], further: int) -> bool:
@@ -234,7 +235,7 @@ class DraftTree:
         """Tell the device what the step is about: one copy on the current stream."""
         positions, flat = packed(lines, shape)
         self._set_frequencies(positions)
-        host = torch.tensor(flat, dtype=torch.int32)
+        host = torch.frombuffer(array("i", flat), dtype=torch.int32)  # far quicker than from the list
         if self._device.type == "cuda":
             host = host.pin_memory()  # the allocator keeps it until the copy is done
         self._inputs[: len(flat)].copy_(host, non_blocking=True)

@@ -11,7 +11,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 MOST_DEPTH = 256
 # On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
 _FEW_ROWS = 8
-DEPTHS = (16, 64, MOST_DEPTH)
+DEPTHS = (128, MOST_DEPTH)
+# Keys that all queries of a program read together come in so many blocks at least: in few, reading them for each query
+# on its own takes as long.
+LEAST_SHARED_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ class StepShapes:
     def _span(self, reach: int, committed: int) -> tuple[int, int]:
         most = -(-self.capacity_tokens // BLOCK_TOKENS)
         blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
-        # Keys that all queries of a program read together, in quarters of the reach.
-        quarter = max(1, blocks // 4) * BLOCK_TOKENS
+        quarter = max(LEAST_SHARED_BLOCKS, blocks // 4) * BLOCK_TOKENS
         return blocks * BLOCK_TOKENS, committed // quarter * quarter
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import count as numbers
+from itertools import islice
 
 from offload_runtime.speculation.proposal import Proposal
 
@@ -24,7 +26,7 @@ class _Node:
     source: str
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
     expanded: bool = False
-    slot: int | None = None
+    slots: tuple[int, ...] = ()  # of the path to it, from where the tree once began; of nodes that have keys
 
 
 class CandidateTree:
@@ -44,6 +46,7 @@ class CandidateTree:
         self._made += 1
         self._nodes = {self.root: _Node(token, -1, 0, 0.0, "")}
         self._slots: set[int] = set()
+        self._first_free = 0
         self._rank_frontier()
 
     def _rank_frontier(self) -> None:
@@ -61,10 +64,11 @@ class CandidateTree:
     def __contains__(self, node: int) -> bool:
         return node in self._nodes
 
-    @property
-    def slots(self) -> frozenset[int]:
-        """Those that hold keys of living candidates."""
-        return frozenset(self._slots)
+    def free_slots(self, count: int) -> list[int]:
+        """The first so many that hold keys of no living candidate."""
+        while self._first_free in self._slots:
+            self._first_free += 1
+        return list(islice((slot for slot in numbers(self._first_free) if slot not in self._slots), count))
 
     @property
     def num_slots(self) -> int:
@@ -87,9 +91,10 @@ class CandidateTree:
         """Who thought of it first; of the root nobody."""
         return self._nodes[node].source
 
-    def slot(self, node: int) -> int | None:
-        """Where the draft keeps its keys; None where it has none but those at their own places."""
-        return self._nodes[node].slot
+    def slots(self, node: int) -> tuple[int, ...]:
+        """Where the draft keeps the keys of an expanded node's path, from below the root on; none where it has not
+        been expanded."""
+        return self._nodes[node].slots[len(self._nodes[self.root].slots) :]
 
     def is_expanded(self, node: int) -> bool:
         """Whether it has been asked what follows it."""
@@ -99,13 +104,9 @@ class CandidateTree:
         """What may follow a node, in the order in which it was thought of."""
         return list(self._nodes[node].children.values())
 
-    def path(self, node: int) -> list[int]:
-        """The nodes from below the root to this one."""
-        path: list[int] = []
-        while node != self.root:
-            path.append(node)
-            node = self._nodes[node].parent
-        return path[::-1]
+    def parent(self, node: int) -> int:
+        """The node that it follows; not of the root."""
+        return self._nodes[node].parent
 
     def add(self, parent: int, token: int, log_probability: float, source: str) -> int:
         """What may follow a node; if that is there already, the larger of the two probabilities counts.
@@ -147,11 +148,15 @@ class CandidateTree:
         heappush(self._frontier, (-self._nodes[key].log_probability, key))
 
     def set_expanded(self, node: int, slot: int | None) -> None:
-        """What follows a node has been added, and its keys are in a slot, or at their own place (None)."""
-        self._nodes[node].expanded = True
-        self._nodes[node].slot = slot
+        """What follows a node has been added, and its keys are in a slot, or at their own place (None: the root's).
+
+        Parents come before their children.
+        """
+        expanded = self._nodes[node]
+        expanded.expanded = True
         if slot is not None:
             assert slot not in self._slots, "two candidates share a slot"
+            expanded.slots = (*self._nodes[expanded.parent].slots, slot)
             self._slots.add(slot)
 
     def next_to_expand(self, count: int, depth: int) -> list[int]:
@@ -237,8 +242,8 @@ class CandidateTree:
             kept[key] = self._nodes[key]
             below.extend(kept[key].children.values())
         self.root = path[-1]
-        kept[self.root].slot = None
         self._nodes = kept
-        self._slots = {node.slot for node in kept.values() if node.slot is not None}
+        self._slots = {node.slots[-1] for key, node in kept.items() if node.slots and key != self.root}
+        self._first_free = 0
         self._rank_frontier()
         return True

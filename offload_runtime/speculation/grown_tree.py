@@ -74,25 +74,23 @@ class GrownTree:
 
     def placed(self, nodes: Sequence[int]) -> dict[int, int | None]:
         """A free slot for every one of these nodes; None for the root, whose keys have a place."""
-        taken, slot = self.tree.slots, 0
-        placed: dict[int, int | None] = {}
-        for node in nodes:
-            if node == self.tree.root:
-                placed[node] = None
-                continue
-            while slot in taken:
-                slot += 1
-            placed[node] = slot
-            slot += 1
-        return placed
+        others = [node for node in nodes if node != self.tree.root]
+        slots = dict(zip(others, self.tree.free_slots(len(others)), strict=True))
+        return {node: slots.get(node) for node in nodes}
 
     def asked(self, placed: Mapping[int, int | None]) -> Asked:
-        """What a step is to find out about nodes that have been given their slots only now."""
+        """What a step is to find out about nodes that have been given their slots only now, parents first."""
         tree, branches = self.tree, []
-        for node in placed:
-            slots = [placed[above] if above in placed else tree.slot(above) for above in tree.path(node)]
-            branches.append(Branch(tree.token(node), tuple(slot for slot in slots if slot is not None)))
-            assert len(branches[-1].slots) == len(slots), "what comes before a node has keys"
+        paths: dict[int, tuple[int, ...]] = {}
+        for node, slot in placed.items():
+            if slot is None:
+                path: tuple[int, ...] = ()
+            else:
+                above = tree.parent(node)
+                assert above in paths or tree.is_expanded(above), "what comes before a node has keys"
+                path = (*(paths[above] if above in paths else tree.slots(above)), slot)
+            paths[node] = path
+            branches.append(Branch(tree.token(node), path))
         return Asked(self.text, branches)
 
 

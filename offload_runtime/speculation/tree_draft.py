@@ -206,12 +206,11 @@ class TreeDraftProposer:
         """
         if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.turn.sequence, before.text):
             return False
-        slots = []
+        slots: tuple[int, ...] = ()
         for node in before.tree.walk(new):
-            slot = before.tree.slot(node)
-            if slot is None:
+            if not before.tree.is_expanded(node):
                 break
-            slots.append(slot)
+            slots = before.tree.slots(node)
         if slots:
             self._model.adopt(before.turn.sequence, new[: len(slots)], slots)
         return True

@@ -15,7 +15,7 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots
 from offload_runtime.sampling import perturbed_logits
-from offload_runtime.speculation import DraftProposer, NgramProposer, TreeDraftProposer
+from offload_runtime.speculation import CandidateTree, DraftProposer, NgramProposer, TreeDraftProposer
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_model
 
@@ -74,3 +74,11 @@ def scores_by_the_book(
     place = torch.tensor([len(text)])
     logits = all_logits(draft.hf_model, text)[-1:]
     return perturbed_logits(logits, params, place, torch.full_like(place, sequence))[0]
+
+
+def path_of(tree: CandidateTree, node: int) -> tuple[int, ...]:
+    """The tokens from below the root to a node."""
+    path: tuple[int, ...] = ()
+    while node != tree.root:
+        path, node = (tree.token(node), *path), tree.parent(node)
+    return path
