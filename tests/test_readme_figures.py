@@ -116,7 +116,11 @@ def steps() -> Iterator[str]:
 
 def trees() -> Iterator[str]:
     for noise in ("0.02", "0.05"):
-        for row in result(f"trees-noise-{noise}-h200")["streamed"]:
+        found = result(f"trees-noise-{noise}-h200")
+        plain_tokens, tokens = found["settings"]["plain_tokens"], found["settings"]["tokens"]
+        yield f"{tokens} tokens each, all of them those of plain decoding as far as that was run"
+        yield f"({plain_tokens} tokens), which takes 0.355 s / token"
+        for row in found["streamed"]:
             if row["how"] == "plain":
                 assert f"{row['s_per_pass']:.3f}" == "0.355"
             assert row.get("identical", True)
@@ -126,6 +130,36 @@ def trees() -> Iterator[str]:
                     f"| {row['tok_per_s']:.1f} | {row['times_plain']:.1f} x "
                     f"| {percent(row['hidden_draft_share'], 0)} | {percent(row['link_idle_share'])} |"
                 )
+
+
+def tree_sizes() -> Iterator[str]:
+    for noise in ("0.02", "0.05", "0.1"):
+        rows = result(f"tree-sizes-noise-{noise}-h200")["sizes"]
+        assert all(row["identical"] and row["tokens"] == 256 for row in rows)
+        for start in range(0, len(rows), 6):
+            sizes = rows[start : start + 6]
+            assert [row["nodes"] for row in sizes] == [1, 4, 16, 64, 256, 1024]
+            cells = [f"{row['tokens_per_pass']:.1f} ({row['predicted_tokens_per_pass']:.1f})" for row in sizes]
+            yield f"| {sizes[0]['temperature']:g} | {sizes[0]['prompt']} | {noise} | {' | '.join(cells)} |"
+
+
+def beside_deepspeed() -> Iterator[str]:
+    found = result("compare-13b-h200")
+    asked = found["configuration"]
+    yield f"T = {asked['temperature']:g}, the two prompts, {asked['new_tokens']} tokens each"
+    agreed = found["agreement"]["systems"]["ours"]
+    assert agreed["leading"] == agreed["of"]
+    names = {
+        "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, windows chosen",
+        "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8",
+        "deepspeed-assistant": "the same with the draft as `assistant_model`",
+    }  # fmt: skip
+    for key, name in names.items():
+        row, times = found["results"][key], found["times_ours_over"].get(key)
+        yield (
+            f"| {name} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} | {row['bytes_per_pass'] / 1e9:.1f} GB "
+            f"| {row['link_gbps']:.1f} GB/s | {'' if times is None else f'{times:.1f} x '}|"
+        )
 
 
 def plans() -> Iterator[str]:
@@ -138,7 +172,9 @@ def plans() -> Iterator[str]:
     yield f"is within {percent(max(large))} for copies of 4 MiB and more"
 
 
-@pytest.mark.parametrize("claims", [streaming, long_context, on_chip, steps, trees, plans])
+@pytest.mark.parametrize(
+    "claims", [streaming, long_context, on_chip, steps, trees, tree_sizes, beside_deepspeed, plans]
+)
 def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
     text = " ".join(README.split())
     missing = [claim for claim in claims() if " ".join(claim.split()) not in text]
