@@ -128,6 +128,30 @@ def test_a_node_that_became_likelier_takes_its_branch_with_it() -> None:
     assert tree.add(tree.root, 5, -2.0, "b") == rare and tree.log_probability(rare) == -0.5
 
 
+def test_a_raise_that_is_rounded_away_makes_nobody_wait_twice() -> None:
+    tree = CandidateTree(1)
+    likely = tree.add(tree.root, 5, -1.0, "a")
+    below = tree.add(likely, 6, -16.0, "a")
+    tree.set_expanded(tree.root, None)
+    tree.add(tree.root, 5, math.nextafter(-1.0, 0.0), "b")
+    assert tree.next_to_expand(9, 9) == [likely, below]
+
+
+def test_a_text_without_end_costs_no_more_and_more() -> None:
+    """A tree that always comes true is never begun anew."""
+    tree = CandidateTree(0)
+    tree.set_expanded(tree.root, None)
+    for token in range(1, 500):
+        for child in (token, -token):
+            tree.set_expanded(tree.add(tree.root, child, -0.5, "a"), tree.free_slots(1)[0])
+        assert tree.follow([token]) and tree.is_expanded(tree.root)
+        assert tree.num_slots == 0 and tree.slots(tree.root) == ()
+    child = tree.add(tree.root, 7, -0.5, "a")
+    tree.set_expanded(child, 3)
+    assert tree.slots(child) == (3,)
+    assert max(len(node.slots) for node in tree._nodes.values()) == 1, "only of what is below the root"
+
+
 @pytest.mark.parametrize(("sharpness", "missed", "scale"), [(0.4, 0.1, 1.0), (2.5, 0.35, 1.0), (0.03, 0.1, 10.0)])
 def test_probabilities_converge_to_what_happens(sharpness: float, missed: float, scale: float) -> None:
     """A target that says a child with probabilities of a softmax of unknown sharpness, or none of them."""

@@ -26,7 +26,7 @@ class _Node:
     source: str
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
     expanded: bool = False
-    slots: tuple[int, ...] = ()  # of the path to it, from where the tree once began; of nodes that have keys
+    slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
 
 
 class CandidateTree:
@@ -94,7 +94,7 @@ class CandidateTree:
     def slots(self, node: int) -> tuple[int, ...]:
         """Where the draft keeps the keys of an expanded node's path, from below the root on; none where it has not
         been expanded."""
-        return self._nodes[node].slots[len(self._nodes[self.root].slots) :]
+        return self._nodes[node].slots
 
     def is_expanded(self, node: int) -> bool:
         """Whether it has been asked what follows it."""
@@ -138,8 +138,9 @@ class CandidateTree:
         while below:
             node = self._nodes[below[-1]]
             # Never above its parent by a rounding.
-            node.log_probability = min(node.log_probability + by, self._nodes[node.parent].log_probability)
-            if not node.expanded:
+            raised = min(node.log_probability + by, self._nodes[node.parent].log_probability)
+            moved, node.log_probability = raised > node.log_probability, raised
+            if moved and not node.expanded:  # else it was rounded away, and the node waits already
                 self._wait(below[-1])
             below[-1:] = node.children.values()
 
@@ -235,15 +236,17 @@ class CandidateTree:
             return False
         if not path:
             return True
+        self.root = path[-1]
+        above = len(self._nodes[self.root].slots)
         kept: dict[int, _Node] = {}
-        below = [path[-1]]
+        below = [self.root]
         while below:
             key = below.pop()
-            kept[key] = self._nodes[key]
-            below.extend(kept[key].children.values())
-        self.root = path[-1]
+            node = kept[key] = self._nodes[key]
+            node.slots = node.slots[above:]  # of a text without end they would become ever more
+            below.extend(node.children.values())
         self._nodes = kept
-        self._slots = {node.slots[-1] for key, node in kept.items() if node.slots and key != self.root}
+        self._slots = {node.slots[-1] for node in kept.values() if node.slots}
         self._first_free = 0
         self._rank_frontier()
         return True
