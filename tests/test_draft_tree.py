@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
+from offload_runtime.runners.tree_shapes import MOST_DEPTH, StepShapes
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_tokens
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
@@ -164,6 +167,73 @@ def test_nodes_with_nan_have_no_children(draft: TreeDraft, monkeypatch: pytest.M
     check(draft, text, [path for n, path in enumerate(chosen) if n != 3], [*said[:3], said[4]], SamplingParams(), 0)
 
 
+class Replays:
+    """Graphs in all but speed: a step sees the cache as it was addressed when the step was captured."""
+
+    def __init__(self, cache: DeviceKVCache) -> None:
+        self._cache, self._captured = cache, dict[Hashable, slice]()
+
+    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
+        new = key not in self._captured
+        self._captured.setdefault(key, self._cache._rows)
+        return new
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        now = self._cache._rows
+        self._cache._rows = self._captured.get(key, now)
+        step()
+        self._cache._rows = now
+
+
+def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
+    """A tree whose steps are as on CUDA."""
+    _, tree = draft.parts()
+    cache = draft.runner.cache
+    assert isinstance(cache, DeviceKVCache)
+    replays = Replays(cache)
+    tree._shapes, tree._graphs = StepShapes(tree.capacity_tokens, rounded=True), replays  # type: ignore[assignment]
+    return tree, replays
+
+
+def test_steps_made_ready_behind_prompts_are_about_all_sequences(draft: TreeDraft) -> None:
+    """A prompt is read into one sequence of the cache, and a step of two is captured behind it."""
+    tree, replays = with_replays(draft)
+    first = {sequence: Asked([5, 6], [Branch(6)]) for sequence in (0, 1)}
+    tree.expand(first)  # all kernels are there now
+    replays._captured.clear()
+    texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in ((0, 50), (1, 60))}
+    for sequence, text in texts.items():
+        tree.texts.catch_up(sequence, text)
+    while tree.get_ready([len(text) for text in texts.values()], 0):
+        pass
+    num_captured = len(replays._captured)
+    said = tree.expand({sequence: Asked(text, [Branch(text[-1])]) for sequence, text in texts.items()})
+    assert len(replays._captured) == num_captured > 0, "the step was expected"
+    for sequence, text in texts.items():
+        check(draft, text, [()], said[sequence], SamplingParams(), sequence)
+
+
+def test_nothing_is_made_ready_for_texts_without_room(draft: TreeDraft) -> None:
+    tree, replays = with_replays(draft)
+    tree.expand({0: Asked([5, 6], [Branch(6)])})
+    replays._captured.clear()
+    capacity = tree.capacity_tokens
+    assert not tree.get_ready([capacity + 1], 9) and not tree.get_ready([capacity + 1, 5 * capacity], 0)
+    assert tree.get_ready([capacity + 1, 2], 0), "only the other one can be asked about"
+    assert {key.batch for key in replays._captured} == {1}  # type: ignore[attr-defined]
+
+
+def test_warming_up_makes_the_kernels_of_all_steps_about_one_text(tmp_path: Path) -> None:
+    draft = make_tree_draft(tmp_path, capacity_tokens=1400)
+    tree, _ = with_replays(draft)
+    tree.warm_up()
+    for length in (1, 130, 256, 300, 900, 1023, 1024, 1399, 1400):
+        for shape in tree._shapes.expected([length], 60, width=tree.width(1), deepest=MOST_DEPTH):
+            assert shape.kind in tree._compiled
+    assert draft.runner.cache.length(0) == 0
+    draft.made.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, params: SamplingParams) -> None:
@@ -189,6 +259,27 @@ def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, param
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens
         torch.testing.assert_close(torch.tensor(one.scores), torch.tensor(other.scores), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_steps_made_ready_behind_several_prompts_are_eager_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As the passes of the prompts have left the cache, of which each saw a sequence."""
+    device, answers = torch.device("cuda"), []
+    for graphs in (True, False):
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800)
+        _, tree = draft.parts(graphs=graphs)
+        tree.expand({sequence: Asked([5, 6], [Branch(6)]) for sequence in range(3)})
+        texts = {sequence: random_tokens(60 + 20 * sequence, seed=sequence) for sequence in range(3)}
+        for sequence, text in texts.items():
+            tree.texts.catch_up(sequence, text)
+        prepared = 0
+        while tree.get_ready([len(text) for text in texts.values()], 0):
+            prepared += 1
+        assert (prepared > 0) == graphs
+        said = tree.expand({sequence: Asked(text, [Branch(text[-1])]) for sequence, text in texts.items()})
+        answers.append([said[sequence][0].tokens for sequence in texts])
+        draft.made.close()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -11,22 +11,25 @@ from offload_runtime.runners.tree_shapes import DEPTHS, StepShape, StepShapes
 
 CAPACITY_TOKENS = 4096
 NEAR_BOUNDARIES = st.builds(
-    lambda block, before: max(1, block * BLOCK_TOKENS - before), st.integers(0, 15), st.integers(-5, 150)
+    lambda block, before: min(max(1, block * BLOCK_TOKENS - before), CAPACITY_TOKENS),
+    st.integers(0, 16),
+    st.integers(-5, 150),
 )
 
 
 @given(
     lengths=st.lists(NEAR_BOUNDARIES, min_size=1, max_size=3), more=st.integers(0, 63),
-    path=st.integers(1, DEPTHS[0]), rows=st.integers(1, 32), further=st.integers(0, 63),
+    path=st.integers(0, DEPTHS[0]), rows=st.integers(1, 32), further=st.integers(0, 63),
 )  # fmt: skip
+@example(lengths=[BLOCK_TOKENS], more=0, path=0, rows=1, further=0)  # the root alone
 def test_what_is_asked_of_texts_that_grow_was_expected(
     lengths: list[int], more: int, path: int, rows: int, further: int
 ) -> None:
     shapes = StepShapes(CAPACITY_TOKENS, rounded=True)
     width = 32 // len(lengths)
-    more = min(more, further)
+    more = min(more, further, CAPACITY_TOKENS - max(lengths))
     reach = min(max(lengths) + more + path, CAPACITY_TOKENS)
-    asked = shapes.fitting(len(lengths), min(rows, width), path, reach, min(lengths) + more, width=width)
+    asked = shapes.fitting(len(lengths), min(rows, width), max(path, 1), reach, min(lengths) + more, width=width)
     assert asked.reach >= reach and asked.rows >= min(rows, width) and asked.depth >= path
     assert asked.committed <= min(lengths) + more
     expected = set(shapes.expected(lengths, further, width=width, deepest=DEPTHS[0]))

@@ -16,7 +16,6 @@ from math import isfinite
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
@@ -26,7 +25,7 @@ from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.runners.tree_rows import CHILDREN, STEP_ROWS, StepLine, cut, input_words, packed
-from offload_runtime.runners.tree_shapes import DEPTHS, LEAST_SHARED_BLOCKS, MOST_DEPTH, StepShape, StepShapes
+from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
 from offload_runtime.sampling import perturbed_logits, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
@@ -131,14 +130,12 @@ class DraftTree:
 
     def warm_up(self) -> None:
         """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
-        if self._device.type != "cuda":
+        if not self._shapes.rounded:
             return
-        for depth in DEPTHS:
-            path = tuple(range(min(depth, self.num_slots, self.capacity_tokens - 1)))
-            for text in ([0], [0] * (LEAST_SHARED_BLOCKS * BLOCK_TOKENS + 1)):
-                if len(text) + len(path) <= self.capacity_tokens:
-                    for count in (1, STEP_ROWS):
-                        self.expand({0: Asked(text, [Branch(0, path)] * count)})
+        for length, path in self._shapes.samples():
+            if path <= self.num_slots:
+                for count in (1, STEP_ROWS):
+                    self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
         self._cache.truncate(0, 0)
         self._deepest = DEPTHS[0]
 
@@ -153,6 +150,10 @@ class DraftTree:
         Returns:
             Whether there was one that had not been captured.
         """
+        lengths = [length for length in lengths if length <= self.capacity_tokens]  # of others nothing can be asked
+        if not lengths:
+            return False
+        self._cache.begin_window([], [])  # a pass is about all sequences; the last one may have read a single prompt
         width = self.width(len(lengths))
         for shape in self._shapes.expected(lengths, further, width=width, deepest=self._deepest):
             if shape.kind in self._compiled and self._graphs.capture(shape, partial(self._pass, shape)):

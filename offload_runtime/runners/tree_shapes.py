@@ -65,13 +65,14 @@ class StepShapes:
         """What steps are like about texts of these lengths, now and until they have `further` more tokens.
 
         Args:
-            lengths: In tokens.
+            lengths: In tokens, up to the capacity.
             further: In tokens.
             width: Most rows of a sequence.
             deepest: Ancestors that rows have at the most.
         """
         shortest, longest = min(lengths), max(lengths)
-        for depth, least in zip(DEPTHS, (1, *DEPTHS), strict=False):
+        further = min(further, self.capacity_tokens - longest)
+        for depth, least in zip(DEPTHS, (0, *DEPTHS), strict=False):  # the root alone has no path
             if depth > deepest:
                 return
             spans = dict.fromkeys(
@@ -82,6 +83,13 @@ class StepShapes:
             for reach, committed in spans:
                 for rows in (width, 1):
                     yield self.fitting(len(lengths), rows, depth, reach, committed, width=width)
+
+    def samples(self) -> Iterator[tuple[int, int]]:
+        """A text's length and a path's behind it, in tokens, for every kind of steps about one text."""
+        for path in (1, *(shorter + 1 for shorter in DEPTHS[:-1])):
+            for length in (1, BLOCK_TOKENS, LEAST_SHARED_BLOCKS * BLOCK_TOKENS):
+                if length + path <= self.capacity_tokens:
+                    yield length, path
 
     def _span(self, reach: int, committed: int) -> tuple[int, int]:
         most = -(-self.capacity_tokens // BLOCK_TOKENS)
