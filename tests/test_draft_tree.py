@@ -87,10 +87,38 @@ def check(
         torch.testing.assert_close(expected[children.tokens], best.values[:allowed], atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams) -> None:
-    """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
+class Replays:
+    """Graphs in all but speed: a step sees the cache as it was addressed when the step was captured."""
+
+    def __init__(self, cache: DeviceKVCache) -> None:
+        self._cache, self._captured = cache, dict[Hashable, slice]()
+
+    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
+        new = key not in self._captured
+        self._captured.setdefault(key, self._cache._rows)
+        return new
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        now = self._cache._rows
+        self._cache._rows = self._captured.get(key, now)
+        step()
+        self._cache._rows = now
+
+
+def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
+    """A tree whose steps are as on CUDA."""
     _, tree = draft.parts()
+    cache = draft.runner.cache
+    assert isinstance(cache, DeviceKVCache)
+    replays = Replays(cache)
+    tree._shapes, tree._graphs = StepShapes(tree.capacity_tokens, rounded=True), replays  # type: ignore[assignment]
+    return tree, replays
+
+
+@pytest.mark.parametrize(("params", "rounded"), [*((params, False) for params in PARAMS), (PARAMS[1], True)], ids=str)
+def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams, rounded: bool) -> None:
+    """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
+    tree = with_replays(draft)[0] if rounded else draft.parts()[1]
     tree.start(params)
     growing = {
         sequence: Growing(random_tokens(length, seed=sequence), sequence)
@@ -165,34 +193,6 @@ def test_nodes_with_nan_have_no_children(draft: TreeDraft, monkeypatch: pytest.M
     said = tree.expand({0: Asked(text, list(chosen.values()))})[0]
     assert [len(children.tokens) for children in said] == [8, 8, 8, 0, 8]
     check(draft, text, [path for n, path in enumerate(chosen) if n != 3], [*said[:3], said[4]], SamplingParams(), 0)
-
-
-class Replays:
-    """Graphs in all but speed: a step sees the cache as it was addressed when the step was captured."""
-
-    def __init__(self, cache: DeviceKVCache) -> None:
-        self._cache, self._captured = cache, dict[Hashable, slice]()
-
-    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
-        new = key not in self._captured
-        self._captured.setdefault(key, self._cache._rows)
-        return new
-
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        now = self._cache._rows
-        self._cache._rows = self._captured.get(key, now)
-        step()
-        self._cache._rows = now
-
-
-def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
-    """A tree whose steps are as on CUDA."""
-    _, tree = draft.parts()
-    cache = draft.runner.cache
-    assert isinstance(cache, DeviceKVCache)
-    replays = Replays(cache)
-    tree._shapes, tree._graphs = StepShapes(tree.capacity_tokens, rounded=True), replays  # type: ignore[assignment]
-    return tree, replays
 
 
 def test_steps_made_ready_behind_prompts_are_about_all_sequences(draft: TreeDraft) -> None:

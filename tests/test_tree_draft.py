@@ -262,6 +262,23 @@ def test_steps_are_made_ready_behind_passes_alone() -> None:
     assert len(model.made_ready) == 4 and model.steps == 6, "not for a chain"
 
 
+def test_steps_are_made_ready_for_a_batch_when_all_of_it_has_been_read() -> None:
+    model = SureModel(random_tokens(200, seed=9), unready=9)
+    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
+    proposer.start(PARAMS[0], 3)
+    for sequence, length in enumerate((9, 30, 4)):
+        proposer.prepare(sequence, random_tokens(length, seed=sequence))
+        proposer.ahead(steps(2)(torch.empty(0)))
+    assert model.made_ready == [([10, 31, 5], 0)] * 2
+    proposer.prepare(0, [])  # cut off before anything was proposed
+    proposer.start(PARAMS[0], 1)
+    proposer.ahead(steps(2)(torch.empty(0)))
+    assert len(model.made_ready) == 2, "of the generation before nothing is left"
+    proposer.prepare(0, random_tokens(7, seed=1))
+    proposer.ahead(steps(1)(torch.empty(0)))
+    assert model.made_ready[2:] == [([8], 0)]
+
+
 def test_with_full_agreement_nothing_is_left_to_draft(target: ModelRunner) -> None:
     script = random_tokens(200, seed=9)
     model = SureModel(script)

@@ -1,6 +1,6 @@
 """The rows of a step of a `DraftTree`, and how they lie in the one tensor that tells the device about them.
 
-Pure arithmetic but for `cut`, which runs inside a captured step. On the way of a tree of candidates to the device.
+Pure arithmetic but for `cut`, which captured steps run too. On the way of a tree of candidates to the device.
 """
 
 from __future__ import annotations

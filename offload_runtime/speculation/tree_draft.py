@@ -64,6 +64,7 @@ class TreeDraftProposer:
         self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
+        self._num_sequences = 1
         self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
@@ -78,7 +79,7 @@ class TreeDraftProposer:
             self._probabilities = ChildProbabilities()  # other scores
         self._params = params
         self._bars.clear()
-        self._begun = []
+        self._num_sequences, self._begun = num_sequences, []
         self._worth.forget()
         self._model.start(params)
         self._chains.start(params, num_sequences)
@@ -135,8 +136,10 @@ class TreeDraftProposer:
 
     def _get_ready(self) -> bool:
         """Whether there was another step to prepare for the text behind the pass that runs."""
-        lengths, further = [length + 1 for length in self._begun], 0
-        if self._going_on:
+        lengths, further = list[int](), 0
+        if len(self._begun) == self._num_sequences:  # fewer of them are asked about only where others have ended
+            lengths = [length + 1 for length in self._begun]
+        elif self._going_on:
             grown = [self._grown[sequence] for sequence in self._going_on]
             lengths, further = [one.length + 1 for one in grown], max(one.turn.gamma for one in grown)
         return bool(lengths) and self._model.get_ready(lengths, further)
