@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.runners.tree_shapes import DEPTHS, StepShape, StepShapes
+from offload_runtime.runners.step_graph import MOST_GRAPHS
+from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
 
 CAPACITY_TOKENS = 4096
 NEAR_BOUNDARIES = st.builds(
@@ -42,6 +43,14 @@ def test_deeper_steps_than_there_are_are_not_expected(deepest: int) -> None:
     assert {shape.depth for shape in shapes.expected([500], 30, width=32, deepest=deepest)} == {
         depth for depth in DEPTHS if depth <= deepest
     }
+
+
+@given(st.lists(NEAR_BOUNDARIES, min_size=1, max_size=3), st.integers(0, 5000))
+@example([238], 3000)
+def test_what_is_expected_is_kept(lengths: list[int], further: int) -> None:
+    """Else graphs of what is expected would drive each other out, and be captured again and again."""
+    shapes = StepShapes(2 * CAPACITY_TOKENS, rounded=True)
+    assert len(set(shapes.expected(lengths, further, width=10, deepest=MOST_DEPTH))) <= MOST_GRAPHS
 
 
 def test_without_graphs_a_step_is_as_large_as_it_is() -> None:

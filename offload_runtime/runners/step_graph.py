@@ -10,8 +10,8 @@ import torch
 
 from offload_runtime.config import ModelConfig
 
-# A draft's chains need two graphs a bucket of context lengths and way of sampling, its trees up to eight where buckets
-# meet, for each number of sequences.
+# A draft's chains need two graphs a bucket of context lengths and way of sampling, its trees four a bucket, up to 14
+# where buckets meet, for each number of sequences.
 MOST_GRAPHS = 24
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048

@@ -71,7 +71,8 @@ class StepShapes:
             deepest: Ancestors that rows have at the most.
         """
         shortest, longest = min(lengths), max(lengths)
-        further = min(further, self.capacity_tokens - longest)
+        # Deeper than a tree ever is, there would be more of them than graphs are kept.
+        further = min(further, MOST_DEPTH, self.capacity_tokens - longest)
         for depth, least in zip(DEPTHS, (0, *DEPTHS), strict=False):  # the root alone has no path
             if depth > deepest:
                 return
