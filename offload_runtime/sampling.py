@@ -24,6 +24,7 @@ from offload_runtime.config import SamplingParams
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
 _MAX_VOCAB_SIZE = 1 << 22
+_LEAST_FILTERED_ROWS, _MOST_FILTERED_ROWS = 2, 32
 # Below exp(-30) a weight is less than 2^-3, that is 0.
 _LOWEST_EXPONENT = -30.0
 _LOG2_E = 1.4426950216293335
@@ -92,7 +93,14 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _allowed_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    return filter_logits(logits.float(), params) if params.filtered else logits
+    if not params.filtered:
+        return logits
+    # Weights in int64 and a sort take up to 37 bytes a logit, where 24 are planned for: a few rows at a time.
+    rows = min(max(_LEAST_FILTERED_ROWS, len(logits) // 4), _MOST_FILTERED_ROWS)
+    allowed = torch.empty_like(logits, dtype=torch.float32)
+    for part, filtered in zip(logits.split(rows), allowed.split(rows), strict=True):
+        filtered.copy_(filter_logits(part.float(), params))
+    return allowed
 
 
 def sample(logits: Tensor, params: SamplingParams, positions: Tensor, sequences: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.sampling import filter_logits, gumbel_noise, perturbed_logits, sample
+from offload_runtime.sampling import _allowed_logits, filter_logits, gumbel_noise, perturbed_logits, sample
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = [
@@ -182,6 +182,28 @@ def test_allowed_tokens_are_those_of_transformers(temperature, filters):
 def allowed(values, **filters):
     result = filter_logits(torch.tensor([values]), SamplingParams(temperature=1.0, **filters))[0]
     return (result > -INF).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 32, 131])
+def test_many_rows_are_filtered_a_few_at_a_time(num_rows):
+    """A sort of all of them would take more memory than a pass is planned with; the bits are the same."""
+    from torch.profiler import ProfilerActivity, profile
+
+    params = SamplingParams(temperature=0.7, top_k=900, top_p=0.9, min_p=1e-4, seed=3)
+    logits = torch.randn(num_rows, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    positions = torch.arange(num_rows)
+    expected = torch.where(filter_logits(logits.float(), params).isinf(), -torch.inf, perturbed_logits(
+        logits, SamplingParams(temperature=0.7, seed=3), positions, positions
+    ))  # fmt: skip
+    assert torch.equal(perturbed_logits(logits, params, positions, positions), expected)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        _allowed_logits(logits, params)
+    held = most = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 0 < most <= 24 * 1000 * max(num_rows, 4)
 
 
 def test_ties_at_a_threshold_are_all_kept():
