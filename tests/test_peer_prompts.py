@@ -6,9 +6,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.peers import (
@@ -29,6 +31,7 @@ import measurement
 import sources
 from common import options_from, peer_parser
 from generations import asked_generations, num_differing_of
+from long_prompts import read_in_chunks
 from measurement import measure, measure_peer
 from models import load_draft, prefill_bytes
 from runs import Run
@@ -163,6 +166,38 @@ def test_target_and_assistant_read_chunks_and_the_right_draft_is_always_accepted
     # Its own proposals are never split: all of their logits are asked for in one pass.
     assert max(read) <= max(chunk, 4) and sum(read) == sum(whole)
     assert max(drafted) == max(chunk, 2) if chunk > 1 else set(drafted) == {1}
+
+
+class Recorder(torch.nn.Module):
+    """A model that notes what its passes are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, **inputs: Any) -> int:
+        """The number of the pass."""
+        self.seen.append(inputs)
+        return len(self.seen)
+
+
+def test_a_piece_has_its_tokens_their_positions_and_the_mask_of_all_before_them() -> None:
+    model, cache = Recorder(), SimpleNamespace(get_seq_length=lambda: 20)
+    read_in_chunks(model, 4)
+    ids = torch.arange(100, 111)[None]
+    given = {"past_key_values": cache, "position_ids": torch.arange(20, 31)[None], "use_cache": True}
+    assert model(input_ids=ids, attention_mask=torch.ones(1, 31), logits_to_keep=5, **given) == 3
+    assert [one["input_ids"].tolist() for one in model.seen] == [
+        [[100, 101, 102, 103]],
+        [[104, 105]],
+        [[*range(106, 111)]],
+    ]
+    assert [one["position_ids"][0].tolist() for one in model.seen] == [[*range(20, 24)], [24, 25], [*range(26, 31)]]
+    assert [one["attention_mask"].shape[1] for one in model.seen] == [24, 26, 31]
+    assert [one["logits_to_keep"] for one in model.seen] == [1, 1, 5]
+    assert all(one["past_key_values"] is cache and one["use_cache"] for one in model.seen)
+    assert model(input_ids=ids, logits_to_keep=0, **given) == 4, "all logits are asked for"
+    assert model(input_ids=ids[:, :4], attention_mask=None, logits_to_keep=1, **given) == 5
 
 
 def test_a_report_says_how_prompts_were_read(target: Path) -> None:
