@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.peers import (
+    NEW_TOKENS,
     PROMPT_TOKENS,
     SHORT,
     draft_of,
@@ -29,17 +31,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
 
 import compare
 import measurement
+import offloaded_cache
 import ours_runtime
 from common import options_from, peer_parser
 from comparing import report
 from generations import asked_generations
+from measurement import measure_peer
 from models import load_draft
-from offloaded_cache import offloaded_traffic
+from offloaded_cache import offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
 from our_options import OurOptions
 from runs import KVTraffic, Run, figures
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.engine import Runtime
+from offload_runtime.errors import BudgetError
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +126,45 @@ def test_what_the_offloaded_cache_moves_is_told_from_lengths(
         assert abs(moved["to_device"] - run.kv.to_device - ahead * layer_bytes) <= 3 * layer_bytes
 
 
+@pytest.mark.parametrize(("free_share", "returned"), [(2.1, []), (1.9, [300, 256, 256])])
+def test_blocks_left_by_a_growing_cache_are_returned_where_memory_is_short(
+    target: Path, monkeypatch: pytest.MonkeyPatch, free_share: float, returned: list[int]
+) -> None:
+    """Between the pieces of a prompt only; and the cache is refused where even that is not enough."""
+    options = peer_options(target)
+    config = options.source.config()
+    tokens = PROMPT_TOKENS + NEW_TOKENS  # of 4 heads of 24 channels in fp32: 8448 bytes, 16 KiB
+    size_bytes = 2 * config.num_layers * 16384
+    assert pinned_bytes(config, 4, tokens) == size_bytes
+    assert pinned_bytes(config, 4, 64 * tokens) == 64 * size_bytes and pinned_bytes(config, 4, 128 * 1024 // 384) == (
+        2 * config.num_layers * 131072
+    )
+
+    memory = SimpleNamespace(available_bytes=int(free_share * size_bytes), ram_bytes=int(1.5 * size_bytes))
+    monkeypatch.setattr(offloaded_cache, "read_host_info", lambda: memory)
+    require_host_memory(options)
+    model, seen = torch.nn.Module(), list[int]()
+    model.forward = lambda input_ids: None  # type: ignore[method-assign]
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: seen.append(length), raising=False)
+    note = return_outgrown_blocks(model, options)  # type: ignore[arg-type]
+    assert (note is not None) == bool(returned)
+    for length in (300, 256, 255, 64, 1, 256):
+        model(input_ids=torch.zeros(1, length))
+    assert seen == returned
+    memory.ram_bytes -= 1
+    with pytest.raises(BudgetError, match=r"offloaded KV cache takes up to 245\.8 kB .* this machine has 245\.8 kB"):
+        require_host_memory(options)
+
+
+def test_a_cache_that_no_memory_can_hold_is_refused_before_anything_is_loaded(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "offloads_cache", lambda _: True)
+    monkeypatch.setattr(offloaded_cache, "read_host_info", lambda: SimpleNamespace(ram_bytes=1000))
+    with pytest.raises(BudgetError, match="leave this system out"):
+        measure_peer(lambda _: pytest.fail("loaded something"), peer_options(target))
+
+
 def test_sliding_windows_leave_the_traffic_unknown(target: Path) -> None:
     config: ModelConfig = open_checkpoint(target).config()
     assert offloaded_traffic(config, 2, prompt_tokens=100, counts=(1, 1, 3)) == KVTraffic(
@@ -196,7 +240,7 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tu
         draft=str(long_models[1]), speculation="triforce", gamma=3, tree_nodes=None, kv="host", budget_tokens=64,
         draft_cache="streaming",
     )  # fmt: skip
-    found = measure_ours(long_models, own, "--repeats", "2")
+    found = measure_ours(long_models, own, "--repeats", "2", "--vram", "all")
     told, passes = found["speculation"], sum(run["passes"] for run in found["runs"])
     assert sum(told["windows"].values()) == passes and set(told["windows"]) <= {"chain 3", "plain"}
     draft, middle = told["levels"]
@@ -205,11 +249,12 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tu
     assert middle["accepted"] == told["accepted"] and middle["proposed"] == told["proposed"] > 0
     assert middle["rate"] == told["acceptance"] and 0 <= draft["rate"] < 1
     assert found["settings"]["budget_tokens"] == 64 and found["settings"]["draft_cache"] == "streaming"
+    assert found["streamed"]["kv"] > 0
     (note,) = found["notes"]
     assert note.startswith("GB/s and bound: without the chunks")
     plain = measure_ours(long_models, replace(own, draft="none", speculation="none", budget_tokens=None,
                                               draft_cache=None, gamma=None))  # fmt: skip
-    assert found["tokens"] == plain["tokens"]
+    assert found["tokens"] == plain["tokens"] and plain["notes"] == []
 
 
 def test_options_of_transformers_are_refused_by_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from common import PeerOptions, open_device, options_from
 from generations import Asked, asked_generations, num_differing_of
 from long_prompts import read_in_chunks
 from models import load_draft
-from offloaded_cache import offloaded_traffic
+from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
 from runs import KVTraffic, Run, answers, figures
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -235,6 +235,8 @@ def result_json(
 
 def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOptions) -> dict[str, Any]:
     """Build, time and report one peer. Raises `BudgetError` when it does not fit the VRAM it was given."""
+    if offloads_cache(options):
+        require_host_memory(options)
     context_bytes = open_device(options)
     peak_gbps = measure_link_gbps(options.device)
     start_s = time.perf_counter()
@@ -242,6 +244,8 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
         prepared = prepare(options)
         draft = load_draft(options)
         chunk_prompts(prepared, draft, options)
+        note = return_outgrown_blocks(prepared.model, options) if offloads_cache(options) else None
+        prepared = replace(prepared, notes=(*prepared.notes, *([] if note is None else [note])))
         setup_s = time.perf_counter() - start_s
         if options.device.type == "cuda":
             torch.cuda.empty_cache()

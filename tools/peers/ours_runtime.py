@@ -39,7 +39,6 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv_cache import HostKVCache
 from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -157,7 +156,7 @@ def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
             "vram_limit_bytes": budget.limit_bytes,
             "placement": runtime.placement,
             "settings": {**options.as_settings(), **vars(own), "draft": model_name(own.draft)},
-            "notes": notes_on(runtime),
+            "notes": notes_on(runtime, measured),
             "differing_generations": num_differing_of(options, runs),
             "tokens": answers(measured),
             "setup_s": setup_s,
@@ -165,10 +164,10 @@ def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
         }
 
 
-def notes_on(runtime: Runtime) -> list[str]:
+def notes_on(runtime: Runtime, runs: Sequence[Run]) -> list[str]:
     """What the figures leave out."""
-    gathers = levels_of(proposer_of(runtime)).middle is not None
-    if gathers and isinstance(target_cache(runtime), HostKVCache):
+    on_host = any(run.kv is not None and run.kv.to_device for run in runs)
+    if on_host and levels_of(proposer_of(runtime)).middle is not None:
         return ["GB/s and bound: without the chunks that the middle level gathers straight from host memory"]
     return []
 
