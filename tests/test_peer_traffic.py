@@ -136,10 +136,8 @@ def test_blocks_left_by_a_growing_cache_are_returned_where_memory_is_short(
     tokens = PROMPT_TOKENS + NEW_TOKENS  # of 4 heads of 24 channels in fp32: 8448 bytes, 16 KiB
     size_bytes = 2 * config.num_layers * 16384
     assert pinned_bytes(config, 4, tokens) == size_bytes
-    assert pinned_bytes(config, 4, 64 * tokens) == 64 * size_bytes and pinned_bytes(config, 4, 128 * 1024 // 384) == (
-        2 * config.num_layers * 131072
-    )
-
+    even = replace(config, num_kv_heads=4, head_dim=32)  # 512 bytes a token
+    assert pinned_bytes(even, 4, 256) == 2 * config.num_layers * 131072 == pinned_bytes(even, 4, 257) // 2
     memory = SimpleNamespace(available_bytes=int(free_share * size_bytes), ram_bytes=int(1.5 * size_bytes))
     monkeypatch.setattr(offloaded_cache, "read_host_info", lambda: memory)
     require_host_memory(options)
@@ -252,6 +250,8 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tu
     assert found["streamed"]["kv"] > 0
     (note,) = found["notes"]
     assert note.startswith("GB/s and bound: without the chunks")
+    roomy = measure_ours(long_models, own)
+    assert roomy["streamed"]["kv"] == 0 and roomy["notes"] == [], "nothing is gathered from the host where all fits"
     plain = measure_ours(long_models, replace(own, draft="none", speculation="none", budget_tokens=None,
                                               draft_cache=None, gamma=None))  # fmt: skip
     assert found["tokens"] == plain["tokens"] and plain["notes"] == []
