@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: 
     ])  # fmt: skip
     assert code == 0
     report = json.loads(out.read_text())
+    assert "incomplete" not in report
     assert report == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["how"] for row in report["streamed"]] == (
         ["plain", "chain 3", "tree 4", "tree 8"] if nodes else ["plain", "chain 3", "auto"]
@@ -40,6 +42,31 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: 
     assert [row["nodes"] for row in report["sizes"]] == [1, 6] * 2
     assert all(1 <= row["predicted_tokens_per_pass"] <= 1 + min(5, row["nodes"]) for row in report["sizes"])
     assert all(0.5 < sum(row["hits_by_rank"]) <= 1 for row in report["sizes"])
+
+
+def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stops the bench then, and the file says that it was stopped."""
+    model, out = write_checkpoint(tmp_path / "model"), tmp_path / "trees.json"
+    row = {
+        "noise": 0.05, "temperature": 0.0, "prompt": "prose", "how": "plain", "tokens_per_pass": 1.0, "tok_per_s": 1.0,
+        "s_per_pass": 1.0,
+    }  # fmt: skip
+
+    def measure(*_: object) -> Iterator[dict[str, object]]:
+        for number in range(2):
+            yield row | {"number": number}
+            found = json.loads(out.read_text())
+            assert [one["number"] for one in found["streamed"]] == [*range(number + 1)] and found["incomplete"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_trees, "measure_streamed", measure)
+    given = ["--source", str(model), "--text", "t", "--code", "c", "--device", "cpu", "--commit", "abc"]
+    with pytest.raises(KeyboardInterrupt):
+        bench_trees.main([*given, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["streamed"] == [row | {"number": number} for number in range(2)] and found["sizes"] == []
+    assert found["incomplete"] is True and found["commit"] == "abc" and found["settings"]["text"] == "t"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "trees.json"}
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,8 @@ def test_an_assistant_that_knows_the_target_is_always_accepted(models: Models, t
         assert set(run.counts[:-1]) == {tokens + 1}, "as many as it is told, and the target's own"
 
 
-def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", ["0", "4"])
+def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path, chunk: str) -> None:
     pytest.importorskip("deepspeed")
     out = tmp_path / "c.json"
     given = (
@@ -208,10 +209,22 @@ def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path) -> None
         "ours-plain,deepspeed,deepspeed-assistant",
         "--no-chart",
     )
-    assert compare.main(arguments(models, out, *given, "--assistant-tokens", "3")) == 0
+    short = (
+        "--assistant-tokens",
+        "3",
+        "--prefill-chunk",
+        chunk,
+        "--warmup-prompt-tokens",
+        "5",
+        "--warmup-new-tokens",
+        "4",
+    )
+    assert compare.main(arguments(models, out, *given, *short)) == 0
     report = json.loads(out.read_text())
     for name in ("deepspeed", "deepspeed-assistant"):
         assert report["agreement"]["systems"][name] == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+        assert report["results"][name]["settings"]["prefill_chunk"] == (int(chunk) or None)
+        assert report["results"][name]["differing_generations"] == 0
     assert report["results"]["deepspeed-assistant"]["tokens_per_pass"] > 2
 
 
@@ -229,3 +242,37 @@ def test_all_systems_on_a_gpu(models: Models, tmp_path: Path) -> None:
         result = report["results"][name]
         assert 0 < result["bound"]["share"] < 1 and result["pinned_bytes"] >= result["bytes_per_pass"] > 0
         assert 0 < result["peak_vram_bytes"]["driver"] <= 4_000_000_000
+
+
+@pytest.mark.gpu
+def test_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_path: Path) -> None:
+    """With chunks of a prompt that is longer than several blocks of the host's cache, and short warm-ups.
+
+    Of ours, layers' keys and values stay on the device as far as it has room, which on a GPU it has.
+    """
+    small = write_checkpoint(tmp_path / "small", context=1024)
+    text, out, prompt_tokens = tmp_path / "text.txt", tmp_path / "c.json", 600
+    text.write_text(TEXTS[0] * 120)
+    code = compare.main([
+        "--target", str(small), "--prompt-file", str(text), "--prompt-tokens", str(prompt_tokens), "--dtype", "fp32",
+        "--new-tokens", "6", "--warmup-prompt-tokens", "300", "--warmup-new-tokens", "3", "--repeats", "1",
+        "--kv", "host", "--vram", "all", "--prefill-chunk", "256", "--no-chart", "--out", str(out), "--commit", "abc",
+        "--systems", "ours-plain,accelerate,transformers-offloaded-cache",
+    ])  # fmt: skip
+    report = json.loads(out.read_text())
+    assert code == 0, report["results"]
+    config = open_checkpoint(small).config()
+    per_token = config.kv_bytes_per_token(4)
+    for row in report["agreement"]["systems"].values():
+        assert row == {"leading": [6], "of": [6]}
+    for name, result in report["results"].items():
+        told = result["streamed"]
+        assert result["differing_generations"] == 0 and result["bytes_per_pass"] == told["weights"] + told["kv"]
+        assert 0 < result["bound"]["share"] < 1
+        if name == "ours-plain":
+            layers, rest = divmod(told["kv"] * config.num_layers, prompt_tokens // 256 * 256 * per_token)
+            assert rest == 0 and 0 <= layers <= config.num_layers and told["kv_to_host"] == 0
+        else:  # passes of 600, 601, … 604 tokens before them
+            assert told["kv"] == (prompt_tokens + 2) * per_token
+            assert told["kv_to_host"] == (prompt_tokens + 3) * per_token
+            assert result["settings"]["prefill_chunk"] == 256 and result["settings"]["kv_cache"] == "offloaded"

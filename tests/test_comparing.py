@@ -33,6 +33,7 @@ def result(tok_per_s: float, tokens: list[list[int]] | None = None, **others: An
     return {
         "system": "peer", "tok_per_s": tok_per_s, "token_s": {"p50": 0.5, "p90": 0.25, "p99": 0.125},
         "time_to_first_token_s": 3.0, "tokens_per_pass": 1.5, "link_gbps": 50.0, "bytes_per_pass": 10**9,
+        "streamed": {"weights": 10**9, "kv": 0, "kv_to_host": 0},
         "peak_vram_bytes": None, "notes": [], "tokens": tokens or [[1, 2, 3]], "bound": {"link_gbps": 55.0}, **others,
     }  # fmt: skip
 
@@ -46,7 +47,7 @@ def test_a_rounds_time_is_shared_by_its_tokens_and_the_first_round_is_the_prefil
 
 def test_figures_are_medians_of_runs_and_percentiles_of_tokens() -> None:
     runs = [run([1.0, 2.0, 4.0], [1, 1, 1]), run([2.0, 3.0, 4.0], [1, 1, 1]), run([3.0, 4.0, 4.5], [1, 1, 3])]
-    found = figures(runs, bytes_per_pass=2 * 10**9, peak_gbps=8.0)
+    found = figures(runs, weight_bytes=2 * 10**9, peak_gbps=8.0)
     assert found["tok_per_s"] == 1.0 and found["time_to_first_token_s"] == 2.0
     assert found["tokens_per_pass"] == pytest.approx(8 / 6)
     assert found["link_gbps"] == pytest.approx(2.0)  # of 4/3, 2 and 8/3
@@ -54,8 +55,8 @@ def test_figures_are_medians_of_runs_and_percentiles_of_tokens() -> None:
     # Sorted: three times 1/6, four times 1, once 2.
     assert found["token_s"]["p50"] == 1.0 and found["s_per_token"]["median"] == 1.0
     assert found["token_s"]["p90"] == pytest.approx(1.3) and found["token_s"]["p99"] == pytest.approx(1.93)
-    assert figures(runs, bytes_per_pass=0, peak_gbps=8.0)["bound"] is None
-    assert figures(runs, bytes_per_pass=1, peak_gbps=None)["bound"] is None
+    assert figures(runs, weight_bytes=0, peak_gbps=8.0)["bound"] is None
+    assert figures(runs, weight_bytes=1, peak_gbps=None)["bound"] is None
 
 
 def test_answers_are_by_prompt_and_other_answers_to_a_prompt_are_counted() -> None:

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 
 import stretch_model  # noqa: E402
+import widen_model  # noqa: E402
 from stretch_model import parse_rope  # noqa: E402
+from widening.shapes import SHAPES  # noqa: E402
 from widening.stretched import StretchedCheckpoint  # noqa: E402
 
 YARN = rope("yarn", factor=16.0, original_max_position_embeddings=64)
@@ -311,3 +313,22 @@ def test_the_command_writes_all_or_nothing(source_dir, deltas, tmp_path, monkeyp
     written, found = tensors_of(open_checkpoint(out)), tensors_of(expected)
     assert open_checkpoint(out).config() == expected.config()
     assert all(torch.equal(written[name], found[name]) for name in found)
+
+
+def test_what_was_stretched_on_disk_can_be_widened_on_disk(source_dir, deltas, tmp_path, monkeypatch, capsys):
+    """The two commands of a benchmark of long contexts, one after the other: the same as both without files."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setitem(SHAPES, "tiny", HEADS_OF_128)
+    small, wide = tmp_path / "small", tmp_path / "wide"
+    given = ["--source", str(source_dir), "--delta", *map(str, deltas), "--rope", json.dumps(YARN), "--out", str(small)]
+    monkeypatch.setattr(sys, "argv", ["stretch_model", *given, "--max-position", "1024", "--dtype", "fp32"])
+    assert stretch_model.main() == 0
+    given = ["--source", str(small), "--shape", "tiny", "--noise", "0.05", "--device", "cpu", "--out", str(wide)]
+    monkeypatch.setattr(sys, "argv", ["widen_model", *given, "--dtype", "fp32"])
+    assert widen_model.main() == 0 and capsys.readouterr().out.split() == [str(small), str(wide)]
+    stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=YARN, max_position_embeddings=1024)
+    expected, written = WidenedCheckpoint(stretched, HEADS_OF_128, 0.05), open_checkpoint(wide)
+    assert written.config() == expected.config() and written.config().max_position_embeddings == 1024
+    assert written.tokenizer().model_max_length == 1024
+    found, wanted = tensors_of(written), tensors_of(expected)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted) and set(found) == set(wanted)

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -182,6 +183,34 @@ def provenance(device: torch.device, *, commit: str | None = None) -> dict[str, 
     }
 
 
+def write_report(result: Mapping[str, Any], out: Path, *, indent: int | None = None) -> None:
+    """Write JSON to a file that is whole whenever we are stopped: either what it was before, or all of the new.
+
+    Raises `ValueError` for NaN or infinity, and `StorageError` when `out` cannot be written.
+    """
+    text = json.dumps(result, indent=indent, allow_nan=False) + "\n"
+    partial = out.with_name(out.name + ".part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written ({error}): name another --out") from error
+
+
+def write_unfinished(result: Mapping[str, Any], out: Path | None) -> None:
+    """Write what a run has measured so far, marked as `incomplete`, should it never come to its end.
+
+    A file that cannot be written costs nothing yet: it is said on standard error, and `emit` fails in the end.
+    """
+    if out is None:
+        return
+    try:
+        write_report({**result, "incomplete": True}, out)
+    except StorageError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+
+
 def emit(result: Mapping[str, Any], out: Path | None = None) -> None:
     """Print `result` as one JSON line, the last thing a benchmark does, and write the same line to `out` if given.
 
@@ -191,9 +220,8 @@ def emit(result: Mapping[str, Any], out: Path | None = None) -> None:
     line = json.dumps(result, allow_nan=False)
     try:
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(line + "\n")
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written ({error}): the result is on standard output only") from error
+            write_report(result, out)
+    except StorageError as error:
+        raise StorageError(f"{error}; the result is on standard output only") from error
     finally:
         print(line, flush=True)

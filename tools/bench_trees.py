@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import torch
-from bench_report import emit, provenance
+from bench_report import emit, provenance, write_unfinished
 from long_context.internals import ranks_of
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import WideShape, shape_named
@@ -215,21 +215,29 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
+def origin_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings and machine, asked for once something is measured: it would otherwise hold some of the GPU already."""
+    settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
+    settings |= {key: Path(settings[key]).name for key in ("source", "text", "code")}
+    return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both parts; 1 when an answer was not that of plain decoding."""
     options = parse(argv)
     parts = options.parts.split(",")
     report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "sizes": []}
+    origin: dict[str, Any] = {}
     try:
         small = open_checkpoint(options.source)
         for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
             for noise in options.noises if part in parts else ():
                 for row in measure(options, small, noise):
                     report[part].append(row)
+                    origin = origin or origin_of(options)
+                    write_unfinished({**report, **origin}, options.out)
                     print(table({"streamed": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
-        settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
-        settings |= {key: Path(settings[key]).name for key in ("source", "text", "code")}
-        report |= {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
+        report |= origin or origin_of(options)
         print(table(report))
         emit(report, options.out)
     except OffloadError as error:

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,24 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-from bench_report import emit, provenance
+from bench_report import emit, provenance, write_unfinished
+from checks import check_prefill_chunk, check_short_warmups
 from common import WARMUPS, model_name
 from comparing.chart import draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
+from our_options import add_our_options, our_options
 from sources import SHAPES
 
-from offload_runtime.config import SPECULATION_MODES, require_positive
+from offload_runtime.config import require_positive
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import fetch_demo_model, open_checkpoint
+
+# Options that only some systems take, and that must not be given where none of them is asked for.
+_OF_SOME = (
+    "draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens", "prefill_chunk",
+)  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,15 +66,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resident-layers", default="0", help="of every system: a number, or auto for what fits each")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="auto", help="host: so do the peers' caches")
-    parser.add_argument("--speculation", choices=SPECULATION_MODES, help="of `ours`")
-    parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
-    parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
+    add_our_options(parser)
+    parser.add_argument(
+        "--prefill-chunk", type=int,
+        help="of the peers: tokens of a prompt read at a time, 0 for all of it (default: 4096 of more than 8192)",
+    )  # fmt: skip
     parser.add_argument(
         "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
     )
     parser.add_argument("--layers", type=int, help="cut the synthetic shape to so many layers")
     parser.add_argument("--warmup", type=int, default=2, help="generations of each system that do not count: 2 or more")
+    parser.add_argument("--warmup-prompt-tokens", type=int, help="these read only so much of a prompt (default: all)")
+    parser.add_argument("--warmup-new-tokens", type=int, help="and generate only so much (default: --new-tokens)")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one system")
     parser.add_argument("--commit", help="commit to report when the tree has no git")
@@ -110,6 +120,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
                 "--prompt-tokens"
             )
         prompts.append(tokens)
+    check_warmups(arguments, shortest_tokens=min(len(tokens) for tokens in prompts))
     return prompts
 
 
@@ -121,7 +132,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
     resolve_device(arguments.device)
     taken = {option for name in names for option in SYSTEMS[name].takes}
-    for option in ("draft", "speculation", "gamma", "tree_nodes", "assistant_tokens"):
+    for option in _OF_SOME:
         if getattr(arguments, option) is not None and option not in taken:
             raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
     if arguments.target is not None and not arguments.prompt_file:
@@ -132,8 +143,20 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         raise OptionError(
             "--synthetic has no language: leave out --prompt-file, --draft and --context, or name a --target"
         )
+    if "ours" in names:
+        our_options(arguments)
+    check_prefill_chunk(arguments.prefill_chunk)
+    check_warmups(arguments, shortest_tokens=None if arguments.target is not None else arguments.prompt_tokens or 512)
     if not arguments.no_chart:
         require_matplotlib()
+
+
+def check_warmups(arguments: argparse.Namespace, *, shortest_tokens: int | None) -> None:
+    """Refuse warm-ups that would be longer than what is measured; None as long as no text was read."""
+    check_short_warmups(
+        arguments.warmup_prompt_tokens, arguments.warmup_new_tokens, new_tokens=arguments.new_tokens,
+        shortest_tokens=shortest_tokens,
+    )  # fmt: skip
 
 
 def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[str]:
@@ -143,7 +166,8 @@ def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[
         options += ["--prompts", str(prompts)]
     elif arguments.prompt_tokens is not None:
         options += ["--prompt-tokens", str(arguments.prompt_tokens)]
-    for name in ("new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device", "warmup", "repeats",
+    for name in ("new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device", "warmup",
+                 "warmup_prompt_tokens", "warmup_new_tokens", "repeats",
                  "layers", "commit"):  # fmt: skip
         value = getattr(arguments, name)
         options += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
@@ -152,28 +176,26 @@ def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[
 
 def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     """What only some systems are told, by the name under which they take it."""
-    names = ("draft", "speculation", "gamma", "tree_nodes", "kv", "assistant_tokens")
-    given = {name: getattr(arguments, name) for name in names}
+    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv")}
     own: dict[str, Sequence[str]] = {
         name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
     }
     return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
 
 
-def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Measure the systems one after the other."""
+def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure the systems one after the other: name and result of each."""
     with tempfile.TemporaryDirectory() as folder:
         prompts = None
         if arguments.prompt_file:
             prompts = Path(folder) / "prompts.json"
             prompts.write_text(json.dumps(read_prompts(arguments)))
         common, own = common_options(arguments, prompts), own_options(arguments)
-        results = {}
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
-            results[name] = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
-            print(outcome(results[name]), file=sys.stderr, flush=True)
-    return results
+            result = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
+            print(outcome(result), file=sys.stderr, flush=True)
+            yield name, result
 
 
 def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -191,9 +213,18 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
         "bound": link_bound(results),
         "agreement": agreements(results, greedy=arguments.temperature == 0),
         "configuration": settings,
-        # Only now: what this process would hold of the GPU, the systems could not have.
-        **provenance(torch.device(arguments.device), commit=arguments.commit),
     }
+
+
+def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Run the systems; the report. What is measured so far is in the file after each of them."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, result in run_all(arguments, names):
+        results[name] = result
+        not_run = [other for other in names if other not in results]
+        write_unfinished({**make_report(arguments, results), "not_run": not_run}, arguments.out)
+    # Only now: what this process would hold of the GPU, the systems could not have.
+    return {**make_report(arguments, results), **provenance(torch.device(arguments.device), commit=arguments.commit)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,8 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(arguments, names)
         if arguments.draft == "demo":
             arguments.draft = str(fetch_demo_model())
-        results = run_all(arguments, names)
-        report = make_report(arguments, results)
+        report = compare(arguments, names)
+        results = report["results"]
         print(table(report))
         emit(report, arguments.out)
         if measured(results) and not arguments.no_chart:

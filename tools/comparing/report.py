@@ -14,6 +14,8 @@ _HEAD = (
     f"{'system':28} {'tok/s':>8} {'ours is':>8} {'p50 ms':>8} {'p90 ms':>8} {'p99 ms':>8} {'TTFT s':>7} "
     f"{'tok/pass':>8} {'GB/s':>6} {'VRAM GB':>8}  same tokens"
 )
+# Without these a row would be misread.
+_SHOWN_NOTES = ("SUSPECT", "GB/s and bound")
 
 
 def leading_agreement(expected: Sequence[int], said: Sequence[int]) -> int:
@@ -54,14 +56,16 @@ def link_bound(results: Mapping[str, dict[str, Any]]) -> dict[str, float] | None
     """The most tokens per second that any system can give that streams these bytes for every token.
 
     The bytes are those of plain decoding here, or the fewest that any system streams where it was not run; the
-    bandwidth is the highest that any process measured. None where nothing is streamed or no link was measured.
+    bandwidth is the highest that any process measured. None where nothing is streamed or no link was measured; systems
+    of which only the weights are known do not count, whose keys and values cross the link as well.
     """
     found = measured(dict(results))
     streaming = {name: one for name, one in found.items() if one["bytes_per_pass"] and one["bound"]}
-    if not streaming:
+    counted = [one["bytes_per_pass"] for one in streaming.values() if one["streamed"]["kv"] is not None]
+    if not counted:
         return None
     plain = streaming.get("ours-plain")
-    nbytes = plain["bytes_per_pass"] if plain else min(one["bytes_per_pass"] for one in streaming.values())
+    nbytes = plain["bytes_per_pass"] if plain else min(counted)
     peak_gbps = max(one["bound"]["link_gbps"] for one in streaming.values())
     return {"bytes_per_pass": nbytes, "link_gbps": peak_gbps, "tok_per_s": peak_gbps * GB / nbytes}
 
@@ -102,7 +106,7 @@ def table(report: Mapping[str, Any]) -> str:
             f"{'-' if vram is None else format(vram['driver'] / GB, '.2f'):>8}  "
             f"{_agreement_text(report['agreement'], name)}"
         )
-        lines += [f"  {note}" for note in result["notes"] if note.startswith("SUSPECT")]
+        lines += [f"  {note}" for note in result["notes"] if note.startswith(_SHOWN_NOTES)]
     bound = report["bound"]
     if bound is not None:
         lines.append(

@@ -42,21 +42,25 @@ class System:
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install 'offload-runtime[deepspeed]'"
 _ACCELERATE = "pip install accelerate"
+_OURS = ("draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache")
+_TRANSFORMERS = ("kv_cache", "prefill_chunk")
 
 SYSTEMS = {
     "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=("kv",)),
-    "ours": System("ours_runtime.py", takes=("kv", "draft", "speculation", "gamma", "tree_nodes")),
-    "deepspeed": System("deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED, takes=("kv_cache",)),
+    "ours": System("ours_runtime.py", takes=("kv", *_OURS)),
+    "deepspeed": System("deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED, takes=_TRANSFORMERS),
     "deepspeed-assistant": System(
         "deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED,
-        takes=("kv_cache", "draft", "assistant_tokens"), needs_draft=True,
+        takes=(*_TRANSFORMERS, "draft", "assistant_tokens"), needs_draft=True,
     ),
-    "accelerate": System("accelerate_offload.py", package="accelerate", install=_ACCELERATE, takes=("kv_cache",)),
+    "accelerate": System("accelerate_offload.py", package="accelerate", install=_ACCELERATE, takes=_TRANSFORMERS),
     "transformers-offloaded-cache": System(
         "accelerate_offload.py", ("--kv-cache", "offloaded", "--resident-layers", "auto"), package="accelerate",
-        install=_ACCELERATE,
+        install=_ACCELERATE, takes=("prefill_chunk",),
     ),
-    "resident": System("accelerate_offload.py", ("--whole", "--vram", "all"), whole_model=True),
+    "resident": System(
+        "accelerate_offload.py", ("--whole", "--vram", "all"), takes=("prefill_chunk",), whole_model=True
+    ),
 }  # fmt: skip
 
 

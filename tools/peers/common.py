@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
+from checks import check_prefill_chunk, check_short_warmups
 from sources import SHAPES, random_source
 
 from offload_runtime.config import format_bytes, parse_bytes, require_positive
@@ -30,6 +31,9 @@ from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
 WARMUPS = 2
+# Beyond this prompt transformers reads it in chunks unless told otherwise: the activations of 120K tokens at once leave
+# no room for layers beside them in 24 GB.
+LONG_PROMPT_TOKENS, DEFAULT_PREFILL_CHUNK = 8192, 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -39,7 +43,9 @@ class PeerOptions:
 
     `source` is the target. `draft` names a draft model, and `assistant_tokens` how many tokens transformers' assisted
     generation lets it propose, each setting measured (None: transformers' own schedule). `vram_bytes` None is all of
-    the device; `resident_layers` None as many as fit it.
+    the device; `resident_layers` None as many as fit it. Of warm-ups, `warmup_prompt_tokens` says how much of a prompt
+    they read and `warmup_new_tokens` how much they generate; None is all. `prefill_chunk_asked` tokens of a prompt are
+    read at a time by transformers, 0 for all of it at once, None for what suits its length.
     """
 
     source: CheckpointSource
@@ -58,6 +64,9 @@ class PeerOptions:
     assistant_tokens: tuple[int | None, ...]
     commit: str | None
     out: Path | None
+    warmup_prompt_tokens: int | None = None
+    warmup_new_tokens: int | None = None
+    prefill_chunk_asked: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("repeats", self.repeats)
@@ -69,6 +78,11 @@ class PeerOptions:
             raise OptionError(f"resident_layers is {self.resident_layers}, the model has {self.layers} layers")
         if not self.prompts or not all(self.prompts):
             raise OptionError("a prompt has no tokens: name files with text, or more --prompt-tokens")
+        check_short_warmups(
+            self.warmup_prompt_tokens, self.warmup_new_tokens, new_tokens=self.new_tokens,
+            shortest_tokens=min(len(prompt) for prompt in self.prompts),
+        )  # fmt: skip
+        check_prefill_chunk(self.prefill_chunk_asked)
         needed, limit = self.context_tokens, self.source.config().max_position_embeddings
         if needed > limit:
             raise ContextLengthError(
@@ -89,6 +103,19 @@ class PeerOptions:
         return max(len(prompt) for prompt in self.prompts) + self.new_tokens
 
     @property
+    def shortens_warmups(self) -> bool:
+        """Whether warm-ups read or generate less than what is measured."""
+        return self.warmup_prompt_tokens is not None or self.warmup_new_tokens is not None
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens of a prompt that transformers reads at a time; None for all of it at once."""
+        if self.prefill_chunk_asked is not None:
+            return self.prefill_chunk_asked or None
+        longest = max(len(prompt) for prompt in self.prompts)
+        return DEFAULT_PREFILL_CHUNK if longest > LONG_PROMPT_TOKENS else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the weights and the KV cache."""
         return DTYPES[self.dtype_name]
@@ -98,7 +125,9 @@ class PeerOptions:
         return {
             "target": model_name(self.source.reference), "draft": model_name(self.draft), "layers": self.layers,
             "prompt_tokens": [len(p) for p in self.prompts],
-            "new_tokens": self.new_tokens, "warmup": self.warmup, "repeats": self.repeats, "dtype": self.dtype_name,
+            "new_tokens": self.new_tokens, "warmup": self.warmup,
+            "warmup_prompt_tokens": self.warmup_prompt_tokens, "warmup_new_tokens": self.warmup_new_tokens,
+            "repeats": self.repeats, "dtype": self.dtype_name,
             "vram_bytes": self.vram_bytes, "resident_layers": self.resident_layers, "seed": self.seed, "batch": 1,
             "temperature": self.temperature, "eos": "disabled",
         }  # fmt: skip
@@ -119,12 +148,19 @@ def peer_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, help="instead: one prompt of so many random tokens (512)")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="generations discarded before the measured ones")
+    parser.add_argument("--warmup-prompt-tokens", type=int, help="these read only so much of a prompt (default: all)")
+    parser.add_argument("--warmup-new-tokens", type=int, help="and generate only so much (default: --new-tokens)")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--vram", default="24GB", help="cap of this process on the device with CUDA's context, or all")
     parser.add_argument("--resident-layers", default="0", help="layers kept on the device: a number, all or auto")
     parser.add_argument("--kv-cache", choices=("device", "offloaded"), default="device", help="of transformers")
+    parser.add_argument(
+        "--prefill-chunk", type=int,
+        help="tokens of a prompt that transformers reads at a time, 0 for all of it (default: "
+        f"{DEFAULT_PREFILL_CHUNK} of prompts beyond {LONG_PROMPT_TOKENS})",
+    )  # fmt: skip
     parser.add_argument("--draft", help="draft model, whole on the device")
     parser.add_argument("--assistant-tokens", default="auto", help="numbers of proposals to try: auto,4,8")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script without a GPU")
@@ -160,6 +196,9 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         assistant_tokens=_assistant_tokens(arguments.assistant_tokens),
         commit=arguments.commit,
         out=arguments.out,
+        warmup_prompt_tokens=arguments.warmup_prompt_tokens,
+        warmup_new_tokens=arguments.warmup_new_tokens,
+        prefill_chunk_asked=arguments.prefill_chunk,
     )
 
 

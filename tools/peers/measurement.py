@@ -6,14 +6,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from bench_report import emit, measure_link_gbps, provenance
 from common import PeerOptions, open_device, options_from
+from generations import Asked, asked_generations, num_differing_of
+from long_prompts import read_in_chunks
 from models import load_draft
-from runs import Run, answers, figures, num_differing
+from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
+from runs import KVTraffic, Run, answers, figures
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from offload_runtime.config import format_bytes
@@ -51,7 +54,7 @@ class Measurement:
     @property
     def tok_per_s(self) -> float:
         """By which settings are compared."""
-        return float(figures(self.runs, bytes_per_pass=0, peak_gbps=None)["tok_per_s"])
+        return float(figures(self.runs, weight_bytes=0, peak_gbps=None)["tok_per_s"])
 
 
 @dataclass
@@ -88,12 +91,15 @@ class RoundClock:
         """Nothing is kept back."""
 
 
-def generation_config(options: PeerOptions) -> GenerationConfig:
+def generation_config(options: PeerOptions, new_tokens: int) -> GenerationConfig:
     """What every generation asks of transformers: the asked number of tokens, of all of the vocabulary.
 
-    No padding token is named: transformers 5.23 would hide it from an assistant wherever it is in the prompt.
+    No padding token is named: transformers 5.23 would hide it from an assistant wherever it is in the prompt. With an
+    assistant prompts are chunked by `read_in_chunks` instead.
     """
-    config = GenerationConfig(max_new_tokens=options.new_tokens, use_cache=True)
+    config = GenerationConfig(max_new_tokens=new_tokens, use_cache=True)
+    if options.draft is None:
+        config.update(prefill_chunk_size=options.prefill_chunk)
     if options.temperature:
         config.update(do_sample=True, temperature=options.temperature, top_k=0, top_p=1.0)
     else:
@@ -110,14 +116,25 @@ def set_assistant(draft: PreTrainedModel, tokens: int | None) -> None:
         )
 
 
+def chunk_prompts(prepared: Prepared, draft: PreTrainedModel | None, options: PeerOptions) -> None:
+    """Bound what a pass reads where the configuration does not: with an assistant."""
+    if draft is not None and options.prefill_chunk is not None:
+        for model in (prepared.model, draft):
+            read_in_chunks(model, options.prefill_chunk)
+
+
+def offloads_cache(options: PeerOptions) -> bool:
+    """Whether keys and values cross the link: transformers' offloaded cache needs CUDA."""
+    return options.kv_cache == "offloaded" and options.device.type == "cuda"
+
+
 def generate_once(
-    prepared: Prepared, options: PeerOptions, prompt: int, draft: PreTrainedModel | None, clock: RoundClock
+    prepared: Prepared, options: PeerOptions, asked: Asked, draft: PreTrainedModel | None, clock: RoundClock
 ) -> Run:
-    """One generation of `new_tokens`."""
-    ids = torch.tensor([options.prompts[prompt]], device=options.device)  # [1, T] int64
+    """One generation."""
+    ids = torch.tensor([asked.tokens], device=options.device)  # [1, T] int64
     # Our own cache object: by name the configuration would put the draft's keys on the host, too.
-    offloading = options.kv_cache == "offloaded" and options.device.type == "cuda"
-    cache = DynamicCache(config=prepared.model.config, offloading=offloading)
+    cache = DynamicCache(config=prepared.model.config, offloading=offloads_cache(options))
     torch.manual_seed(options.seed)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
@@ -125,20 +142,30 @@ def generate_once(
     output = prepared.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=generation_config(options),
+        generation_config=generation_config(options, asked.new_tokens),
         past_key_values=cache,
         assistant_model=draft,
         streamer=clock,
     )  # [1, T + new_tokens] int64
     tokens = tuple(output[0, ids.shape[1] :].tolist())
-    if len(tokens) != options.new_tokens or sum(clock.counts) != options.new_tokens:
+    if len(tokens) != asked.new_tokens or sum(clock.counts) != asked.new_tokens:
         raise NumericalError(
-            f"{prepared.system} gave {len(tokens)} tokens in rounds of {clock.counts} where {options.new_tokens} were "
+            f"{prepared.system} gave {len(tokens)} tokens in rounds of {clock.counts} where {asked.new_tokens} were "
             "asked for: these times would mean nothing"
         )
-    if len(clock.counts) < 2:
-        raise OptionError(f"all {options.new_tokens} tokens came in the first round: raise --new-tokens")
-    return Run(prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens)
+    if asked.measured and len(clock.counts) < 2:
+        raise OptionError(f"all {asked.new_tokens} tokens came in the first round: raise --new-tokens")
+    kv = kv_traffic(options, clock, len(asked.tokens))
+    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv)
+
+
+def kv_traffic(options: PeerOptions, clock: RoundClock, prompt_tokens: int) -> KVTraffic | None:
+    """What keys and values cost the link in the generation that a clock has watched."""
+    if not offloads_cache(options):
+        return KVTraffic()
+    return offloaded_traffic(
+        options.source.config(), options.dtype.itemsize, prompt_tokens=prompt_tokens, counts=clock.counts
+    )
 
 
 def measure(
@@ -147,14 +174,12 @@ def measure(
     """Run the warm-up and the measured generations, every prompt in turn; also returns the driver's peak bytes."""
     if draft is not None:
         set_assistant(draft, tokens)
-    order = [run % len(options.prompts) for run in range(options.warmup)]
-    order += [prompt for _ in range(options.repeats) for prompt in range(len(options.prompts))]
     runs, driver_bytes = [], 0
-    for number, prompt in enumerate(order):
-        clock = RoundClock(options.device, sample_memory=number < options.warmup)
-        runs.append(generate_once(prepared, options, prompt, draft, clock))
+    for asked in asked_generations(options):
+        clock = RoundClock(options.device, sample_memory=not asked.measured)
+        runs.append(generate_once(prepared, options, asked, draft, clock))
         driver_bytes = max(driver_bytes, clock.driver_bytes)
-    return Measurement(tokens, runs[options.warmup :], num_differing(runs)), driver_bytes
+    return Measurement(tokens, runs[options.warmup :], num_differing_of(options, runs)), driver_bytes
 
 
 def peak_vram(options: PeerOptions, driver_bytes: int, context_bytes: int) -> dict[str, int] | None:
@@ -178,6 +203,10 @@ def result_json(
     notes = list(prepared.notes)
     if options.kv_cache == "offloaded" and options.device.type != "cuda":
         notes.append("no GPU: keys and values are in host memory anyway, transformers' offloaded cache needs CUDA")
+    if any(run.kv is None for run in best.runs):
+        notes.append("GB/s and bound: weights only, because what the layers with sliding windows keep is not known")
+    if options.draft is not None and options.prefill_chunk is not None:
+        notes.append("assisted generation ignores prefill_chunk_size: a hook of ours splits what target and draft read")
     if best.differing:
         notes.append(
             f"SUSPECT: {best.differing} generations differ from others of the same prompt and seed; the system may "
@@ -190,11 +219,12 @@ def result_json(
     return {
         "system": prepared.system,
         "version": prepared.version,
-        **figures(best.runs, bytes_per_pass=prepared.bytes_per_pass, peak_gbps=peak_gbps),
+        **figures(best.runs, weight_bytes=prepared.bytes_per_pass, peak_gbps=peak_gbps),
         "assistant": assistant,
         "pinned_bytes": prepared.pinned_bytes,
         "settings": {
-            **options.as_settings(), "attention": "sdpa", "kv_cache": options.kv_cache, **prepared.system_settings,
+            **options.as_settings(), "attention": "sdpa", "kv_cache": options.kv_cache,
+            "prefill_chunk": options.prefill_chunk, **prepared.system_settings,
         },
         "notes": notes,
         "differing_generations": best.differing,
@@ -205,12 +235,17 @@ def result_json(
 
 def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOptions) -> dict[str, Any]:
     """Build, time and report one peer. Raises `BudgetError` when it does not fit the VRAM it was given."""
+    if offloads_cache(options):
+        require_host_memory(options)
     context_bytes = open_device(options)
     peak_gbps = measure_link_gbps(options.device)
     start_s = time.perf_counter()
     try:
         prepared = prepare(options)
         draft = load_draft(options)
+        chunk_prompts(prepared, draft, options)
+        note = return_outgrown_blocks(prepared.model, options) if offloads_cache(options) else None
+        prepared = replace(prepared, notes=(*prepared.notes, *([] if note is None else [note])))
         setup_s = time.perf_counter() - start_s
         if options.device.type == "cuda":
             torch.cuda.empty_cache()

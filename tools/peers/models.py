@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_runtime.config import format_bytes
+from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError
 from offload_runtime.weights import CheckpointSource, layer_layout, open_checkpoint, packed_bytes
 
@@ -106,6 +106,19 @@ def free_bytes(options: PeerOptions) -> int:
     return free if options.vram_bytes is None else free - max(0, total - options.vram_bytes)
 
 
+def prefill_bytes(config: ModelConfig, options: PeerOptions) -> int:
+    """Device memory of what a prompt's pass computes: activations and, of a chunk, the mask over all keys.
+
+    Only a whole prompt needs no mask. That of a chunk is made as booleans and handed to the attention kernel in the
+    dtype of the queries, a padded copy included.
+    """
+    itemsize, tokens = options.dtype.itemsize, options.context_tokens
+    chunk = options.prefill_chunk
+    if chunk is None or chunk >= tokens:
+        return 8 * tokens * config.intermediate_size * itemsize
+    return 8 * chunk * config.intermediate_size * itemsize + chunk * tokens * (1 + 2 * itemsize)
+
+
 def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     """Decoder layers that fit the device beside the rest of the model, the draft, its keys, and `working_layers`.
 
@@ -118,11 +131,13 @@ def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     kv_bytes = config.kv_bytes_per_token(itemsize) * options.context_tokens
     # A concatenation holds the old and the new keys of a layer, and the offloaded cache the next layer's.
     others += kv_bytes if options.kv_cache == "device" else 4 * kv_bytes // config.num_layers
-    others += 8 * options.context_tokens * config.intermediate_size * itemsize  # activations of the prefill
+    working_bytes = prefill_bytes(config, options)
     if options.draft is not None:
         draft = open_checkpoint(options.draft)
         others += packed_bytes(draft.config(), options.dtype)
         others += draft.config().kv_bytes_per_token(itemsize) * options.context_tokens
+        working_bytes = max(working_bytes, prefill_bytes(draft.config(), options))
+    others += working_bytes
     return max(0, min(config.num_layers, (free_bytes(options) - others) // layer_bytes - working_layers))
 
 

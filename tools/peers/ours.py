@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from common import PeerOptions, options_from, peer_parser
-from runs import Run, answers, figures, num_differing
+from generations import Asked, asked_generations, num_differing_of
+from runs import Run, answers, figures
 
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 
@@ -83,15 +84,15 @@ def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int,
     }
 
 
-def decode(model: LoadedModel, options: PeerOptions) -> Run:
-    """Greedy plain decoding of the prompt."""
-    prompt = list(options.prompts[0])
+def decode(model: LoadedModel, asked: Asked) -> Run:
+    """Greedy plain decoding of a prompt."""
+    prompt = list(asked.tokens)
     model.runner.cache.truncate(0, 0)
     decoder = SpeculativeDecoder(model.runner, NoProposer(), SamplingParams())
     started = time.perf_counter()
     tokens = [*prompt, decoder.first_token(model.runner.prefill(0, prompt))]
     stamps = [time.perf_counter()]
-    while len(tokens) < len(prompt) + options.new_tokens:
+    while len(tokens) < len(prompt) + asked.new_tokens:
         tokens += decoder.round(tokens, 0).tokens
         stamps.append(time.perf_counter())
     return Run(0, started, tuple(stamps), (1,) * len(stamps), tuple(tokens[len(prompt) :]))
@@ -103,6 +104,8 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
         raise OptionError(
             "plain greedy decoding of one prompt: leave out --draft, --temperature and auto; see ours_runtime"
         )
+    if options.prefill_chunk_asked is not None:
+        raise OptionError("--prefill-chunk is transformers': leave it out")
     # The peak is a plain pinned memcpy, as for the peers, or our ring's own back-to-back copies if those are faster.
     memcpy_gbps = measure_link_gbps(options.device)
     started = time.perf_counter()
@@ -115,11 +118,11 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
     if memcpy_gbps is not None and model.link_peak_gbps is not None:
         peak = max(memcpy_gbps, model.link_peak_gbps)
     rows = [time_windows(model, list(options.prompts[0]), width, passes, peak) for width in windows]
-    runs = [decode(model, options) for _ in range(options.warmup + options.repeats)]
+    runs = [decode(model, asked) for asked in asked_generations(options)]
     nbytes = model.runner.streamer.bytes_per_pass
     result = {
         "system": "offload_runtime",
-        **figures(runs[options.warmup :], bytes_per_pass=nbytes, peak_gbps=peak),
+        **figures(runs[options.warmup :], weight_bytes=nbytes, peak_gbps=peak),
         "bytes_per_token": nbytes,
         "pinned_bytes": sum(arena.nbytes for arena in model.weights.layers if arena.pinned),
         "peak_vram_bytes": {"driver": budget.peak_bytes(), "reserved": budget.reserved_bytes},
@@ -129,8 +132,8 @@ def measure(options: PeerOptions, windows: list[int], passes: int) -> dict[str, 
         "context_bytes": budget.context_bytes,
         "windows": rows,
         "settings": {**options.as_settings(), "ring_slots": model.placement.num_slots},
-        "differing_generations": num_differing(runs),
-        "tokens": answers(runs),
+        "differing_generations": num_differing_of(options, runs),
+        "tokens": answers(runs[options.warmup :]),
         "setup_s": setup_s,
         **provenance(options.device, commit=options.commit),
     }

@@ -8,38 +8,50 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from common import PeerOptions, model_name, options_from, peer_parser
+from generations import Asked, asked_generations, num_differing_of
 from long_context.decoding import target_acceptance
-from long_context.internals import budget_of, link_peak_gbps, pinned_bytes, player_for, runner_of
+from long_context.internals import (
+    budget_of,
+    bytes_written_back,
+    levels_of,
+    link_peak_gbps,
+    pinned_bytes,
+    player_for,
+    proposer_of,
+    runner_of,
+    target_cache,
+)
 from measurement import ERROR_CODE, NO_ROOM_CODE
-from runs import Run, answers, figures, num_differing
+from our_options import OurOptions, add_our_options, our_options
+from runs import KVTraffic, Run, answers, figures
 
 from bench_report import emit, provenance  # isort: skip (`common` sets the path)
 
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.speculation import Round, SpeculativeDecoder
+from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 
 
 @dataclass(frozen=True)
-class OurOptions:
-    """What only this runtime is asked: see `Runtime.load` and its `generate`."""
+class Played:
+    """One generation, and what was proposed in it."""
 
-    draft: str
-    speculation: str
-    gamma: int | None
-    tree_nodes: int | None
-    kv: str
+    run: Run
+    rounds: tuple[Round, ...]
+    windows: Mapping[str, int]
+    levels: tuple[Acceptance, ...]
 
 
 def load(options: PeerOptions, own: OurOptions) -> Runtime:
@@ -53,17 +65,17 @@ def load(options: PeerOptions, own: OurOptions) -> Runtime:
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
         context=options.context_tokens,
         kv=own.kv,
-        speculation=SpeculationOptions(mode=own.speculation),
+        speculation=own.as_speculation(),
         max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA),
         tree_nodes=own.tree_nodes,
     )
 
 
-def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, prompt: int) -> tuple[Run, list[Round]]:
+def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Asked) -> Played:
     """One generation, round by round as `Runtime.generate` does it, but for the text."""
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    params = GenerationParams(options.new_tokens, gamma=own.gamma, sampling=sampling)
-    (proposer, player), runner, known = player_for(runtime, params), runner_of(runtime), options.prompts[prompt]
+    params = GenerationParams(asked.new_tokens, gamma=own.gamma, sampling=sampling)
+    (proposer, player), runner, known = player_for(runtime, params), runner_of(runtime), asked.tokens
     runner.cache.truncate(0, 0)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
@@ -73,27 +85,55 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, prompt: in
     logits = runner.prefill(0, known)
     proposer.prepare(0, known)
     tokens = [*known, decoder.first_token(logits)]
-    stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + options.new_tokens
+    stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + asked.new_tokens
+    before, tally = link_bytes(runtime), Tally()
     while len(tokens) < last:
         (played,) = player.play([Text(0, tokens, last - len(tokens))])
         tokens += played.tokens
         rounds.append(played)
         stamps_s.append(time.perf_counter())
         counts.append(len(played.tokens))
-    return Run(prompt, started_s, tuple(stamps_s), tuple(counts), tuple(tokens[len(known) :])), rounds
+        tally.add(played.num_proposed, played.accepted_sources, window=player.window)
+    after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
+    kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
+    levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts())
+    run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), tuple(tokens[len(known) :]), kv)
+    return Played(run, tuple(rounds), tally.windows, levels)
 
 
-def generate_all(runtime: Runtime, options: PeerOptions, own: OurOptions) -> tuple[list[Run], list[Round]]:
-    """All generations, warm-ups first, and the rounds of the measured ones."""
-    order = [run % len(options.prompts) for run in range(options.warmup)]
-    order += [prompt for _ in range(options.repeats) for prompt in range(len(options.prompts))]
-    runs, rounds = [], []
-    with device_errors(runtime.device):
-        for number, prompt in enumerate(order):
-            run, played = generate(runtime, options, own, prompt)
-            runs.append(run)
-            rounds += played if number >= options.warmup else []
-    return runs, rounds
+def link_bytes(runtime: Runtime) -> KVTraffic:
+    """Bytes so far: of all passes begun, weights included, and of what was written to the host."""
+    return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(target_cache(runtime)))
+
+
+def speculation_figures(played: Sequence[Played]) -> dict[str, Any]:
+    """Of all generations together: what the target accepted, which windows were played, and every level's acceptance,
+    the target's last."""
+    windows: Counter[str] = Counter()
+    levels: dict[tuple[str, str], Acceptance] = {}
+    for one in played:
+        windows.update(one.windows)
+        for level in one.levels:
+            key = level.proposed_by, level.verified_by
+            levels[key] = level if key not in levels else added(levels[key], level)
+    return {
+        **target_acceptance([round_ for one in played for round_ in one.rounds]),
+        "windows": dict(windows.most_common()),
+        "levels": [
+            {**asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification}
+            for level in levels.values()
+        ],
+    }
+
+
+def added(one: Acceptance, other: Acceptance) -> Acceptance:
+    """Two counts of the same level."""
+    return replace(
+        one,
+        verifications=one.verifications + other.verifications,
+        proposed=one.proposed + other.proposed,
+        accepted=one.accepted + other.accepted,
+    )
 
 
 def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
@@ -101,46 +141,51 @@ def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
     started_s = time.perf_counter()
     with load(options, own) as runtime:
         setup_s = time.perf_counter() - started_s
-        runs, rounds = generate_all(runtime, options, own)
-        budget, num_bytes = budget_of(runtime), runner_of(runtime).streamer.bytes_per_pass
+        with device_errors(runtime.device):
+            played = [generate(runtime, options, own, asked) for asked in asked_generations(options)]
+        runs, counted = [one.run for one in played], played[options.warmup :]
+        measured = [one.run for one in counted]
+        budget, weight_bytes = budget_of(runtime), runner_of(runtime).streamer.bytes_per_pass
         vram = {"driver": budget.peak_bytes(), "reserved": budget.reserved_bytes}
         return {
             "system": "offload_runtime",
-            **figures(runs[options.warmup :], bytes_per_pass=num_bytes, peak_gbps=link_peak_gbps(runtime)),
-            "speculation": target_acceptance(rounds),
+            **figures(measured, weight_bytes=weight_bytes, peak_gbps=link_peak_gbps(runtime)),
+            "speculation": speculation_figures(counted),
             "peak_vram_bytes": vram if options.device.type == "cuda" else None,
             "pinned_bytes": pinned_bytes(runtime),
             "vram_limit_bytes": budget.limit_bytes,
             "placement": runtime.placement,
             "settings": {**options.as_settings(), **vars(own), "draft": model_name(own.draft)},
-            "notes": [],
-            "differing_generations": num_differing(runs),
-            "tokens": answers(runs),
+            "notes": notes_on(runtime, measured),
+            "differing_generations": num_differing_of(options, runs),
+            "tokens": answers(measured),
             "setup_s": setup_s,
             **provenance(options.device, commit=options.commit),
         }
 
 
+def notes_on(runtime: Runtime, runs: Sequence[Run]) -> list[str]:
+    """What the figures leave out."""
+    on_host = any(run.kv is not None and run.kv.to_device for run in runs)
+    if on_host and levels_of(proposer_of(runtime)).middle is not None:
+        return ["GB/s and bound: without the chunks that the middle level gathers straight from host memory"]
+    return []
+
+
 def own_options(arguments: argparse.Namespace) -> OurOptions:
     """Check what peers have and this runtime does not. Raises `OptionError`."""
-    if arguments.kv_cache != "device" or arguments.assistant_tokens != "auto":
-        raise OptionError("--kv-cache and --assistant-tokens are transformers': take --kv and --gamma")
-    return OurOptions(
-        draft=arguments.draft or "ngram",
-        speculation=arguments.speculation,
-        gamma=arguments.gamma,
-        tree_nodes=arguments.tree_nodes,
-        kv=arguments.kv,
-    )
+    if arguments.kv_cache != "device" or arguments.assistant_tokens != "auto" or arguments.prefill_chunk is not None:
+        raise OptionError(
+            "--kv-cache, --assistant-tokens and --prefill-chunk are transformers': take --kv and --gamma, and leave "
+            "the last one out"
+        )
+    return our_options(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = peer_parser("Measure offload_runtime on the peers' model and prompts.")
-    parser.add_argument("--speculation", default="auto", help="auto, none, chain or triforce")
-    parser.add_argument("--gamma", type=int, help="most tokens proposed in a row")
-    parser.add_argument("--tree-nodes", type=int, help="most tokens proposed in all, as a tree")
-    parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="auto", help="where the KV cache lives")
+    add_our_options(parser)
     arguments = parser.parse_args(argv)
     try:
         own = own_options(arguments)

@@ -13,6 +13,14 @@ from offload_runtime.config import GB
 
 
 @dataclass(frozen=True)
+class KVTraffic:
+    """Bytes of keys and values that crossed the link in all passes behind the prefill, and back to the host."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
+@dataclass(frozen=True)
 class Run:
     """One generation.
 
@@ -22,6 +30,7 @@ class Run:
         stamps_s: When each round's tokens were there: plain decoding gives one a round, speculation several.
         counts: Tokens of each round. The first round ends the prefill.
         tokens: All of them.
+        kv: What its keys and values cost the link; None where that is not known.
     """
 
     prompt: int
@@ -29,6 +38,7 @@ class Run:
     stamps_s: tuple[float, ...]
     counts: tuple[int, ...]
     tokens: tuple[int, ...]
+    kv: KVTraffic | None = KVTraffic()
 
     def __post_init__(self) -> None:
         assert len(self.stamps_s) == len(self.counts) and sum(self.counts) == len(self.tokens)
@@ -53,20 +63,42 @@ class Run:
         """Tokens after the first round over the time after it."""
         return sum(self.counts[1:]) / self.decode_s
 
+    def link_gbps(self, weight_bytes: int) -> float:
+        """Bytes that came to the device, `weight_bytes` of weights a pass, over the time after the first round."""
+        kv_bytes = 0 if self.kv is None else self.kv.to_device
+        return (weight_bytes * self.passes + kv_bytes) / self.decode_s / GB
+
     def token_times_s(self) -> list[float]:
         """Seconds of every token after the first round: its round's time, shared among the round's tokens."""
         steps = [after - before for before, after in itertools.pairwise(self.stamps_s)]
         return [step / count for step, count in zip(steps, self.counts[1:], strict=True) for _ in range(count)]
 
 
-def figures(runs: Sequence[Run], *, bytes_per_pass: int, peak_gbps: float | None) -> dict[str, Any]:
+def streamed_bytes(runs: Sequence[Run], weight_bytes: int) -> dict[str, int | None]:
+    """Bytes of a pass over the link, the mean of all passes: `weights`, `kv` to the device and `kv_to_host` back from
+    it. The last two are None where they are not known of every run."""
+    known = [run.kv for run in runs if run.kv is not None]
+    if len(known) < len(runs):
+        return {"weights": weight_bytes, "kv": None, "kv_to_host": None}
+    passes = sum(run.passes for run in runs)
+    return {
+        "weights": weight_bytes,
+        "kv": round(sum(one.to_device for one in known) / passes),
+        "kv_to_host": round(sum(one.to_host for one in known) / passes),
+    }
+
+
+def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) -> dict[str, Any]:
     """The figures of measured runs, for a report.
 
     Rates are those of whole runs, and of several runs the median; percentiles are over the tokens of all runs. `bound`
     is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached.
+    `bytes_per_pass` are what `streamed` says to come to the device: `weight_bytes` and the known keys and values.
     """
     times_s = [seconds for run in runs for seconds in run.token_times_s()]
-    link_gbps = percentiles([bytes_per_pass * run.passes / run.decode_s / GB for run in runs]).median
+    streamed = streamed_bytes(runs, weight_bytes)
+    bytes_per_pass = weight_bytes + (streamed["kv"] or 0)
+    link_gbps = percentiles([run.link_gbps(weight_bytes) for run in runs]).median
     bound = None
     if peak_gbps is not None and bytes_per_pass:
         bound = {
@@ -79,6 +111,7 @@ def figures(runs: Sequence[Run], *, bytes_per_pass: int, peak_gbps: float | None
         "time_to_first_token_s": percentiles([run.first_token_s for run in runs]).median,
         "tokens_per_pass": sum(sum(run.counts[1:]) for run in runs) / sum(run.passes for run in runs),
         "bytes_per_pass": bytes_per_pass,
+        "streamed": streamed,
         "link_gbps": link_gbps,
         "bound": bound,
         "runs": [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.errors import OptionError, StorageError
+from bench_report import write_report
+
+from offload_runtime.errors import OptionError
 
 BENCHMARK = "sweep"
 # The first is what files say that were written when there were only the sweeps over a long context.
@@ -85,13 +86,7 @@ class ResultFile:
         self.rows[row["value"]] = dict(row)
         if self._path is None:
             return
-        partial = self._path.with_name(self._path.name + ".part")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(partial, self._path)  # whatever stops us, the file is whole
-        except OSError as error:
-            raise StorageError(f"{self._path} cannot be written ({error}): name another --out") from error
+        write_report(self.as_dict(), self._path, indent=1)
 
     def as_dict(self) -> dict[str, Any]:
         """The whole report, its rows in the sweep's order; values outside it come last."""
