@@ -19,7 +19,7 @@ from offload_runtime.engine.costs import lookahead_bytes, pass_costs
 from offload_runtime.engine.forecast import forecast, upgrades
 from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest, plan_run
+from offload_runtime.engine.planning import PlanRequest, plan_run, planned_speed
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, OptionError
@@ -330,6 +330,19 @@ def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> 
     slow, fast = (forecast(plan, request, replace(machine, link_gbps=gbps)).usual for gbps in (12.0, 50.0))
     assert slow.bound_by == "staging" and 0 < slow.hidden_s < slow.drafting_s
     assert fast == slow
+
+
+def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
+    """At the pace of the link that was measured, or of staging where that is slower."""
+    machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
+    speed = planned_speed(request, machine)
+    staged, locked = (plan_run(request, replace(machine, pinnable_bytes=most)).placed for most in (2 * GB, None))
+    rings = lookahead_bytes(locked, pass_costs(locked, length_tokens=511, rows=1))
+    for gbps in (12.0, 50.0):
+        assert speed.free_s(locked, gbps) == pytest.approx(0.85 * rings / (gbps * GB))
+    assert speed.free_s(staged, 12.0) == speed.free_s(staged, 50.0) > speed.free_s(locked, 12.0) > 0
+    assert speed.free_s(locked, None) == 0
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

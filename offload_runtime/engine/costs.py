@@ -12,7 +12,7 @@ from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.kv_cache import block_bytes
 from offload_runtime.kv_cache.retrieval import summaries_bytes
 from offload_runtime.model.linear import padded_rows
-from offload_runtime.planner import LayerCosts, PassCosts, PassPrediction, PrefillCosts, StepCosts, attention_operations
+from offload_runtime.planner import LayerCosts, PassCosts, PrefillCosts, StepCosts, attention_operations
 from offload_runtime.weights import PackedLayout, layer_layout
 
 DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
@@ -172,8 +172,3 @@ def lookahead_bytes(placed: PlacedLevels, costs: PassCosts) -> int:
     kv = sum(count * layer.streamed_kv_bytes for layer, count in costs.kinds)
     rings = placed.placement.num_slots * target.layer_bytes, target.kv.num_slots * target.kv.piece_bytes
     return min(weights, rings[0]) + min(kv, rings[1])
-
-
-def lookahead_s(placed: PlacedLevels, costs: PassCosts, passed: PassPrediction) -> float:
-    """Seconds in which the rings fill up at the pace of the pass's copies, which staging may keep below the link's."""
-    return passed.copies_s * lookahead_bytes(placed, costs) / costs.streamed_bytes if costs.streamed_bytes else 0.0

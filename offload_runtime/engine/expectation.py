@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from offload_runtime.engine.costs import draft_step_costs, lookahead_s, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
 from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level, tree_steps
+from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level, lookahead_s, tree_steps
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import (

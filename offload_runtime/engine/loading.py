@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import GB, SpeculationOptions, require_nodes, require_positive
+from offload_runtime.config import SpeculationOptions, require_nodes, require_positive
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine import assembly
 from offload_runtime.engine.candidates import Asked
 from offload_runtime.engine.choice import HostMemory, choose
-from offload_runtime.engine.costs import lookahead_bytes, pass_costs
 from offload_runtime.engine.description import describe_placement
 from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
 from offload_runtime.engine.hierarchy import make_proposer
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
-from offload_runtime.engine.levels import PlacedLevels, describe_speculation
+from offload_runtime.engine.levels import describe_speculation
 from offload_runtime.engine.machines import common_figures, known_figures
 from offload_runtime.engine.placing import reserve_workspace
 from offload_runtime.engine.plans import make_plans, require_dtype, resolve_dtype
@@ -42,9 +41,6 @@ from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import Proposer
 from offload_runtime.tracing import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
 from offload_runtime.weights import CheckpointSource
-
-# Of the time in which the rings fill up behind a pass: the rest goes by until the next one is launched.
-_FREE_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            free_s = _free_s(placed, models.target.link_peak_gbps)
+            free_s = speed.free_s(placed, models.target.link_peak_gbps)
             proposer = make_proposer(
                 kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
             )  # fmt: skip
@@ -173,14 +169,6 @@ def _figures(machine: MachineFigures | None, emulation: Emulation | None) -> Mac
     """What plans are compared by: the figures that are known, or common ones, with the link that is played."""
     figures = common_figures() if machine is None else machine
     return figures if emulation is None else replace(figures, link_gbps=emulation.link_gbps)
-
-
-def _free_s(placed: PlacedLevels, link_gbps: float | None) -> float:
-    """Seconds of drafting behind a pass that delay nothing, as the rings are being filled."""
-    if link_gbps is None:
-        return 0.0
-    costs = pass_costs(placed, length_tokens=placed.plans.target.context_tokens - 1, rows=1)
-    return _FREE_SHARE * lookahead_bytes(placed, costs) / (link_gbps * GB)
 
 
 def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngine:

@@ -7,14 +7,15 @@ counts with the acceptance that it usually finds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from offload_runtime.engine.costs import draft_step_costs, lookahead_s, middle_step_costs, pass_costs
+from offload_runtime.engine.costs import draft_step_costs, lookahead_bytes, middle_step_costs, pass_costs
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.planner import (
     MachineFigures,
+    PassCosts,
     PassPrediction,
     RoundCosts,
     RoundPrediction,
@@ -39,6 +40,8 @@ _DEFAULT_GAMMA = {
 _CPU_DEFAULT_GAMMA = 7
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
+# Of the time in which the rings fill up behind a pass: the rest goes by until the next one is launched.
+_FREE_SHARE = 0.85
 
 
 def default_gamma(device_type: str, placed: PlacedLevels) -> int:
@@ -53,6 +56,11 @@ def tree_steps(nodes: float) -> float:
     """Steps of a draft that grow a tree before its pass: one for every level of the most probable path that is not
     there yet, and one for every so many nodes."""
     return _PATH_STEPS + nodes / STEP_ROWS
+
+
+def lookahead_s(placed: PlacedLevels, costs: PassCosts, passed: PassPrediction) -> float:
+    """Seconds in which the rings fill up at the pace of the pass's copies, which staging may keep below the link's."""
+    return passed.copies_s * lookahead_bytes(placed, costs) / costs.streamed_bytes if costs.streamed_bytes else 0.0
 
 
 def draft_level(draft: ModelPlan | None) -> str:
@@ -110,6 +118,19 @@ class Speed:
     def middle_step_s(self, placed: PlacedLevels) -> float | None:
         """Seconds of a step of the middle level; None without one."""
         return None if placed.middle is None else predict_step(middle_step_costs(placed), self.machine)
+
+    def free_s(self, placed: PlacedLevels, link_gbps: float | None) -> float:
+        """Seconds of drafting behind a pass that delay nothing, as the rings are being filled.
+
+        Args:
+            placed: What lives where.
+            link_gbps: As measured; None where nothing is streamed.
+        """
+        if link_gbps is None:
+            return 0.0
+        costs = pass_costs(placed, length_tokens=placed.plans.target.context_tokens - 1, rows=1)
+        passed = predict_pass(costs, replace(self.machine, link_gbps=link_gbps))
+        return _FREE_SHARE * lookahead_s(placed, costs, passed)
 
     def round_at(self, placed: PlacedLevels, acceptance: float) -> RoundPrediction:
         """A round whose proposals the target accepts with this probability."""
