@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -43,21 +43,12 @@ def run_generate(
     ended it likewise.
     """
     (prompt,) = prompts
-    failure: BudgetError | None = None
     request = _request(prompt, as_chat=as_chat)
     with _loaded(options, [request], params, as_json=as_json, show_progress=show_progress) as runtime:
-        try:
-            result = stream_answer(
-                runtime.stream,
-                request,
-                params,
-                show=_show_nothing if as_json else write_text,
-                show_progress=show_progress,
-            )
-        except BudgetError as error:
-            if not error.answers:
-                raise
-            failure, (result,) = error, error.answers
+        show = _show_nothing if as_json else write_text
+        (result,), failure = _as_far_as_memory_goes(
+            lambda: [stream_answer(runtime.stream, request, params, show=show, show_progress=show_progress)]
+        )
         record = result_record(result, runtime=runtime, options=options, params=params)
         load_report = runtime.load_report
     if as_json:
@@ -65,9 +56,7 @@ def run_generate(
     else:
         write_text("\n")
     status_line(" · ".join([*_figures(result), load_report]))
-    if failure is not None:  # after what there is of the answer
-        raise failure
-    _end_if_interrupted([result])
+    _end([result], failure)
 
 
 def run_batch(
@@ -86,14 +75,10 @@ def run_batch(
     """
     requests = [_request(prompt, as_chat=as_chat) for prompt in prompts]
     names = [prompt.name for prompt in prompts]
-    failure: BudgetError | None = None
     with _loaded(options, requests, params, as_json=as_json, show_progress=show_progress) as runtime:
-        try:
-            results = answer_batch(runtime, requests, params, show_progress=show_progress)
-        except BudgetError as error:
-            if not error.answers:
-                raise
-            failure, results = error, list(error.answers)
+        results, failure = _as_far_as_memory_goes(
+            lambda: answer_batch(runtime, requests, params, show_progress=show_progress)
+        )
         record = batch_record(names, results, runtime=runtime, options=options, params=params)
         load_report = runtime.load_report
     if as_json:
@@ -104,9 +89,7 @@ def run_batch(
     for name, result in zip(names, results, strict=True):
         status_line(f"{name}: {' · '.join(_figures(result))}")
     status_line(load_report)
-    if failure is not None:  # after what there is of the answers
-        raise failure
-    _end_if_interrupted(results)
+    _end(results, failure)
 
 
 @contextmanager
@@ -127,6 +110,22 @@ def _loaded(
         status_line(f"trace written to {options.trace}")
 
 
+def _as_far_as_memory_goes(
+    answer: Callable[[], Sequence[GenerationResult]],
+) -> tuple[Sequence[GenerationResult], BudgetError | None]:
+    """Return the answers; where memory ran out, what there is of them, and the error to end with once they are shown.
+
+    Raises:
+        BudgetError: There is nothing of any answer.
+    """
+    try:
+        return answer(), None
+    except BudgetError as error:
+        if not error.answers:
+            raise
+        return error.answers, error
+
+
 def _request(prompt: NamedPrompt, *, as_chat: bool) -> Prompt:
     return [{"role": "user", "content": prompt.text}] if as_chat else prompt.text
 
@@ -137,7 +136,10 @@ def _figures(result: GenerationResult) -> list[str]:
     return [*stopped, *speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s"]
 
 
-def _end_if_interrupted(results: Sequence[GenerationResult]) -> None:
+def _end(results: Sequence[GenerationResult], failure: BudgetError | None) -> None:
+    """Leave the command as its answers ended, once they are shown."""
+    if failure is not None:
+        raise failure
     if any(result.finish_reason == "interrupted" for result in results):
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
