@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,16 +150,8 @@ def stream_answer(
     with StopRequest() as stop, ProgressBars(enabled=show_progress) as bars:
         stream = start(
             prompt,
-            max_new_tokens=params.max_new_tokens,
-            temperature=params.sampling.temperature,
-            top_k=params.sampling.top_k,
-            top_p=params.sampling.top_p,
-            min_p=params.sampling.min_p,
-            seed=params.sampling.seed,
-            stop=params.stop,
-            gamma=params.gamma,
+            **_keywords(params),
             speculate=speculate,
-            ignore_eos=params.ignore_eos,
             on_prefill=_stoppable_prefill(stop, bars),
         )
         try:
@@ -205,19 +198,22 @@ def answer_batch(
 
         return runtime.generate_batch(
             prompts,
-            max_new_tokens=params.max_new_tokens,
-            temperature=params.sampling.temperature,
-            top_k=params.sampling.top_k,
-            top_p=params.sampling.top_p,
-            min_p=params.sampling.min_p,
-            seed=params.sampling.seed,
-            stop=params.stop,
-            gamma=params.gamma,
-            ignore_eos=params.ignore_eos,
+            **_keywords(params),
             on_prefill=_stoppable_prefill(stop, prefill_bars),
             on_progress=on_progress,
             should_stop=lambda: stop.requested,
         )
+
+
+def _keywords(params: GenerationParams) -> dict[str, Any]:
+    """Return what an answer is asked for by, in the engine's keywords."""
+    return {
+        "max_new_tokens": params.max_new_tokens,
+        "stop": params.stop,
+        "gamma": params.gamma,
+        "ignore_eos": params.ignore_eos,
+        **asdict(params.sampling),
+    }
 
 
 def _stoppable_prefill(stop: StopRequest, bars: ProgressBars) -> Callable[[int, int], None]:
