@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.answer import window_figure
+from offload_runtime.cli.answer_figures import window_figure
 from offload_runtime.config import GenerationParams, SpeculationOptions
 from offload_runtime.engine import Runtime, loading
 from offload_runtime.engine.learnt import Learnt

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.answer import depth_figure, source_figure, speed_figures
+from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
 from offload_runtime.engine import Runtime, playing
 from offload_runtime.speculation import NgramLookup, NgramProposer, Tally, Turn, rounds
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401

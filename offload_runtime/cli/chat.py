@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
-from offload_runtime.cli.answer import load_runtime, result_record, speed_figures, stream_answer
+from offload_runtime.cli.answer import load_runtime, stream_answer
+from offload_runtime.cli.answer_figures import speed_figures
+from offload_runtime.cli.answer_record import result_record
 from offload_runtime.cli.chat_commands import EndOfChat, find_command
 from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text

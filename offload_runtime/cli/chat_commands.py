@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.cli.answer import link_figure, prediction_figure, share_figure
+from offload_runtime.cli.answer_figures import link_figure, prediction_figure, share_figure
 from offload_runtime.cli.terminal import status_line, stderr_console
 from offload_runtime.cli.user_text import decode_utf8, user_path
 from offload_runtime.config import format_bytes

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from offload_runtime.cli.answer import link_figure, load_runtime, stream_answer
+from offload_runtime.cli.answer import load_runtime, stream_answer
+from offload_runtime.cli.answer_figures import link_figure
 from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
 from offload_runtime.config import GenerationParams, format_bytes

@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from offload_runtime.cli.answer import (
-    Prompt,
-    answer_batch,
-    batch_record,
-    load_runtime,
-    result_record,
-    speed_figures,
-    stream_answer,
-)
+from offload_runtime.cli.answer import Prompt, answer_batch, load_runtime, stream_answer
+from offload_runtime.cli.answer_figures import speed_figures
+from offload_runtime.cli.answer_record import batch_record, result_record
 from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, one_line, status_line, write_json, write_text
 from offload_runtime.cli.user_text import NamedPrompt
