@@ -16,7 +16,8 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.candidates import Asked
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.machines import common_figures
-from offload_runtime.engine.plans import ModelPlan, Plans, draft_plan, target_plan
+from offload_runtime.engine.making_plans import draft_plan, target_plan
+from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.staging_plan import LockLimit

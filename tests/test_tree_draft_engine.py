@@ -13,9 +13,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs
 from offload_runtime.engine.planning import PlannedDevice
-from offload_runtime.engine.plans import Plans, make_plans
+from offload_runtime.engine.plans import Plans
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import DeviceKVCache, block_bytes

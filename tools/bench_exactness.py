@@ -29,8 +29,9 @@ from bench_report import emit, provenance  # noqa: E402
 from offload_runtime.config import SamplingParams  # noqa: E402
 from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
 from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: E402
+from offload_runtime.engine.making_plans import target_plan  # noqa: E402
 from offload_runtime.engine.placing import plan_placement, reserve_workspace  # noqa: E402
-from offload_runtime.engine.plans import Plans, target_plan  # noqa: E402
+from offload_runtime.engine.plans import Plans  # noqa: E402
 from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
 from offload_runtime.errors import OffloadError  # noqa: E402
 from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402

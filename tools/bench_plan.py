@@ -35,9 +35,9 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.emulation import Emulation, emulation_of
 from offload_runtime.engine.machines import machine_figures
+from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs, placements
 from offload_runtime.engine.planning import PlannedDevice
-from offload_runtime.engine.plans import make_plans
 from offload_runtime.errors import OffloadError
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device

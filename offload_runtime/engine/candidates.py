@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from offload_runtime.config import SpeculationOptions, format_bytes, format_bytes_up
 from offload_runtime.engine.levels import MiddlePlan, PlacedLevels
+from offload_runtime.engine.making_plans import draft_alternatives
 from offload_runtime.engine.placing import Limits, memory_needs, placements
-from offload_runtime.engine.plans import Plans, draft_alternatives
+from offload_runtime.engine.plans import Plans
 from offload_runtime.engine.staging_plan import LockLimit, host_kv_bytes, least_pinned_bytes, place_staged
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.runners.step_graph import step_graph_bytes

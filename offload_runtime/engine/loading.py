@@ -20,8 +20,8 @@ from offload_runtime.engine.hierarchy import make_proposer
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
 from offload_runtime.engine.levels import describe_speculation
 from offload_runtime.engine.machines import common_figures, known_figures
+from offload_runtime.engine.making_plans import make_plans, require_dtype, resolve_dtype
 from offload_runtime.engine.placing import reserve_workspace
-from offload_runtime.engine.plans import make_plans, require_dtype, resolve_dtype
 from offload_runtime.engine.prompts import PromptRoom
 from offload_runtime.engine.run_plan import RunPlan, with_placement
 from offload_runtime.engine.speed import Speed

@@ -14,8 +14,8 @@ from offload_runtime.config import (
     parse_bytes,
     size_option_down,
 )
+from offload_runtime.engine.making_plans import longest_context, resolve_context
 from offload_runtime.engine.planning import PlanRequest, least_host_bytes, least_pinned_bytes, plan_run, ram_limit_bytes
-from offload_runtime.engine.plans import longest_context, resolve_context
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.planner import MachineFigures

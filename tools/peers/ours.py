@@ -21,8 +21,9 @@ from bench_report import emit, measure_link_gbps, percentiles, provenance  # iso
 from offload_runtime.config import GB, SamplingParams
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine.assembly import LoadedModel, connect_model, warm_up
+from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
-from offload_runtime.engine.plans import Plans, target_plan
+from offload_runtime.engine.plans import Plans
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
 from offload_runtime.model import Window

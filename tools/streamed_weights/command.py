@@ -22,7 +22,7 @@ from sweeping.results import ResultFile
 
 from offload_runtime.config import SpeculationOptions, require_positive
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.plans import resolve_dtype
+from offload_runtime.engine.making_plans import resolve_dtype
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import resolve_device
 
