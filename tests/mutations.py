@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
-        "offload_runtime/copy_engine.py",
+        "offload_runtime/copy_engine/on_cpu.py",
         "        target = ready.armed\n",
         "        target = min(ready.armed, 1)\n",
         ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),
