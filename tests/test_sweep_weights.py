@@ -190,7 +190,7 @@ def test_the_memory_goes_back_in_the_end(models: tuple[Path, Path, Path], monkey
 
 
 def test_the_bound_is_the_longest_of_three() -> None:
-    from repeated_checkpoint import repeated_llama
+    from widening.untrained import repeated_llama
 
     config = repeated_llama(shape_named("llama2-7b"), context_tokens=4096).config()
     layer = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)

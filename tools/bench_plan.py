@@ -26,9 +26,8 @@ import torch
 from bench_report import emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
-from repeated_checkpoint import repeated_llama
 from widening.shapes import SHAPES, TINY, WideShape
-from wordless_llama import WordlessLlama
+from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -71,7 +70,7 @@ def settings_of(shape: str) -> tuple[Setting, ...]:
     )
 
 
-def limit_bytes(setting: Setting, source: WordlessLlama, device: torch.device) -> int:
+def limit_bytes(setting: Setting, source: UntrainedLlama, device: torch.device) -> int:
     """Device memory that the setting needs, and a quarter of a layer."""
     budget = DeviceBudget(device, None)
     limits = PlannedDevice(None, budget.reserved_bytes)

@@ -7,7 +7,7 @@
 The result is a safetensors directory that transformers loads too. It has the small model's vocabulary, tokenizer and
 language, so the small model drafts for it; `--noise` sets how often the draft is right. With `--random` it has the
 vocabulary and the tokenizer only: a draft of which just the time of a step is measured. Benchmarks that need no files
-fill their memory from `widening.checkpoint.WidenedCheckpoint` or `widening.random_llama.RandomLlama` directly.
+fill their memory from `widening.checkpoint.WidenedCheckpoint` or `widening.untrained.random_llama` directly.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path.append(str(ROOT))
 
 from widening.checkpoint import WidenedCheckpoint  # noqa: E402
 from widening.command import DTYPES, SOURCE_HELP, exit_code_of, open_source, write_checkpoint  # noqa: E402
-from widening.random_llama import RandomLlama  # noqa: E402
 from widening.shapes import SHAPES, shape_named  # noqa: E402
+from widening.untrained import random_llama  # noqa: E402
 
 from offload_runtime.errors import OptionError  # noqa: E402
 from offload_runtime.memory import resolve_device  # noqa: E402
@@ -41,7 +41,7 @@ def _large_model(arguments: argparse.Namespace) -> CheckpointSource:
         )  # fmt: skip
     if arguments.noise or arguments.context_rope is not None:
         raise OptionError("--random has no use for --noise and --context-rope: leave them out")
-    return RandomLlama(open_source(arguments.source), shape, arguments.seed, device=device)
+    return random_llama(open_source(arguments.source), shape, arguments.seed, device=device)
 
 
 def main() -> int:
