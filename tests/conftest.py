@@ -1,9 +1,10 @@
-"""What every test shares: Triton's interpreter where there is no GPU, no network, and the `gpu` marker."""
+"""What tests share: Triton's interpreter where there is no GPU, no network, the `gpu` marker, two small models."""
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,22 @@ if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint, for files whose tests need none of their own."""
+    from tests.helpers.engine import write_checkpoint  # brings transformers, which tests of kernels do without
+
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    """A copy of the file's target with so little noise that it is often right."""
+    from tests.helpers.engine import write_noisy_copy
+
+    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,28 +12,11 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import NoProposer
-from tests.helpers.engine import (  # noqa: F401
-    PROMPT,
-    load,
-    one_thread,
-    raising,
-    write_checkpoint,
-    write_noisy_copy,
-)
+from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 def generate(runtime: Runtime, **options: Any) -> list[list[list[int]]]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import bench_emulation
+import bench_plan
 import pytest
 
 from offload_runtime.machine_profile import MachineProfile, profile_toml
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
-import bench_emulation
-import bench_plan
 
 TOY = MachineProfile(
     "toy", "made up", 1, 10**9, gpu_name="toy", vram_bytes=400_000_000, link_gbps=0.5, link_back_gbps=0.25,

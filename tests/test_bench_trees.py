@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench_trees
 import pytest
 
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (one_thread is an autouse fixture)
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
-import bench_trees
 
 
 @pytest.mark.parametrize("nodes", ["", "4,8"])

@@ -23,7 +23,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import describe_model, packed_bytes
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
 # Sums in another order.
@@ -190,11 +190,6 @@ CONTEXT, GAMMA = 9000, 12
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "target", num_layers=4, context=16384)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 CARD = load_profile("rtx4090")

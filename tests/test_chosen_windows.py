@@ -18,7 +18,7 @@ from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import PLAIN, Choice, NgramProposer, NoProposer, RoundTimes
-from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401
 from tests.test_cli_fakes import make_stats
 
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
@@ -62,16 +62,6 @@ class WorkClock:
             return done(drafting, *args, **options)
 
         patch.setattr(owner, name, timed)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 @pytest.fixture(scope="module")

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from offload_runtime.weights import convert_to_safetensors, open_checkpoint
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
-from tests.helpers.widening import GQA, WidenedCheckpoint
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
-
 import accelerate_offload
 import compare
+import pytest
+import torch
 from common import options_from, peer_parser
 from comparing import systems
 from measurement import measure, measure_peer
 from models import load_draft
+
+from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
+from tests.helpers.widening import GQA, WidenedCheckpoint
 
 NEW_TOKENS = 14
 TEXTS = ("the quick brown fox jumps over the lazy dog and the quick", "a link, a layer, a slot; the pass streams on")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
-
 import bench_streaming
 import compare
+import pytest
+import torch
 from common import options_from, peer_parser
 from comparing import chart, report, systems
 from measurement import RoundClock

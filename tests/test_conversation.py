@@ -20,11 +20,6 @@ from tests.helpers.engine import load, one_thread, raising, write_checkpoint, wr
 COUNT = 12
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
 @pytest.fixture(scope="module", params=["ngram", "model", "triforce"])
 def runtime(target: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     draft = target.parent / "draft"

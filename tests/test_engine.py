@@ -11,7 +11,7 @@ import pytest
 
 from offload_runtime.engine import Runtime, making_plans
 from offload_runtime.runners import PassShape
-from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread  # noqa: F401
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -19,16 +19,6 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
 COUNT = 40
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 @pytest.fixture(scope="module")

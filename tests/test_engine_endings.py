@@ -11,14 +11,9 @@ import pytest
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv_cache import host_blocks
-from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, raising, write_noisy_copy  # noqa: F401
 
 COUNT = 32
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
 
 
 @pytest.fixture(scope="module")

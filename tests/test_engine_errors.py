@@ -39,11 +39,6 @@ from tests.helpers.engine import (
 )
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
 @pytest.fixture
 def copy(target: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint to damage."""

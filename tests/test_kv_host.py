@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +15,10 @@ from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv_cache import host_blocks
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from tests.helpers.assembly import Assembled, HostKV, make_runner
+from tests.helpers.assembly import HostKV
 from tests.helpers.engine import one_thread  # noqa: F401
-from tests.helpers.models import random_model, random_tokens
-
-CAPACITY = 1600
-MODELS = ["llama", "llama-gqa", "mistral-window"]
+from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, same
+from tests.helpers.models import random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +26,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def assemble(name: str, directory: Path, **options: Any) -> Assembled:
-    path = directory / name
-    path.mkdir(exist_ok=True)
-    return make_runner(random_model(name), path, capacity_tokens=CAPACITY, **options)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The same model with its cache on the device, and on the host with some weights streamed too."""
     device = assemble(request.param, directory)
-    engine = ThreadCopyEngine(before_copy=_delays(1, 0.001))
+    engine = ThreadCopyEngine(before_copy=delays(1, 0.001, share=1))
     host = assemble(
         request.param, directory, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine
     )
     yield device.runner, host.runner
     device.close()
     host.close()
-
-
-def _delays(seed: int, most_s: float) -> Any:
-    generator = random.Random(seed)
-    return lambda: time.sleep(generator.uniform(0, most_s))
-
-
-def reset(*runners: ModelRunner) -> None:
-    for runner in runners:
-        for sequence in range(3):
-            runner.cache.truncate(sequence, 0)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left, right) and bool(left.isfinite().all())
 
 
 @pytest.mark.parametrize("length", [5, 255, 256, 257, 700, 1024])

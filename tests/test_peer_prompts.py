@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import compare
+import measurement
 import pytest
+import sources
 import torch
+from common import options_from, peer_parser
+from generations import asked_generations, num_differing_of
+from long_prompts import read_in_chunks
+from measurement import measure, measure_peer
+from models import load_draft, prefill_bytes
+from runs import Run
 
+from offload_runtime.errors import OptionError
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.peers import (
     NEW_TOKENS,
@@ -22,21 +31,6 @@ from tests.helpers.peers import (
     prepare,
     write_target,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
-
-import compare
-import measurement
-import sources
-from common import options_from, peer_parser
-from generations import asked_generations, num_differing_of
-from long_prompts import read_in_chunks
-from measurement import measure, measure_peer
-from models import load_draft, prefill_bytes
-from runs import Run
-
-from offload_runtime.errors import OptionError
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import compare
+import measurement
+import offloaded_cache
+import ours_runtime
 import pytest
 import torch
+from common import options_from, peer_parser
+from comparing import report
+from generations import asked_generations
+from measurement import measure_peer
+from models import load_draft
+from offloaded_cache import offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
+from our_options import OurOptions
+from runs import KVTraffic, Run, figures
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from offload_runtime.config import ModelConfig
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import BudgetError
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.peers import (
@@ -25,26 +39,6 @@ from tests.helpers.peers import (
     prepare,
     write_target,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
-
-import compare
-import measurement
-import offloaded_cache
-import ours_runtime
-from common import options_from, peer_parser
-from comparing import report
-from generations import asked_generations
-from measurement import measure_peer
-from models import load_draft
-from offloaded_cache import offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
-from our_options import OurOptions
-from runs import KVTraffic, Run, figures
-
-from offload_runtime.config import ModelConfig
-from offload_runtime.engine import Runtime
-from offload_runtime.errors import BudgetError
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from offload_runtime.engine import Runtime, assembly
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.machine_profile import load_profile
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 
 CARD = load_profile("rtx4090")
 CONTEXT, DRAFT_CONTEXT = 700, 512
@@ -27,11 +27,6 @@ SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 64, "budget_tokens":
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 @pytest.fixture(scope="module")

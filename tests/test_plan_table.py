@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
+import plan_table
 
-import plan_table  # noqa: E402 (a script beside the package)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_documented_plans_are_current(tmp_path: Path) -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import bench_report
+import compare
 import pytest
+from comparing import systems
 
+from offload_runtime.errors import OffloadError, StorageError
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.peers import (
     one_result,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "peers"))
-
-import bench_report
-import compare
-from comparing import systems
-
-from offload_runtime.errors import OffloadError, StorageError
 
 
 def test_compare_leaves_what_was_measured_after_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

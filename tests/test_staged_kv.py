@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from offload_runtime.model import Window
 from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.runners import ModelRunner
 from offload_runtime.staging import StagingWriteEngine
-from tests.helpers.assembly import Assembled, HostKV, StagedKV, make_runner
+from tests.helpers.assembly import HostKV, StagedKV
 from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import random_model, random_tokens
+from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, copying_threads, delays, reset, same
+from tests.helpers.models import random_tokens
 
-CAPACITY = 1600
-MODELS = ["llama", "llama-gqa", "mistral-window"]
 # Three of the host's layers; layer 2 stays on the device.
 HALF, ALL = (1,), (0, 1, 3)
 
@@ -36,22 +34,6 @@ HALF, ALL = (1,), (0, 1, 3)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-def assemble(name: str, directory: Path, **options: Any) -> Assembled:
-    path = directory / name
-    path.mkdir(exist_ok=True)
-    return make_runner(random_model(name), path, capacity_tokens=CAPACITY, **options)
-
-
-def delays(seed: int, most_s: float = 0.002, share: float = 0.3) -> Callable[[], None]:
-    generator = random.Random(seed)
-
-    def sleep() -> None:
-        if generator.random() < share:
-            time.sleep(generator.uniform(0, most_s))
-
-    return sleep
 
 
 def host_kv(layers: tuple[int, ...], **options: Any) -> HostKV:
@@ -92,20 +74,6 @@ def nothing_left() -> Iterator[None]:
     before = copying_threads()
     yield
     assert copying_threads() == before
-
-
-def copying_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(("staging", "copy-engine"))}
-
-
-def reset(*runners: ModelRunner) -> None:
-    for runner in runners:
-        for sequence in range(3):
-            runner.cache.truncate(sequence, 0)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left, right) and bool(left.isfinite().all())
 
 
 def prefill(pair: Pair, count: int, *, seed: int = 0, sequence: int = 0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.page_locking import CudaRegistrar
 from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar
 
 NUM_LAYERS = 6
@@ -57,10 +57,6 @@ def nothing_left() -> Iterator[None]:
     before = copying_threads()
     yield
     assert copying_threads() == before
-
-
-def copying_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(("staging", "copy-engine"))}
 
 
 def tokens_of(runtime: Runtime) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from offload_runtime.copy_engine import ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.page_locking import PageableMemory
 from offload_runtime.staging import StagingWriteEngine
+from tests.helpers.kv_runners import delays
 
 PIECE_BYTES = 64
 BLOCK_BYTES = 5 * PIECE_BYTES + 8
@@ -75,11 +75,6 @@ def writing(**options: object) -> Iterator[Writing]:
     assert threading.active_count() == before
 
 
-def _delays(seed: int) -> Callable[[], None]:
-    generator = random.Random(seed)
-    return lambda: time.sleep(generator.uniform(0, 0.002)) if generator.random() < 0.3 else None
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     pieces=st.integers(1, 8), threads=st.integers(1, 5), seed=st.integers(0, 99),
@@ -87,7 +82,7 @@ def _delays(seed: int) -> Callable[[], None]:
 )  # fmt: skip
 def test_what_is_done_has_landed(pieces: int, threads: int, seed: int, blocks: list[int], how: str) -> None:
     """Events of one copy each and one that is used again and again; a source is written anew once it was read."""
-    with writing(pieces=pieces, threads=threads, before_landing=_delays(seed), before_copy=_delays(seed + 1)) as sent:
+    with writing(pieces=pieces, threads=threads, before_landing=delays(seed), before_copy=delays(seed + 1)) as sent:
         common, engine = sent.engine.new_event(), sent.engine
         for number, block in enumerate(blocks):
             own = engine.new_event()
@@ -107,7 +102,7 @@ def test_what_is_done_has_landed(pieces: int, threads: int, seed: int, blocks: l
 @settings(max_examples=40, deadline=None)
 @given(pieces=st.integers(1, 8), threads=st.integers(1, 5), seed=st.integers(0, 99))
 def test_many_at_once_and_drained(pieces: int, threads: int, seed: int) -> None:
-    with writing(pieces=pieces, threads=threads, before_landing=_delays(seed), before_copy=_delays(seed + 1)) as sent:
+    with writing(pieces=pieces, threads=threads, before_landing=delays(seed), before_copy=delays(seed + 1)) as sent:
         ready = sent.engine.new_event()
         expected = [sent.send(block, ready, block) for block in range(NUM_BLOCKS)]
         sent.engine.drain()

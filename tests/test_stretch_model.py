@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stretch_model
 import torch
+import widen_model
 from safetensors.torch import save_file
+from stretch_model import parse_rope
 from transformers import AutoModelForCausalLM
+from widening.shapes import SHAPES
+from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.model import RopeTable, Window
@@ -24,14 +29,6 @@ from tests.helpers.models import all_logits, cached_logits, random_tokens
 from tests.helpers.widening import WidenedCheckpoint, WideShape, rope, small_model, tensors_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-import stretch_model  # noqa: E402
-import widen_model  # noqa: E402
-from stretch_model import parse_rope  # noqa: E402
-from widening.shapes import SHAPES  # noqa: E402
-from widening.stretched import StretchedCheckpoint  # noqa: E402
-
 YARN = rope("yarn", factor=16.0, original_max_position_embeddings=64)
 # Of the heads of SmolLM2 and the 7B shapes, which make up the rotary embedding.
 HEADS_OF_128 = WideShape(96, 160, 4, 12, 12, 128)

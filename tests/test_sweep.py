@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from long_context import command as command_module
+from long_context import needle as needle_module
+from long_context import rows as rows_module
+from long_context import session as session_module
+from long_context.command import stretches
+from long_context.decoding import Decoding, compare, target_acceptance
+from long_context.internals import proposer_of, target_cache, tell_again
+from long_context.needle import NeedleTest
+from long_context.rig import Rig
+from long_context.rows import Lengths, RowMeasurement, bound, starts_of
+from long_context.session import Session
+from long_context.sweeps import SWEEPS, Setting, points_of
 from offload_runtime_kernels.kv_blocks import KVBlocks
+from sweep import main
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -21,23 +33,6 @@ from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import HostKVCache
 from offload_runtime.speculation import NoProposer, Proposal, Round
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-from long_context import command as command_module  # noqa: E402
-from long_context import needle as needle_module  # noqa: E402
-from long_context import rows as rows_module  # noqa: E402
-from long_context import session as session_module  # noqa: E402
-from long_context.command import stretches  # noqa: E402
-from long_context.decoding import Decoding, compare, target_acceptance  # noqa: E402
-from long_context.internals import proposer_of, target_cache, tell_again  # noqa: E402
-from long_context.needle import NeedleTest  # noqa: E402
-from long_context.rig import Rig  # noqa: E402
-from long_context.rows import Lengths, RowMeasurement, bound, starts_of  # noqa: E402
-from long_context.session import Session  # noqa: E402
-from long_context.sweeps import SWEEPS, Setting, points_of  # noqa: E402
-from sweep import main  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
 OPTIONS = SpeculationOptions("triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3)

@@ -6,25 +6,21 @@ import importlib.util
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep as sweep_tool
+from long_context.options import settings_of
+from sweep import FAMILIES, main, plan
+from sweeping.command_line import family_of, parse
+from sweeping.family import flag
+from sweeping.panels import panels_of
+from sweeping.plot import draw, picture_base
 
 from offload_runtime.errors import OptionError, StorageError
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-import sweep as sweep_tool  # noqa: E402
-from long_context.options import settings_of  # noqa: E402
-from sweep import FAMILIES, main, plan  # noqa: E402
-from sweeping.command_line import family_of, parse  # noqa: E402
-from sweeping.family import flag  # noqa: E402
-from sweeping.panels import panels_of  # noqa: E402
-from sweeping.plot import draw, picture_base  # noqa: E402
-
 RESULTS = sorted((ROOT / "tools" / "results").glob("sweep-*.json"))
 CHARTS = ROOT / "docs" / "charts"
 NAMES = [path.stem for path in RESULTS]

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from offload_runtime.engine import assembly
-from offload_runtime.errors import BudgetError
-from offload_runtime.memory import HostArena
-from offload_runtime.weights import HostWeights, load_weights, open_checkpoint
-from tests.helpers.engine import NUM_LAYERS, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
 from streamed_weights import command as command_module
 from streamed_weights import kept as kept_module
 from streamed_weights import speeds as speeds_module
@@ -27,6 +17,12 @@ from streamed_weights.speeds import PassNeeds, Speeds, bound_of
 from streamed_weights.sweeps import resident_points, window_points
 from sweep import main
 from widening.shapes import shape_named
+
+from offload_runtime.engine import assembly
+from offload_runtime.errors import BudgetError
+from offload_runtime.memory import HostArena
+from offload_runtime.weights import HostWeights, load_weights, open_checkpoint
+from tests.helpers.engine import NUM_LAYERS, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
 ON_CPU = ["--device", "cpu", "--dtype", "fp32", "--commit", "abc", "--prompt-tokens", "12"]
@@ -190,7 +186,7 @@ def test_the_memory_goes_back_in_the_end(models: tuple[Path, Path, Path], monkey
 
 
 def test_the_bound_is_the_longest_of_three() -> None:
-    from repeated_checkpoint import repeated_llama
+    from widening.untrained import repeated_llama
 
     config = repeated_llama(shape_named("llama2-7b"), context_tokens=4096).config()
     layer = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)

@@ -6,19 +6,16 @@ import gzip
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+import timeline
+from timelines import picture, spans
 
 from offload_runtime.errors import OptionError, TraceError
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-import timeline  # noqa: E402 (a script beside the package)
-from timelines import picture, spans  # noqa: E402
 
 pytest.importorskip("matplotlib")
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Asked, Children, ModelRunner
+from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     NoProposer,
     Proposal,
     Proposer,
     Round,
     SpeculativeDecoder,
-    StepWorth,
-    TreeDraftProposer,
     Turn,
     play_round,
 )
@@ -25,6 +23,7 @@ from offload_runtime.speculation.rounds import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, path_of, scores_by_the_book
 
 CONTEXT = 200
@@ -67,16 +66,6 @@ def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]
     made = make_tree_draft(tmp_path_factory.mktemp("short"), hf_model=noisy(1, 0.08), capacity_tokens=48)
     yield made
     made.made.close()
-
-
-def steps(count: int) -> Watch:
-    """A pass that is still running as often as it is asked `count` times."""
-
-    def watch(logits: torch.Tensor) -> Callable[[], bool]:
-        left = iter([True] * count)
-        return lambda: next(left, False)
-
-    return watch
 
 
 def decode(
@@ -198,138 +187,6 @@ def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft
         )[1]) for ahead in (0, 20)
     ]  # fmt: skip
     assert means[1] >= 0.9 * means[0]
-
-
-class SureModel:
-    """A tree model that says `script` first of all, whatever the path; counts its steps."""
-
-    capacity_tokens, num_slots = 1000, 40
-
-    def __init__(self, script: Sequence[int], *, unready: int = 0) -> None:
-        self._script, self.steps, self._unready = list(script), 0, unready
-        self.made_ready: list[tuple[list[int], int]] = []
-        self._texts: dict[int, list[int]] = {}
-
-    def width(self, num_sequences: int) -> int:
-        return 8
-
-    def start(self, params: SamplingParams) -> None:
-        pass
-
-    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
-        return self._texts.get(sequence) == list(tokens)
-
-    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
-        self._texts[sequence] = [*self._texts[sequence], *tokens]
-
-    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
-        self.made_ready.append((list(lengths), further))
-        return len(self.made_ready) <= self._unready
-
-    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        self.steps += 1
-        said = {}
-        for sequence, one in asked.items():
-            self._texts[sequence] = list(one.text)
-            assert all(slot < self.num_slots for branch in one.branches for slot in branch.slots)
-            places = [len(one.text) + len(branch.slots) for branch in one.branches]
-            said[sequence] = [Children([self._script[place], 90, 91], [3.0, 0.0, 0.0]) for place in places]
-        return said
-
-
-def sure_proposer(model: SureModel) -> TreeDraftProposer:
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
-    proposer.start(PARAMS[0])
-    return proposer
-
-
-def test_steps_are_made_ready_behind_passes_alone() -> None:
-    script = random_tokens(200, seed=9)
-    model = SureModel(script, unready=3)
-    proposer = sure_proposer(model)
-    proposer.prepare(0, script[:9])
-    proposer.ahead(steps(0)(torch.empty(0)))
-    assert model.made_ready == [], "no pass is running"
-    proposer.ahead(steps(2)(torch.empty(0)))
-    assert model.made_ready == [([10], 0)] * 2, "for as long as it runs"
-    proposer.propose([Turn(0, script[:10], 4, 4)])
-    assert model.steps == 4 and len(model.made_ready) == 2
-    proposer.ahead(steps(3)(torch.empty(0)))
-    assert model.made_ready[2:] == [([11], 4)] * 2, "until nothing is left to be made ready"
-    assert model.steps == 6, "and then past the window"
-    proposer.propose([Turn(0, script[:11], 4)])
-    proposer.ahead(steps(5)(torch.empty(0)))
-    assert len(model.made_ready) == 4 and model.steps == 6, "not for a chain"
-
-
-def test_steps_are_made_ready_for_a_batch_when_all_of_it_has_been_read() -> None:
-    model = SureModel(random_tokens(200, seed=9), unready=9)
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
-    proposer.start(PARAMS[0], 3)
-    for sequence, length in enumerate((9, 30, 4)):
-        proposer.prepare(sequence, random_tokens(length, seed=sequence))
-        proposer.ahead(steps(2)(torch.empty(0)))
-    assert model.made_ready == [([10, 31, 5], 0)] * 2
-    proposer.prepare(0, [])  # cut off before anything was proposed
-    proposer.start(PARAMS[0], 1)
-    proposer.ahead(steps(2)(torch.empty(0)))
-    assert len(model.made_ready) == 2, "of the generation before nothing is left"
-    proposer.prepare(0, random_tokens(7, seed=1))
-    proposer.ahead(steps(1)(torch.empty(0)))
-    assert model.made_ready[2:] == [([8], 0)]
-
-
-def test_with_full_agreement_nothing_is_left_to_draft(target: ModelRunner) -> None:
-    script = random_tokens(200, seed=9)
-    model = SureModel(script)
-    proposer, length = sure_proposer(model), 10
-    for turn in range(6):
-        before = model.steps
-        proposal = proposer.propose([Turn(0, script[:length], 4, 4)])[0]
-        assert list(proposal.tokens) == script[length : length + 4] and proposal.is_chain
-        assert model.steps - before == (4 if turn == 0 else 0)
-        proposer.ahead(steps(50)(torch.empty(0)))
-        length += 5  # all four, and the target's own
-    # Half of it: what was drafted past the rejection is gone, and one step says what follows.
-    before = model.steps
-    proposer.propose([Turn(0, script[:length], 4, 4)])
-    text = [*script[: length + 2], 3]
-    assert list(proposer.propose([Turn(0, text, 4, 4)])[0].tokens) == script[length + 3 : length + 7]
-    assert model.steps - before == 4
-
-
-def test_running_ahead_ends_with_the_pass_and_with_its_slots() -> None:
-    script = random_tokens(200, seed=10)
-    model = SureModel(script)
-    proposer = sure_proposer(model)
-    proposer.ahead(lambda: True)  # nothing has been proposed
-    assert model.steps == 0
-    proposer.propose([Turn(0, script[:10], 4, 4)])
-    before, asked = model.steps, 0
-
-    def pending() -> bool:
-        nonlocal asked
-        asked += 1
-        assert model.steps == before + asked - 1, "asked between any two steps"
-        return asked <= 3
-
-    proposer.ahead(pending)
-    assert (asked, model.steps) == (4, before + 3)
-    proposer.ahead(lambda: True)  # and comes to an end by itself
-    assert model.steps <= before + SureModel.num_slots
-
-
-def test_a_rejected_window_leaves_the_other_branch(target: ModelRunner) -> None:
-    """The second child comes true: it was expanded ahead, and its window needs fewer steps."""
-    script = random_tokens(200, seed=11)
-    model = SureModel(script)
-    proposer = sure_proposer(model)
-    proposer._probabilities.sharpness = 0.02  # nothing is sure
-    proposer.propose([Turn(0, script[:10], 2, 12)])
-    proposer.ahead(steps(1)(torch.empty(0)))
-    before = model.steps
-    proposal = proposer.propose([Turn(0, [*script[:10], 90], 1, 3)])[0]
-    assert set(proposal.tokens) == {script[11], 90, 91} and model.steps == before
 
 
 @pytest.mark.parametrize("ahead", [0, 3, 30])
@@ -477,79 +334,6 @@ def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rat
         both += {"ngram", "draft"} <= set(proposal.sources)
         full += len(proposal) == 10
     assert both > 15 and full > 15
-
-
-def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = random_tokens(200, seed=18)
-    proposer, told = sure_proposer(SureModel(script)), list[int | None]()
-    monkeypatch.setattr(proposer._probabilities, "observe", lambda scores, said: told.append(said))
-    proposer.propose([Turn(0, script[:10], 4, 8)])
-    proposer.propose([Turn(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
-    assert told == [0, 0, 0, 1]
-    proposer.propose([Turn(0, [*script[:13], 90, 5], 4, 8)])  # and one that nobody thought of
-    assert told == [0, 0, 0, 1, None]
-    proposer.start(PARAMS[0])
-    proposer.propose([Turn(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
-    assert len(told) == 5
-
-
-class Demanding(StepWorth):
-    """One to which a step is worth its time from some gain on; keeps what it was asked."""
-
-    def __init__(self, least_gain: float) -> None:
-        super().__init__()
-        self._least_gain, self.gains = least_gain, list[float]()
-
-    def pays(self, gain: float) -> bool:
-        self.gains.append(gain)
-        return gain >= self._least_gain
-
-
-def demanding(model: SureModel, least_gain: float) -> tuple[TreeDraftProposer, Demanding]:
-    worth = Demanding(least_gain)
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth)
-    proposer.start(PARAMS[0])
-    return proposer, worth
-
-
-def test_a_thrifty_turn_takes_the_steps_that_pay() -> None:
-    script = random_tokens(200, seed=19)
-    sizes = []
-    for least_gain in (0.0, 0.8, 2.0):
-        model = SureModel(script)
-        proposer, worth = demanding(model, least_gain)
-        sizes.append(len(proposer.propose([Turn(0, script[:10], 8, 30, thrifty=True)])[0]))
-        assert worth.gains and model.steps == 1 + sum(gain >= least_gain for gain in worth.gains)
-    assert sizes[0] == 30 > sizes[1] > sizes[2] == 3, "a first step is taken in any case"
-    proposer, worth = demanding(SureModel(script), 2.0)
-    assert len(proposer.propose([Turn(0, script[:10], 8, 30)])[0]) == 30 and not worth.gains, "what was asked for"
-
-
-def test_what_a_smaller_window_held_does_not_end_a_larger_one() -> None:
-    """Only the likeliest nodes are expanded at first; that they do not pay says nothing about all that there are."""
-    script = random_tokens(200, seed=20)
-    proposer, worth = demanding(SureModel(script), 0.7)
-    proposer.propose([Turn(0, script[:10], 8, 1, thrifty=True)])  # a bar that few nodes reach
-    proposer.propose([Turn(0, script[:40], 8, 30, thrifty=True)])
-    refused = [gain for gain in worth.gains if gain < 0.7]
-    assert len(refused) > 1 and worth.gains[-1] == refused[-1]
-    later = worth.gains[worth.gains.index(refused[0]) :]
-    assert any(gain >= 0.7 for gain in later), "more nodes at once were worth a step"
-
-
-def test_chains_between_trees_are_not_held_against_them() -> None:
-    script = random_tokens(200, seed=21)
-    now_s = 0.0
-    worth = StepWorth(clock=lambda: now_s)
-    proposer = TreeDraftProposer(
-        NoProposer(), SureModel(script), device=torch.device("cpu"), ngrams=None, worth=worth
-    )  # fmt: skip
-    proposer.start(PARAMS[0])
-    for turn, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
-        proposer.propose([Turn(0, script[: 10 + 5 * turn], 4, nodes, thrifty=True)])
-        if turn > 1:
-            assert worth.tok_per_s == pytest.approx(5 / 0.2)
-        now_s += 0.2
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from offload_runtime.kv_cache import DeviceKVCache, block_bytes
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_noisy_copy  # noqa: F401
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -32,11 +32,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
 COUNT = 30
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
 
 
 @pytest.fixture(scope="module")

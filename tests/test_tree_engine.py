@@ -12,7 +12,7 @@ import pytest
 from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
 from offload_runtime.engine import Runtime, playing
 from offload_runtime.speculation import NgramLookup, NgramProposer, Tally, Turn, rounds
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401
 from tests.helpers.trees import TreeScript
 from tests.test_cli_fakes import make_stats
 
@@ -21,11 +21,6 @@ COUNT = 40
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.6, "seed": 2}, {"temperature": 1.0, "seed": 3, "top_k": 3}
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
 
 
 def generate(runtime: Runtime, way: dict[str, Any], **options: Any) -> list[list[int]]:

@@ -14,7 +14,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.transcripts import loaded_proposers
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import NoProposer
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 
 CONTEXT, COUNT = 700, 40
 SAMPLINGS: list[dict[str, Any]] = [
@@ -29,11 +29,6 @@ SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_token
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 def generate(runtime: Runtime, **options: Any) -> list[list[int]]:

@@ -23,7 +23,7 @@ from offload_runtime.engine.verification import VerificationPlan, VerificationRe
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Proposal, rounds
 from offload_runtime.speculation import accepted_path as honest_path
-from tests.helpers.engine import PROMPT, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 
 T1 = SamplingParams(temperature=1.0)
 PLAN = VerificationPlan(
@@ -35,16 +35,6 @@ PLAN = VerificationPlan(
 # For what only the tests of fit can see, and for what the runs show at once.
 FIT_PLAN = replace(PLAN, tokens=8)
 RUN_PLAN = replace(PLAN, tokens=10, seeds=32)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import widen_model
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
@@ -19,9 +20,6 @@ from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.widening import GQA, WidenedCheckpoint, small_model, tensors_of
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-import widen_model  # noqa: E402
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from widening.rope import frequencies, widened_rope
+from widening.shapes import SHAPES, check_fits, place_heads, rotary_channels, shape_named
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
@@ -31,11 +32,6 @@ from tests.helpers.widening import (
     tensors_of,
     write,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
-from widening.rope import frequencies, widened_rope
-from widening.shapes import SHAPES, check_fits, place_heads, rotary_channels, shape_named
 
 TOKENS = random_tokens(40)
 # SmolLM2-135M's attention, which the named shapes have to hold.

@@ -17,17 +17,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-
+import script
 import torch
 from bench_report import emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
 from offload_runtime.engine.emulation import Emulation, emulation_of, measure_link_both_ways
-from offload_runtime.errors import OffloadError
 from offload_runtime.link_pace import paced_link
 from offload_runtime.memory import HostArena, current_device, resolve_device
 
@@ -142,6 +138,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,12 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the JSON line")
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
-    try:
-        result = measure(options)
-        emit(result, options.out)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    result = measure(options)
+    emit(result, options.out)
     return 0 if result["holds"] else 1
 
 

@@ -18,26 +18,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import script
 import torch
+from bench_report import emit, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
-
-from bench_report import emit, provenance  # noqa: E402
-
-from offload_runtime.config import SamplingParams  # noqa: E402
-from offload_runtime.copy_engine import make_copy_engine  # noqa: E402
-from offload_runtime.engine.assembly import LoadedModel, connect_model  # noqa: E402
-from offload_runtime.engine.making_plans import target_plan  # noqa: E402
-from offload_runtime.engine.placing import plan_placement, reserve_workspace  # noqa: E402
-from offload_runtime.engine.plans import Plans  # noqa: E402
-from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows  # noqa: E402
-from offload_runtime.errors import OffloadError  # noqa: E402
-from offload_runtime.memory import DeviceBudget, resolve_device  # noqa: E402
-from offload_runtime.runners import ModelRunner  # noqa: E402
-from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
-from offload_runtime.weights import load_weights, open_checkpoint  # noqa: E402
+from offload_runtime.config import SamplingParams
+from offload_runtime.copy_engine import make_copy_engine
+from offload_runtime.engine.assembly import LoadedModel, connect_model
+from offload_runtime.engine.making_plans import target_plan
+from offload_runtime.engine.placing import plan_placement, reserve_workspace
+from offload_runtime.engine.plans import Plans
+from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows
+from offload_runtime.memory import DeviceBudget, resolve_device
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder
+from offload_runtime.weights import load_weights, open_checkpoint
 
 
 def decode(
@@ -129,6 +124,7 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 
 
+@script.one_line_errors
 def main() -> int:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,14 +142,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
-    try:
-        device = resolve_device(arguments.device)
-        name, resident, prompt = load(arguments, None)
-        _, streamed, _ = load(arguments, 0)
-        rows = run_model(resident, streamed, prompt, arguments)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    device = resolve_device(arguments.device)
+    name, resident, prompt = load(arguments, None)
+    _, streamed, _ = load(arguments, 0)
+    rows = run_model(resident, streamed, prompt, arguments)
     failed = any(row["differing_tokens"] or row["differing_logit_rows"] for row in rows)
     report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype}
     emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)

@@ -15,18 +15,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import script
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
-
-from bench_report import emit, measure_link_gbps, percentiles, provenance  # noqa: E402
-from long_context.decoding import compare  # noqa: E402
-from long_context.internals import (  # noqa: E402
+from bench_report import emit, measure_link_gbps, percentiles, provenance
+from long_context.decoding import compare
+from long_context.internals import (
     budget_of,
     bytes_written_back,
     engine_of,
@@ -38,16 +33,15 @@ from long_context.internals import (  # noqa: E402
     set_variant,
     target_cache,
 )
-from long_context.options import add_common_options, settings_of, sources  # noqa: E402
-from long_context.session import Session  # noqa: E402
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS  # noqa: E402
+from long_context.options import add_common_options, settings_of, sources
+from long_context.session import Session
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import GB, SamplingParams, SpeculationOptions  # noqa: E402
-from offload_runtime.engine import Runtime  # noqa: E402
-from offload_runtime.errors import OffloadError  # noqa: E402
-from offload_runtime.kv_cache import HostKVCache  # noqa: E402
-from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder  # noqa: E402
-from offload_runtime.weights import packed_bytes  # noqa: E402
+from offload_runtime.config import GB, SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
+from offload_runtime.weights import packed_bytes
 
 
 class Bench:
@@ -219,6 +213,7 @@ def _triples(text: str) -> list[tuple[int, int, int]]:
     return triples
 
 
+@script.one_line_errors
 def main() -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,11 +228,7 @@ def main() -> int:
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
     arguments = parser.parse_args()
-    try:
-        emit(run(arguments), arguments.out)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    emit(run(arguments), arguments.out)
     return 0
 
 

@@ -18,17 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-
+import script
 import torch
 from bench_report import emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
-from repeated_checkpoint import repeated_llama
 from widening.shapes import SHAPES, TINY, WideShape
-from wordless_llama import WordlessLlama
+from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -38,7 +34,6 @@ from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs, placements
 from offload_runtime.engine.planning import PlannedDevice
-from offload_runtime.errors import OffloadError
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.planner import MachineFigures, predict_pass
@@ -71,7 +66,7 @@ def settings_of(shape: str) -> tuple[Setting, ...]:
     )
 
 
-def limit_bytes(setting: Setting, source: WordlessLlama, device: torch.device) -> int:
+def limit_bytes(setting: Setting, source: UntrainedLlama, device: torch.device) -> int:
     """Device memory that the setting needs, and a quarter of a layer."""
     budget = DeviceBudget(device, None)
     limits = PlannedDevice(None, budget.reserved_bytes)
@@ -196,6 +191,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,12 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the JSON line")
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
-    try:
-        result = measure(options)
-        emit(result, options.out)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    result = measure(options)
+    emit(result, options.out)
     print(*result["failures"], sep="\n", file=sys.stderr)
     return 1 if result["failures"] else 0
 

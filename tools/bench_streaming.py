@@ -16,14 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
+import script
 from comparing.systems import SYSTEMS as COMPARED
 from comparing.systems import System, measured, outcome, run_system
 
-from offload_runtime.errors import DeviceError
+from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 
 SYSTEMS = {
@@ -110,6 +107,7 @@ def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
     return found
 
 
+@script.one_line_errors
 def main() -> int:
     """Run the chosen systems one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,13 +127,8 @@ def main() -> int:
     names = [name for name in arguments.systems.split(",") if name]
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
-        print(f"error: unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}", file=sys.stderr)
-        return 2
-    try:
-        resolve_device(arguments.device)
-    except DeviceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise OptionError(f"unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}")
+    resolve_device(arguments.device)
     common = ["--shape", arguments.shape, "--prompt-tokens", str(arguments.prompt_tokens), "--vram", arguments.vram]
     common += ["--new-tokens", str(arguments.new_tokens), "--dtype", arguments.dtype, "--device", arguments.device]
     common += ["--layers", str(arguments.layers)] if arguments.layers else []

@@ -19,10 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-
+import script
 import torch
 from bench_report import emit, provenance, write_unfinished
 from long_context.internals import ranks_of
@@ -31,7 +28,6 @@ from widening.shapes import WideShape, shape_named
 
 from offload_runtime.config import GB
 from offload_runtime.engine import GenerationResult, Runtime
-from offload_runtime.errors import OffloadError
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import best_tree_tokens
 from offload_runtime.runners.tree_rows import CHILDREN
@@ -222,27 +218,24 @@ def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 
+@script.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both parts; 1 when an answer was not that of plain decoding."""
     options = parse(argv)
     parts = options.parts.split(",")
     report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "sizes": []}
     origin: dict[str, Any] = {}
-    try:
-        small = open_checkpoint(options.source)
-        for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
-            for noise in options.noises if part in parts else ():
-                for row in measure(options, small, noise):
-                    report[part].append(row)
-                    origin = origin or origin_of(options)
-                    write_unfinished({**report, **origin}, options.out)
-                    print(table({"streamed": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
-        report |= origin or origin_of(options)
-        print(table(report))
-        emit(report, options.out)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    small = open_checkpoint(options.source)
+    for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
+        for noise in options.noises if part in parts else ():
+            for row in measure(options, small, noise):
+                report[part].append(row)
+                origin = origin or origin_of(options)
+                write_unfinished({**report, **origin}, options.out)
+                print(table({"streamed": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
+    report |= origin or origin_of(options)
+    print(table(report))
+    emit(report, options.out)
     return 0 if all(row.get("identical", True) for row in (*report["streamed"], *report["sizes"])) else 1
 
 

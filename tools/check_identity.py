@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
+from bench_report import emit, provenance
+from noisy_draft import write_noisy_copy
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
-
-from bench_report import emit, provenance  # noqa: E402
-from noisy_draft import write_noisy_copy  # noqa: E402
-
-from offload_runtime.engine import Runtime, fetch_demo_model  # noqa: E402
-from offload_runtime.memory import resolve_device  # noqa: E402
+from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.memory import resolve_device
 
 PROMPTS = {
     "prose": "The history of the steam engine began when",

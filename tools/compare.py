@@ -18,11 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# A plain script, before or without an installation. The root comes last: nothing in it shadows an installed package.
-sys.path.append(str(Path(__file__).resolve().parent / "peers"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
+import script
 import torch
 from bench_report import emit, provenance, write_unfinished
 from checks import check_prefill_chunk, check_short_warmups
@@ -34,7 +30,7 @@ from our_options import add_our_options, our_options
 from sources import SHAPES
 
 from offload_runtime.config import require_positive
-from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import fetch_demo_model, open_checkpoint
 
@@ -227,23 +223,20 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     return {**make_report(arguments, results), **provenance(torch.device(arguments.device), commit=arguments.commit)}
 
 
+@script.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen systems; returns the exit code."""
     arguments = make_parser().parse_args(argv)
-    try:
-        names = chosen_systems(arguments.systems)
-        check(arguments, names)
-        if arguments.draft == "demo":
-            arguments.draft = str(fetch_demo_model())
-        report = compare(arguments, names)
-        results = report["results"]
-        print(table(report))
-        emit(report, arguments.out)
-        if measured(results) and not arguments.no_chart:
-            print("drawn:", *draw(report, arguments.out), file=sys.stderr)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    names = chosen_systems(arguments.systems)
+    check(arguments, names)
+    if arguments.draft == "demo":
+        arguments.draft = str(fetch_demo_model())
+    report = compare(arguments, names)
+    results = report["results"]
+    print(table(report))
+    emit(report, arguments.out)
+    if measured(results) and not arguments.no_chart:
+        print("drawn:", *draw(report, arguments.out), file=sys.stderr)
     return 0 if succeeded(results) else 1
 
 

@@ -12,14 +12,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import script
 import torch
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "kernels"), str(ROOT)]
-
-from offload_runtime.errors import OffloadError  # noqa: E402
-from offload_runtime.weights.convert import atomic_directory  # noqa: E402
+from offload_runtime.weights.convert import atomic_directory
 
 
 def write_noisy_copy(source: Path, directory: Path, *, noise: float = 0.05, seed: int = 0) -> Path:
@@ -57,6 +54,7 @@ def _write_files(files: list[Path], directory: Path, noise: float, generator: to
         save_file(noisy, directory / path.name, metadata={"format": "pt"})
 
 
+@script.one_line_errors
 def main() -> int:
     """Write one copy; returns the exit code: 2 for what the user can mend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,11 +63,7 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    try:
-        print(write_noisy_copy(arguments.source, arguments.directory, noise=arguments.noise, seed=arguments.seed))
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(write_noisy_copy(arguments.source, arguments.directory, noise=arguments.noise, seed=arguments.seed))
     return 0
 
 

@@ -15,14 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
+import script
+from widening.command import DTYPES, SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
+from widening.stretched import StretchedCheckpoint
 
-from widening.command import DTYPES, SOURCE_HELP, exit_code_of, open_source, write_checkpoint  # noqa: E402
-from widening.stretched import StretchedCheckpoint  # noqa: E402
-
-from offload_runtime.errors import OptionError  # noqa: E402
+from offload_runtime.errors import OptionError
 
 _WAY_OUT = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 
@@ -52,6 +49,7 @@ def _stretched(arguments: argparse.Namespace) -> StretchedCheckpoint:
     )
 
 
+@script.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,7 +60,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the written weights")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
     arguments = parser.parse_args()
-    return exit_code_of(lambda: write_checkpoint(_stretched(arguments), arguments.out, arguments.dtype))
+    remove_partial_output_on_sigterm()
+    print(write_checkpoint(_stretched(arguments), arguments.out, arguments.dtype))
+    return 0
 
 
 if __name__ == "__main__":

@@ -29,22 +29,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import script
 import torch
+from bench_report import provenance
+from long_context.command import LONG_CONTEXT
+from long_context.options import settings_of
+from streamed_weights.command import STREAMED_WEIGHTS
+from sweeping.command_line import family_of, parse, parser_of, split_words
+from sweeping.family import Family, Work
+from sweeping.plot import FORMATS, draw, picture_base, require_matplotlib
+from sweeping.results import ResultFile, read_report
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
-
-from bench_report import provenance  # noqa: E402
-from long_context.command import LONG_CONTEXT  # noqa: E402
-from long_context.options import settings_of  # noqa: E402
-from streamed_weights.command import STREAMED_WEIGHTS  # noqa: E402
-from sweeping.command_line import family_of, parse, parser_of, split_words  # noqa: E402
-from sweeping.family import Family, Work  # noqa: E402
-from sweeping.plot import FORMATS, draw, picture_base, require_matplotlib  # noqa: E402
-from sweeping.results import ResultFile, read_report  # noqa: E402
-
-from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
+from offload_runtime.errors import OptionError
 
 FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
 # What a row does not depend on.
@@ -130,22 +126,19 @@ def show_help() -> None:
         print(parser_of(family).format_help())
 
 
+@script.one_line_errors
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, or draw, and print; returns the exit code."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] in (["-h"], ["--help"]):
         show_help()
         return 0
-    try:
-        if words[:1] == ["draw"]:
-            draw_files(words[1:])
-            return 0
-        sweeps, options = split_words(words)
-        family = family_of(sweeps, FAMILIES)
-        return 0 if run(family, sweeps, parse(family, sweeps, options, FAMILIES)) else 1
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if words[:1] == ["draw"]:
+        draw_files(words[1:])
+        return 0
+    sweeps, options = split_words(words)
+    family = family_of(sweeps, FAMILIES)
+    return 0 if run(family, sweeps, parse(family, sweeps, options, FAMILIES)) else 1
 
 
 if __name__ == "__main__":

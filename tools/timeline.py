@@ -13,16 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# A plain script: where the package is not installed it is beside this folder, last so that nothing there hides others.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
+import script
 from timelines.picture import draw, picture_path
 from timelines.spans import Event, choose_passes, read_trace, write_cut
 
-from offload_runtime.errors import OffloadError
 
-
+@script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and print the totals; 2 after an error of the user's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,17 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--title", help="above the picture; left out, the passes and the trace's name")
     parser.add_argument("--cut", metavar="FILE", type=Path, help="write a trace of these passes alone, a .json.gz")
     options = parser.parse_args(arguments)
-    try:
-        path = picture_path(options.trace, options.out)
-        trace = read_trace(options.trace)
-        ranges = choose_passes(trace.events, options.passes)
-        if options.cut is not None:
-            write_cut(trace, ranges, options.cut)
-        title = options.title or f"{' and '.join(map(_range_name, ranges))} of {options.trace.name}"
-        totals = draw(trace.events, ranges, path, title=title, machine=trace.machine())
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    path = picture_path(options.trace, options.out)
+    trace = read_trace(options.trace)
+    ranges = choose_passes(trace.events, options.passes)
+    if options.cut is not None:
+        write_cut(trace, ranges, options.cut)
+    title = options.title or f"{' and '.join(map(_range_name, ranges))} of {options.trace.name}"
+    totals = draw(trace.events, ranges, path, title=title, machine=trace.machine())
     for passes, one in zip(ranges, totals, strict=True):
         print(f"{_range_name(passes)}, {one.caption()}")
     print(path)

@@ -7,7 +7,7 @@
 The result is a safetensors directory that transformers loads too. It has the small model's vocabulary, tokenizer and
 language, so the small model drafts for it; `--noise` sets how often the draft is right. With `--random` it has the
 vocabulary and the tokenizer only: a draft of which just the time of a step is measured. Benchmarks that need no files
-fill their memory from `widening.checkpoint.WidenedCheckpoint` or `widening.random_llama.RandomLlama` directly.
+fill their memory from `widening.checkpoint.WidenedCheckpoint` or `widening.untrained.random_llama` directly.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "kernels")]
-sys.path.append(str(ROOT))
+import script
+from widening.checkpoint import WidenedCheckpoint
+from widening.command import DTYPES, SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
+from widening.shapes import SHAPES, shape_named
+from widening.untrained import random_llama
 
-from widening.checkpoint import WidenedCheckpoint  # noqa: E402
-from widening.command import DTYPES, SOURCE_HELP, exit_code_of, open_source, write_checkpoint  # noqa: E402
-from widening.random_llama import RandomLlama  # noqa: E402
-from widening.shapes import SHAPES, shape_named  # noqa: E402
-
-from offload_runtime.errors import OptionError  # noqa: E402
-from offload_runtime.memory import resolve_device  # noqa: E402
-from offload_runtime.weights import CheckpointSource  # noqa: E402
+from offload_runtime.errors import OptionError
+from offload_runtime.memory import resolve_device
+from offload_runtime.weights import CheckpointSource
 
 
 def _large_model(arguments: argparse.Namespace) -> CheckpointSource:
@@ -41,9 +38,10 @@ def _large_model(arguments: argparse.Namespace) -> CheckpointSource:
         )  # fmt: skip
     if arguments.noise or arguments.context_rope is not None:
         raise OptionError("--random has no use for --noise and --context-rope: leave them out")
-    return RandomLlama(open_source(arguments.source), shape, arguments.seed, device=device)
+    return random_llama(open_source(arguments.source), shape, arguments.seed, device=device)
 
 
+@script.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,7 +55,9 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="where surplus random numbers are drawn: auto, cuda or cpu")
     parser.add_argument("--out", type=Path, required=True, help="a new directory")
     arguments = parser.parse_args()
-    return exit_code_of(lambda: write_checkpoint(_large_model(arguments), arguments.out, arguments.dtype))
+    remove_partial_output_on_sigterm()
+    print(write_checkpoint(_large_model(arguments), arguments.out, arguments.dtype))
+    return 0
 
 
 if __name__ == "__main__":

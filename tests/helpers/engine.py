@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from noisy_draft import write_noisy_copy  # noqa: F401 (for the tests)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offload_runtime.engine import Runtime
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-from noisy_draft import write_noisy_copy  # noqa: F401 (for the tests)
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (

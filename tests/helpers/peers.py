@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate_offload
 import torch
+from common import options_from, peer_parser
 
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
 from tests.helpers.engine import write_checkpoint
 from tests.helpers.widening import GQA, WidenedCheckpoint
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "peers"))
-
-import accelerate_offload
-from common import options_from, peer_parser
 
 PROMPT_TOKENS, NEW_TOKENS = 12, 10
 # Warm-ups that are shorter than what is measured.

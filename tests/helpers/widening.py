@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from widening.checkpoint import WidenedCheckpoint
+from widening.shapes import WideShape
 
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, convert_to_safetensors, open_checkpoint
 from tests.helpers.models import VOCAB_SIZE
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import WideShape
 
 MHA = WideShape(96, 160, 4, 12, 12, 32)
 GQA = WideShape(80, 130, 5, 16, 4, 24)

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The peers are run as plain scripts, before or without an installation. The root comes last, so that nothing in it
-# shadows an installed package.
+# The peers are run as plain scripts: the rest of the tools is in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "kernels"))
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from checks import check_prefill_chunk, check_short_warmups
 from sources import SHAPES, random_source

@@ -263,6 +263,12 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
     return {**result, "peak_vram_bytes": peak_vram(options, driver_bytes, context_bytes), "setup_s": setup_s}
 
 
+def refused(error: OffloadError) -> int:
+    """Say in one line on stderr why there is no result; returns the exit code, one of its own where memory is short."""
+    print(f"error: {error}", file=sys.stderr)
+    return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE
+
+
 def run_peer(
     parser: argparse.ArgumentParser,
     prepare_from: Callable[[argparse.Namespace], Callable[[PeerOptions], Prepared]],
@@ -284,6 +290,5 @@ def run_peer(
                 close()
         emit(result, options.out)
     except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE
+        return refused(error)
     return 0

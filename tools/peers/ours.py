@@ -15,6 +15,7 @@ from typing import Any
 from common import PeerOptions, options_from, peer_parser
 from generations import Asked, asked_generations, num_differing_of
 from runs import Run, answers, figures
+from script import one_line_errors
 
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 
@@ -24,7 +25,7 @@ from offload_runtime.engine.assembly import LoadedModel, connect_model, warm_up
 from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
 from offload_runtime.engine.plans import Plans
-from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
 from offload_runtime.model import Window
 from offload_runtime.speculation import NoProposer, SpeculativeDecoder
@@ -146,18 +147,14 @@ def _numbers(text: str) -> Iterator[int]:
     return (int(part) for part in text.split(",") if part)
 
 
+@one_line_errors
 def main() -> int:
     """Measure and print; returns the exit code."""
     parser = peer_parser("Measure offload_runtime on the peers' random Llama.")
     parser.add_argument("--windows", default="1,17,128,1024", help="window widths to time, comma-separated")
     parser.add_argument("--passes", type=int, default=8, help="timed passes per window")
     arguments: argparse.Namespace = parser.parse_args()
-    try:
-        result = measure(options_from(arguments), list(_numbers(arguments.windows)), arguments.passes)
-        emit(result, arguments.out)
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    emit(measure(options_from(arguments), list(_numbers(arguments.windows)), arguments.passes), arguments.out)
     return 0
 
 

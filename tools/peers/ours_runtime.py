@@ -28,7 +28,7 @@ from long_context.internals import (
     runner_of,
     target_cache,
 )
-from measurement import ERROR_CODE, NO_ROOM_CODE
+from measurement import refused
 from our_options import OurOptions, add_our_options, our_options
 from runs import KVTraffic, Run, answers, figures
 
@@ -38,7 +38,7 @@ from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
-from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -192,8 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = options_from(arguments)
         emit(measure(options, own), options.out)
     except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE
+        return refused(error)
     return 0
 
 

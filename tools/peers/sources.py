@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from transformers import LlamaConfig
-from wordless_llama import WordlessLlama
+from widening.shapes import TINY, WideShape, shape_named
+from widening.untrained import UntrainedLlama
 
 from offload_runtime.config import ModelConfig, require_positive
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
@@ -19,27 +19,23 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Llama decoder; `num_layers` is what `--layers` may cut."""
+    """A Llama with a vocabulary and a context of its own; `--layers` may cut the decoder."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    decoder: WideShape
     vocab_size: int
     max_position_embeddings: int
 
 
 SHAPES = {
-    "tiny": Shape(64, 160, 4, 4, 2, 256, 1024),
-    "llama-68m": Shape(768, 3072, 2, 12, 12, 32000, 2048),
-    "llama2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama2-13b": Shape(5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama3-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192),
+    "tiny": Shape(replace(TINY, num_layers=4), 256, 1024),
+    "llama-68m": Shape(shape_named("llama-68m"), 32000, 2048),
+    "llama2-7b": Shape(shape_named("llama2-7b"), 32000, 4096),
+    "llama2-13b": Shape(shape_named("llama2-13b"), 32000, 4096),
+    "llama3-8b": Shape(shape_named("llama3-8b"), 128256, 8192),
 }
 
 
-def random_source(shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> WordlessLlama:
+def random_source(shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
     """Random weights without a language.
 
     Args:
@@ -49,20 +45,18 @@ def random_source(shape_name: str, *, layers: int | None, seed: int, device: tor
         device: Where they are drawn: a CPU core needs minutes for 7B of them.
     """
     shape = SHAPES[shape_name]
-    num_layers = shape.num_layers if layers is None else layers
-    require_positive("layers", num_layers)
-    hf_config = LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size, num_hidden_layers=num_layers,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    decoder = shape.decoder
+    if layers is not None:
+        require_positive("layers", layers)
+        decoder = replace(decoder, num_layers=layers)
 
     def fill(name: str, out: torch.Tensor) -> None:
         out.copy_(random_weight(name, out.shape, dtype=out.dtype, seed=seed, device=device))
 
-    return WordlessLlama(hf_config, fill, reference=f"random {shape_name}")
+    return UntrainedLlama(
+        decoder, fill, vocab_size=shape.vocab_size, context_tokens=shape.max_position_embeddings,
+        reference=f"random {shape_name}",
+    )  # fmt: skip
 
 
 def random_weight(

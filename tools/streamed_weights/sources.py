@@ -6,9 +6,9 @@ import argparse
 from dataclasses import dataclass, replace
 from functools import cache
 
-from repeated_checkpoint import repeated_llama
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import TINY, shape_named
+from widening.untrained import repeated_llama
 
 from offload_runtime.config import ModelConfig, require_positive
 from offload_runtime.errors import OptionError

@@ -1,4 +1,4 @@
-"""What the commands that write benchmark models have in common: sources, progress, signals, errors of one line."""
+"""What the commands that write benchmark models have in common: sources, progress, signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import NoReturn
 import torch
 
 from offload_runtime.config import format_bytes
-from offload_runtime.errors import OffloadError
 from offload_runtime.weights import CheckpointSource, convert_to_safetensors, fetch_demo_model, open_checkpoint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,12 +54,6 @@ def _terminated(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def exit_code_of(write: Callable[[], Path]) -> int:
-    """Run a command and print the directory that it wrote; 2, with one line on stderr, for what the user can mend."""
+def remove_partial_output_on_sigterm() -> None:
+    """From now on that signal ends the command as an interruption does."""
     signal.signal(signal.SIGTERM, _terminated)
-    try:
-        print(write())
-    except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
