@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
 from offload_runtime_kernels.attention import (

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_gumbel_argmax import measure_copy_gbps
 from bench_kernels_common import event_times_ms

@@ -19,6 +19,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_gumbel_argmax import graph_times_ms, measure_copy_gbps
 from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark

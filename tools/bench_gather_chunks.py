@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_gumbel_argmax import graph_times_ms, measure_copy_gbps
 from bench_report import emit, measure_link_gbps, percentiles, provenance

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_report import emit, percentiles, provenance
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import script  # noqa: F401 (finds the package, installed or not)
 from bench_kernels_common import Case, num_inputs, random_bf16, run_benchmark
 from offload_runtime_kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton
 

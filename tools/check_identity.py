@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import script  # noqa: F401 (finds the package, installed or not)
+import script
 import torch
 from bench_report import emit, provenance
 from noisy_draft import write_noisy_copy
@@ -141,6 +141,7 @@ def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[st
     return rows
 
 
+@script.one_line_errors
 def main() -> int:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -16,6 +16,7 @@ import script
 import torch
 from safetensors.torch import load_file, save_file
 
+from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.convert import atomic_directory
 
 
@@ -32,9 +33,12 @@ def write_noisy_copy(source: Path, directory: Path, *, noise: float = 0.05, seed
         `directory`.
 
     Raises:
+        CheckpointError: `source` is no directory.
         OptionError: `directory` is there already.
         StorageError: It cannot be written.
     """
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is no directory: name one with safetensors")
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
     with atomic_directory(directory, sum(path.stat().st_size for path in files)) as partial:
         _write_files(files, partial, noise, torch.Generator().manual_seed(seed))

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import script  # noqa: F401 (finds the package, installed or not)
+
 from offload_runtime.config import GIB, format_bytes
 from offload_runtime.engine.forecast import RunForecast, forecast, second_card
 from offload_runtime.engine.machines import machine_figures
