@@ -16,7 +16,7 @@ from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError
-from offload_runtime.speculation import SpeculativeDecoder, Tally, still_computing
+from offload_runtime.speculation import SpeculativeDecoder, Tally
 
 OnBatchProgress = Callable[[int, int], None]
 
@@ -151,8 +151,7 @@ class BatchGeneration:
         decoder = SpeculativeDecoder(target, self._proposer, sampling, sequence=member.sequence)
         logits = target.prefill(member.sequence, member.prompt, on_layer)
         if self._params.max_new_tokens > 1:
-            self._proposer.prepare(member.sequence, member.prompt)
-            self._proposer.ahead(still_computing(logits))
+            decoder.prepare(member.prompt, logits)
         member.push([decoder.first_token(logits)])
         member.first_token_s = member.last_token_s
         self._let_go_of_finished(member)

@@ -18,14 +18,7 @@ from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
-from offload_runtime.speculation import (
-    Acceptance,
-    NoProposer,
-    Proposer,
-    SpeculativeDecoder,
-    Tally,
-    still_computing,
-)
+from offload_runtime.speculation import Acceptance, NoProposer, Proposer, SpeculativeDecoder, Tally
 
 OnPrefill = Callable[[int, int], None]
 
@@ -128,8 +121,7 @@ class TokenStream:
         with self._own_cache():
             logits = self._parts.target.prefill(0, self._prompt[self._num_kept :], self._on_prefill)
             if self._params.max_new_tokens > 1:
-                self._proposer.prepare(0, self._prompt)
-                self._proposer.ahead(still_computing(logits))
+                decoder.prepare(self._prompt, logits)
             return [decoder.first_token(logits)]
 
     @contextmanager

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
@@ -20,7 +19,7 @@ from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow, Known
 from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import StepGraphs
+from offload_runtime.runners.step_graph import StepGraphs, graph_reach
 from offload_runtime.sampling import sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
@@ -189,12 +188,8 @@ class DraftModel:
         window.put(cursor, token, self._cursor[:num_rows])
 
     def _reach(self, length: int) -> int:
-        """Keys that attention looks at; on CUDA a power of two of blocks, so that few graphs are needed."""
-        if self._device.type != "cuda":
-            return length
-        blocks = -(-length // BLOCK_TOKENS)
-        most = -(-self._capacity_tokens // BLOCK_TOKENS)
-        return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
+        """Keys that attention looks at."""
+        return graph_reach(length, self._capacity_tokens) if self._device.type == "cuda" else length
 
     def _set_frequencies(self, sequence: int, length: int) -> None:
         """Rotate by the frequencies of a sequence of `length` tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
 
@@ -114,6 +115,14 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def graph_reach(reach_tokens: int, capacity_tokens: int) -> int:
+    """Tokens that a captured step looks at: those that it has to, up to a power of two of blocks, as far as there are
+    any, so that few graphs are needed."""
+    most = -(-capacity_tokens // BLOCK_TOKENS)
+    blocks = -(-reach_tokens // BLOCK_TOKENS)
+    return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
 
 
 def step_graph_bytes(config: ModelConfig) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.runners.step_graph import graph_reach
+
 # Deepest node below the text.
 MOST_DEPTH = 256
 # On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
@@ -93,12 +95,6 @@ class StepShapes:
                     yield length, path
 
     def _span(self, reach: int, committed: int) -> tuple[int, int]:
-        most = -(-self.capacity_tokens // BLOCK_TOKENS)
-        blocks = min(_power_of_two(-(-reach // BLOCK_TOKENS)), most)
-        quarter = max(LEAST_SHARED_BLOCKS, blocks // 4) * BLOCK_TOKENS
-        return blocks * BLOCK_TOKENS, committed // quarter * quarter
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (number - 1).bit_length()
+        reach = graph_reach(reach, self.capacity_tokens)
+        quarter = max(LEAST_SHARED_BLOCKS, reach // BLOCK_TOKENS // 4) * BLOCK_TOKENS
+        return reach, committed // quarter * quarter

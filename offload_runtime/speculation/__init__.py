@@ -8,13 +8,7 @@ from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
 from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import DraftProposer, NoProposer, Proposer, Turn, makes_trees
 from offload_runtime.speculation.round_times import RoundTimes, guessed_cost
-from offload_runtime.speculation.rounds import (
-    Round,
-    SpeculativeDecoder,
-    accepted_path,
-    play_round,
-    still_computing,
-)
+from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accepted_path, play_round
 from offload_runtime.speculation.tree_draft import TreeDraftProposer
 from offload_runtime.speculation.triforce import TriForceProposer
 from offload_runtime.speculation.window_sizes import PLAIN, Choice
@@ -45,5 +39,4 @@ __all__ = [
     "guessed_cost",
     "makes_trees",
     "play_round",
-    "still_computing",
 ]

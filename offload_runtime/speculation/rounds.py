@@ -241,6 +241,16 @@ class SpeculativeDecoder:
         self._sequence = sequence
         self._watch = watch
 
+    def prepare(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """While a prompt is read: have what would hold up the first proposals done.
+
+        Args:
+            tokens: The prompt.
+            logits: Of the pass that reads it.
+        """
+        self._proposer.prepare(self._sequence, tokens)
+        self._proposer.ahead(self._watch(logits))
+
     def first_token(self, logits: torch.Tensor) -> int:
         """The token that follows a prefill, from the last row's logits [1, V]."""
         position = self._target.cache.length(self._sequence)

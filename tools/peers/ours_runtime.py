@@ -83,7 +83,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     proposer.start(sampling)
     decoder = SpeculativeDecoder(runner, proposer, sampling)
     logits = runner.prefill(0, known)
-    proposer.prepare(0, known)
+    decoder.prepare(known, logits)
     tokens = [*known, decoder.first_token(logits)]
     stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + asked.new_tokens
     before, tally = link_bytes(runtime), Tally()
