@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,18 +243,3 @@ def test_closing_ends_the_copies_and_may_be_repeated(target: Path) -> None:
         runtime.generate(PROMPT, max_new_tokens=2)
         runtime.close()
         assert threading.active_count() == before
-
-
-def test_loading_leaves_no_long_garbage_collection_to_the_first_windows(target: Path) -> None:
-    generations: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "stop":
-            generations.append(info["generation"])
-
-    gc.callbacks.append(note)
-    try:
-        with load(target, draft="none"):
-            assert 2 in generations and 1 not in generations[generations.index(2) :]
-    finally:
-        gc.callbacks.remove(note)

@@ -18,6 +18,7 @@ from offload_runtime.config import (
     parse_bytes,
     require_positive,
 )
+from offload_runtime.engine import old_objects
 from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
@@ -41,6 +42,8 @@ from offload_runtime.weights import CheckpointSource
 
 class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
+
+    _take_back: Callable[[], object]
 
     def __init__(
         self, loaded: LoadedRuntime, *, emulated: str | None = None, trace: Path | None = None
@@ -147,21 +150,24 @@ class Runtime:
             require_writable(Path(trace))
         emulation = None if emulate is None else emulation_of(emulate)
         given = load_profile(profile) if isinstance(profile, str | Path) else profile
-        loaded = load_runtime(
-            target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
-            resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
-            options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma, on_progress=on_progress,
-            ram_bytes=None if ram is None else parse_bytes(ram),
-            pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, check=check,
-            emulation=emulation, tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
-        )  # fmt: skip
-        runtime = cls(
-            loaded, emulated=None if emulation is None else emulation.name,
-            trace=None if trace is None else Path(trace),
-        )  # fmt: skip
-        # A look through all that torch and transformers made takes 0.2 s, half a pass: now, not while one is under way.
-        # The next is due when there is a quarter more.
-        gc.collect()
+        old_objects.set_aside()
+        try:
+            loaded = load_runtime(
+                target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
+                resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
+                options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma,
+                on_progress=on_progress, ram_bytes=None if ram is None else parse_bytes(ram),
+                pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, check=check,
+                emulation=emulation, tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
+            )  # fmt: skip
+            runtime = cls(
+                loaded, emulated=None if emulation is None else emulation.name,
+                trace=None if trace is None else Path(trace),
+            )  # fmt: skip
+        except BaseException:
+            old_objects.take_back()
+            raise
+        runtime._take_back = weakref.finalize(runtime, old_objects.take_back)
         return runtime
 
     def stream(
@@ -355,6 +361,7 @@ class Runtime:
                 model.close()
         del self._models, self._parts
         gc.collect()
+        self._take_back()
         budget.release()
 
     def __enter__(self) -> Runtime:
