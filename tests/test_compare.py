@@ -226,13 +226,13 @@ def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path, chunk: 
 @pytest.mark.gpu
 def test_all_systems_on_a_gpu(models: Models, tmp_path: Path) -> None:
     out = tmp_path / "c.json"
-    names = ",".join(MEASURED)
+    # The one that is missing is in the next test: every process takes its ten seconds.
+    names = ",".join(name for name in MEASURED if name != "transformers-offloaded-cache")
     given = ("--device", "cuda", "--dtype", "fp32", "--vram", "4GB", "--systems", names, "--no-chart")
     assert compare.main(arguments(models, out, *given)) == 0
     report = json.loads(out.read_text())
     systems_of = report["agreement"]["systems"]
     assert systems_of["ours"] == systems_of["ours-plain"] == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
-    assert report["results"]["transformers-offloaded-cache"]["notes"] == []
     for name in ("ours", "ours-plain", "accelerate"):
         result = report["results"][name]
         assert 0 < result["bound"]["share"] < 1 and result["pinned_bytes"] >= result["bytes_per_pass"] > 0
@@ -240,7 +240,7 @@ def test_all_systems_on_a_gpu(models: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_path: Path) -> None:
+def test_keys_and_values_cross_the_link_of_a_gpu(tmp_path: Path) -> None:
     """With chunks of a prompt that is longer than several blocks of the host's cache, and short warm-ups.
 
     Of ours, layers' keys and values stay on the device as far as it has room, which on a GPU it has.
@@ -252,7 +252,7 @@ def test_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_path: Path)
         "--target", str(small), "--prompt-file", str(text), "--prompt-tokens", str(prompt_tokens), "--dtype", "fp32",
         "--new-tokens", "6", "--warmup-prompt-tokens", "300", "--warmup-new-tokens", "3", "--repeats", "1",
         "--kv", "host", "--vram", "all", "--prefill-chunk", "256", "--no-chart", "--out", str(out), "--commit", "abc",
-        "--systems", "ours-plain,accelerate,transformers-offloaded-cache",
+        "--systems", "ours-plain,transformers-offloaded-cache",
     ])  # fmt: skip
     report = json.loads(out.read_text())
     assert code == 0, report["results"]
@@ -270,4 +270,5 @@ def test_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_path: Path)
         else:  # passes of 600, 601, … 604 tokens before them
             assert told["kv"] == (prompt_tokens + 2) * per_token
             assert told["kv_to_host"] == (prompt_tokens + 3) * per_token
-            assert result["settings"]["prefill_chunk"] == 256 and result["settings"]["kv_cache"] == "offloaded"
+            assert result["notes"] == [] and result["settings"]["prefill_chunk"] == 256
+            assert result["settings"]["kv_cache"] == "offloaded"

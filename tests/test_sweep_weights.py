@@ -294,12 +294,12 @@ def test_layers_on_a_gpu_come_from_the_same_pages(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Speeds, "measured", measured_speeds)
     out = tmp_path / "{sweep}.json"
     command = ["--shape", "llama2-7b", "--layers", "4", "--prompt-tokens", "64", "--commit", "abc", "--out", str(out)]
-    assert main(["window", "resident", *command, "--passes", "2", "--plain-tokens", "4"]) == 2  # eighths of 4 layers
-    assert main(["resident", *command, "--values", "0,1/4,1", "--plain-tokens", "4"]) == 0
-    assert main(["window", *command, "--values", "1,300", "--passes", "2", "--resident-layers", "1"]) == 0
+    assert main(["window", "resident", *command, "--passes", "8", "--plain-tokens", "24"]) == 2  # eighths of 4 layers
+    assert main(["resident", *command, "--values", "0,1/4,1", "--plain-tokens", "24"]) == 0
+    assert main(["window", *command, "--values", "1,300", "--passes", "8", "--resident-layers", "1"]) == 0
     layer_bytes = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)
     rows = rows_of(tmp_path / "resident.json")
     assert [row["bytes_per_pass"] for row in rows.values()] == [4 * layer_bytes, 3 * layer_bytes, 0]
     assert [row["bound_by"] for row in rows.values()] == ["link", "link", "memory"]
     for row in (*rows.values(), *rows_of(tmp_path / "window.json").values()):
-        assert 0 < row["share_of_bound"] < 1.1  # a bound that is beaten by more is none
+        assert 0 < row["share_of_bound"] < 1.1  # up to a ring of layers was there before the first pass
