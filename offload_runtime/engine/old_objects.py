@@ -16,14 +16,14 @@ _frozen_here = False
 
 
 def set_aside() -> None:
-    """Until `take_back`, let collections leave out what there is now; where the program has frozen objects itself, its
-    own choice stands."""
+    """Until `take_back`, let collections leave out what there is now; where the program has frozen most of it itself,
+    its own choice stands. (Some versions of Python begin with a few frozen objects.)"""
     # What loading would import.
     from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
 
     global _runtimes, _frozen_here
     with _lock:
-        if not _runtimes and not gc.get_freeze_count():
+        if not _runtimes and gc.get_freeze_count() < len(gc.get_objects()):
             gc.collect()
             gc.freeze()
             _frozen_here = True
