@@ -27,6 +27,7 @@ class Entry:
     source: str
     slot: int | None = None
     expanded: bool = False
+    offered: bool = False
 
 
 class ListedTree:
@@ -60,19 +61,10 @@ def node_of(tree: CandidateTree, path: Path) -> int:
 
 
 def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> None:
-    """Everything that can be asked of both."""
-    assert len(tree) == len(listed.entries) - 1
+    """Everything that can be asked of both; last what makes nodes of all that is offered."""
     taken = {entry.slot for entry in listed.entries.values() if entry.slot is not None}
     assert tree.num_slots == len(taken)
     assert tree.free_slots(5) == [slot for slot in range(len(taken) + 5) if slot not in taken][:5]
-    for path, entry in listed.entries.items():
-        node = node_of(tree, path)
-        assert tree.depth(node) == len(path) and path_of(tree, node) == path
-        assert tree.log_probability(node) == pytest.approx(listed.log_probability(path), abs=1e-9)
-        assert tree.is_expanded(node) == entry.expanded
-        slots = tuple(listed.entries[path[: end + 1]].slot for end in range(len(path)))
-        assert tree.slots(node) == (slots if entry.expanded else ())
-        assert not path or tree.source(node) == entry.source
     count, depth = draw.draw(st.integers(0, 12)), draw.draw(st.integers(0, 5))
     waiting = sorted(
         (listed.log_probability(path) for path, entry in listed.entries.items()
@@ -89,6 +81,14 @@ def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> Non
         parent = proposal.parents[index]
         assert path_of(tree, node) == (*(path_of(tree, nodes[parent]) if parent >= 0 else ()), proposal.tokens[index])
         assert proposal.sources[index] == tree.source(node) and tree.depth(node) <= depth
+    for path, entry in listed.entries.items():
+        node = node_of(tree, path)
+        assert tree.depth(node) == len(path) and path_of(tree, node) == path
+        assert tree.log_probability(node) == pytest.approx(listed.log_probability(path), abs=1e-9)
+        assert tree.is_expanded(node) == entry.expanded
+        slots = tuple(listed.entries[path[: end + 1]].slot for end in range(len(path)))
+        assert tree.slots(node) == (slots if entry.expanded else ())
+        assert not path or tree.source(node) == entry.source
 
 
 @given(st.data())
@@ -102,6 +102,17 @@ def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
             listed.add((*path, token), chance, source)
             child = tree.add(node_of(tree, path), token, chance, source)
             assert path_of(tree, child) == (*path, token)
+        for path in draw.draw(st.lists(st.sampled_from(sorted(listed.entries)), max_size=3, unique=True)):
+            entry = listed.entries[path]
+            if not entry.offered:
+                entry.offered = True
+                tokens = draw.draw(st.lists(st.integers(0, 5), max_size=5, unique=True))
+                chances = sorted((draw.draw(_CHANCES) for _ in tokens), reverse=True)
+                new = [listed.log_probability(path) + chance for token, chance in zip(tokens, chances, strict=True)
+                       if (*path, token) not in listed.entries]  # fmt: skip
+                assert tree.offer(node_of(tree, path), tokens, chances, "c") == pytest.approx(new, abs=1e-9)
+                for token, chance in zip(tokens, chances, strict=True):
+                    listed.add((*path, token), chance, "c")
         for node in tree.next_to_expand(draw.draw(st.integers(0, 4)), 3):
             slot = None if node == tree.root else draw.draw(st.sampled_from(tree.free_slots(3)))
             entry = listed.entries[path_of(tree, node)]
@@ -126,6 +137,24 @@ def test_a_node_that_became_likelier_takes_its_branch_with_it() -> None:
     assert tree.next_to_expand(3, 9) == [rare, below, likely]
     assert tree.log_probability(below) == -0.75
     assert tree.add(tree.root, 5, -2.0, "b") == rare and tree.log_probability(rare) == -0.5
+
+
+def test_what_is_offered_becomes_nodes_when_likelier_ones_have_been_asked_for() -> None:
+    tree = CandidateTree(1)
+    tree.set_expanded(tree.root, None)
+    assert tree.offer(tree.root, [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "a") == [-1.0, -2.0, -3.0, -4.0]
+    (first,) = tree.children(tree.root)
+    assert tree.next_to_expand(0, 9) == [] and tree.children(tree.root) == [first]
+    assert tree.next_to_expand(1, 9) == [first] and [tree.token(node) for node in tree.children(tree.root)] == [5, 6]
+    tree.set_expanded(first, 0)
+    assert tree.offer(first, [9, 5], [-0.5, -3.5], "a") == [-1.5, -4.5]
+    assert [tree.log_probability(node) for node in tree.next_to_expand(3, 9)] == [-1.5, -2.0, -3.0]
+    # Too deep ones bring up no others, and one of several that others thought of too is the same.
+    assert tree.next_to_expand(1, 1) == tree.children(tree.root)[1:2]
+    likelier = tree.add(tree.root, 8, -0.25, "b")
+    assert tree.source(likelier) == "a" and tree.next_to_expand(9, 1)[0] == likelier
+    proposal, nodes = tree.best(9, 9)
+    assert proposal.tokens == (8, 5, 9, 6, 7, 5) and nodes[0] == likelier and len(tree.children(tree.root)) == 4
 
 
 def test_a_raise_that_is_rounded_away_makes_nobody_wait_twice() -> None:

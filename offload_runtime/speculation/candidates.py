@@ -1,7 +1,8 @@
 """The tree of what a sequence may go on with, as far as anybody has guessed: grows while passes run, and outlives them.
 
 Pure data on the host. A node is known by a number that it keeps for as long as it lives; its probability is that of its
-whole path from the root, the last token that is known for certain.
+whole path from the root, the last token that is known for certain. What a draft offers to follow a node becomes nodes
+one by one, when the likelier ones have been asked for: most never are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,18 @@ from offload_runtime.speculation.proposal import Proposal
 
 
 @dataclass(slots=True)
+class _Offer:
+    """Children that are no nodes yet, the likeliest first, from place `next` on but for those that have become nodes
+    otherwise. `last`, the newest node among those before, is likelier than all that are left, and not expanded."""
+
+    tokens: Sequence[int]
+    log_probabilities: Sequence[float]  # given the parent
+    source: str
+    next: int = 0
+    last: int = -1
+
+
+@dataclass(slots=True)
 class _Node:
     """`depth` and `log_probability` count from where the tree once began, so that a new root changes neither."""
 
@@ -27,6 +40,7 @@ class _Node:
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
     expanded: bool = False
     slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
+    offer: _Offer | None = None
 
 
 class CandidateTree:
@@ -56,10 +70,6 @@ class CandidateTree:
         heapify(self._frontier)
         self._deeper: list[tuple[float, int]] = []
         self._reach = self._nodes[self.root].depth
-
-    def __len__(self) -> int:
-        """Candidates; the root is none."""
-        return len(self._nodes) - 1
 
     def __contains__(self, node: int) -> bool:
         return node in self._nodes
@@ -101,7 +111,7 @@ class CandidateTree:
         return self._nodes[node].expanded
 
     def children(self, node: int) -> list[int]:
-        """What may follow a node, in the order in which it was thought of."""
+        """What may follow a node, as far as it has become nodes, in the order in which it has."""
         return list(self._nodes[node].children.values())
 
     def parent(self, node: int) -> int:
@@ -120,20 +130,73 @@ class CandidateTree:
         Returns:
             The child.
         """
+        known = self._child(parent, token)
+        if known is None:
+            return self._make(parent, token, log_probability, source)
+        self._raise(known, parent, log_probability)
+        return known
+
+    def offer(self, parent: int, tokens: Sequence[int], log_probabilities: Sequence[float], source: str) -> list[float]:
+        """As `add` for each of these tokens, for a node that has had no offer. They are all different, the likeliest
+        first.
+
+        Returns:
+            Log-probabilities of the paths that end with those that were not there.
+        """
+        above = self._nodes[parent]
+        assert above.offer is None, "a node is expanded once"
+        if above.children:
+            for token, log_probability in zip(tokens, log_probabilities, strict=True):
+                if token in above.children:
+                    self._raise(above.children[token], parent, log_probability)
+            new = [place for place, token in enumerate(tokens) if token not in above.children]
+            tokens, log_probabilities = ([values[place] for place in new] for values in (tokens, log_probabilities))
+        if tokens:
+            above.offer = _Offer(tokens, log_probabilities, source)
+            self._make_next(parent)
+        from_root = above.log_probability - self._nodes[self.root].log_probability
+        return [from_root + log_probability for log_probability in log_probabilities]
+
+    def _child(self, parent: int, token: int) -> int | None:
+        """The node that says this behind another one, where anybody has thought of it."""
+        above = self._nodes[parent]
+        offer = above.offer
+        if token in above.children or offer is None or token not in offer.tokens:
+            return above.children.get(token)
+        return self._make(parent, token, offer.log_probabilities[offer.tokens.index(token)], offer.source)
+
+    def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
         assert log_probability <= 0
         above = self._nodes[parent]
-        known = above.children.get(token)
-        if known is not None:
-            self._raise(known, above.log_probability + log_probability - self._nodes[known].log_probability)
-            return known
         node, self._made = self._made, self._made + 1
         self._nodes[node] = _Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
         above.children[token] = node
         self._wait(node)
         return node
 
-    def _raise(self, top: int, by: float) -> None:
-        """Make a node and all below it more probable."""
+    def _make_next(self, parent: int) -> int | None:
+        """The likeliest of the children that were only offered so far is a node now."""
+        above = self._nodes[parent]
+        offer = above.offer
+        assert offer is not None
+        for place in range(offer.next, len(offer.tokens)):
+            if offer.tokens[place] not in above.children:
+                offer.next = place + 1
+                offer.last = self._make(parent, offer.tokens[place], offer.log_probabilities[place], offer.source)
+                return offer.last
+        above.offer = None
+        return None
+
+    def _make_sibling(self, node: int) -> int | None:
+        """The node that is now to be asked for after this one, if it was not there."""
+        above = self._nodes.get(self._nodes[node].parent)
+        if above is None or above.offer is None or above.offer.last != node:
+            return None
+        return self._make_next(self._nodes[node].parent)
+
+    def _raise(self, top: int, parent: int, log_probability: float) -> None:
+        """Make a node and all below it more probable, if this is more than it has, given its parent."""
+        by = self._nodes[parent].log_probability + log_probability - self._nodes[top].log_probability
         below = [top] if by > 0 else []
         while below:
             node = self._nodes[below[-1]]
@@ -159,6 +222,7 @@ class CandidateTree:
             assert slot not in self._slots, "two candidates share a slot"
             expanded.slots = (*self._nodes[expanded.parent].slots, slot)
             self._slots.add(slot)
+        self._make_sibling(node)
 
     def next_to_expand(self, count: int, depth: int) -> list[int]:
         """The most probable nodes that have not been expanded, parents before their children.
@@ -179,7 +243,11 @@ class CandidateTree:
             node = self._nodes.get(entry[1])
             if node is None or node.expanded or node.log_probability != -entry[0]:
                 continue
-            (self._deeper if node.depth > limit else picked).append(entry)
+            if node.depth > limit:
+                self._deeper.append(entry)
+            else:
+                picked.append(entry)
+                self._make_sibling(entry[1])
         for entry in picked:
             heappush(self._frontier, entry)
         return [key for _, key in picked]
@@ -203,6 +271,9 @@ class CandidateTree:
             if not heap:
                 break
             last = heappop(heap)[1]
+            sibling = self._make_sibling(last)
+            if sibling is not None:
+                heappush(heap, (-self._nodes[sibling].log_probability, sibling))
             parents.append(chosen[self._nodes[last].parent])
             chosen[last] = len(chosen) - 1
         nodes = list(chosen)[1:]
@@ -214,7 +285,7 @@ class CandidateTree:
         path: list[int] = []
         node = self.root if start is None else start
         for token in tokens:
-            child = self._nodes[node].children.get(token)
+            child = self._child(node, token)
             if child is None:
                 break
             path.append(child)

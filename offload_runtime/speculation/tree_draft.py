@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from operator import neg
 
 import torch
 
@@ -262,10 +264,8 @@ class TreeDraftProposer:
                 guessed = False  # a step takes as long for all that could be in a window
                 continue
             for sequence, found in self._expand(asked).items():
-                one = self._grown[sequence]
-                for node in found:
-                    if one.tree.depth(node) <= one.turn.gamma:
-                        least[sequence].add(one.tree.log_probability(node))
+                for log_probability in found:
+                    least[sequence].add(log_probability)
         self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
 
     def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
@@ -279,29 +279,26 @@ class TreeDraftProposer:
         room = self._model.num_slots - one.tree.num_slots
         return one.tree.next_to_expand(min(width, room), depth)
 
-    def _expand(self, asked: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    def _expand(self, asked: Mapping[int, Sequence[int]]) -> dict[int, list[float]]:
         """Ask the draft what follows some nodes of each sequence, in one step, and put it into the trees.
 
         Returns:
-            By sequence the nodes that are new.
+            By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
         placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
         started_s = time.perf_counter()
         said = self._model.expand({sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()})
         self._worth.stepped(time.perf_counter() - started_s)
-        found: dict[int, list[int]] = {}
+        found: dict[int, list[float]] = {}
         for sequence, slots in placed.items():
             one = self._grown[sequence]
             found[sequence] = []
             for (node, slot), children in zip(slots.items(), said[sequence], strict=False):
-                known = set(one.tree.children(node))
                 chances = self._probabilities.log_probabilities(children.scores)
-                for token, chance in zip(children.tokens, chances, strict=True):
-                    if chance < _LEAST_CHANCE and token != children.tokens[0]:
-                        continue
-                    child = one.tree.add(node, token, chance, self.name)
-                    if child not in known:
-                        found[sequence].append(child)
+                count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
+                new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
+                if one.tree.depth(node) < one.turn.gamma:
+                    found[sequence] += new
                 one.children[node] = children
                 one.tree.set_expanded(node, slot)
         return found
