@@ -35,6 +35,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: 
     assert all(row["bytes_per_pass"] > 0 and row["link_idle_share"] is not None for row in report["streamed"])
     proposed = [row for row in report["streamed"] if row["how"] != "plain"]
     assert all(row["identical"] for row in (*proposed, *report["sizes"]))
+    assert [row["identical_tokens"] for row in proposed] == ([8, 16, 16] if nodes else [8, 16]) * 2
     assert [row["nodes"] for row in report["sizes"]] == [1, 6] * 2
     assert all(1 <= row["predicted_tokens_per_pass"] <= 1 + min(5, row["nodes"]) for row in report["sizes"])
     assert all(0.5 < sum(row["hits_by_rank"]) <= 1 for row in report["sizes"])

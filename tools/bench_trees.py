@@ -54,8 +54,8 @@ def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> 
     return WidenedCheckpoint(source, same, noise, device=device)
 
 
-def answer_row(case: Case, result: GenerationResult, plain: GenerationResult | None) -> dict[str, Any]:
-    """Figures of one answer."""
+def answer_row(case: Case, result: GenerationResult, before: Sequence[GenerationResult]) -> dict[str, Any]:
+    """Figures of one answer, beside others to the same: the first is that of plain decoding."""
     stats = result.stats
     row: dict[str, Any] = {
         "prompt": case.prompt, "temperature": case.temperature, "tokens": stats.new_tokens, "passes": stats.passes,
@@ -66,10 +66,11 @@ def answer_row(case: Case, result: GenerationResult, plain: GenerationResult | N
     }  # fmt: skip
     if stats.link_peak_gbps and stats.measured_s_per_pass:
         row["times_link"] = stats.measured_s_per_pass / (stats.bytes_per_pass / (stats.link_peak_gbps * GB))
-    if plain is not None:
-        common = min(len(plain.tokens), len(result.tokens))
-        row["identical"] = result.tokens[:common] == plain.tokens[:common]
-        row["times_plain"] = stats.tok_per_s / plain.stats.tok_per_s
+    if before:
+        compared = [list(zip(result.tokens, other.tokens, strict=False)) for other in before]
+        row["identical"] = all(ours == theirs for pairs in compared for ours, theirs in pairs)
+        row["identical_tokens"] = max(map(len, compared))
+        row["times_plain"] = stats.tok_per_s / before[0].stats.tok_per_s
     return row
 
 
@@ -104,15 +105,15 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
                 case = Case(prompt, temperature)
                 plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=0)
                 shared = {"noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps}
-                yield {**shared, "how": "plain", **answer_row(case, plain, None)}
+                yield {**shared, "how": "plain", **answer_row(case, plain, [])}
                 chain = generate(runtime, prompts, case, options.chain_tokens, depth=options.gamma, nodes=0)
-                yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, plain)}
+                yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, [plain])}
                 for nodes in options.nodes:
                     tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=nodes)
-                    yield {**shared, "how": f"tree {nodes}", **answer_row(case, tree, plain)}
+                    yield {**shared, "how": f"tree {nodes}", **answer_row(case, tree, [plain, chain])}
                 if not options.nodes:
                     chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
-                    yield {**shared, "how": "auto", **answer_row(case, chosen, plain)}
+                    yield {**shared, "how": "auto", **answer_row(case, chosen, [plain, chain])}
 
 
 def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -135,7 +136,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
                 hits = [ranks.count(rank) / max(1, len(ranks)) for rank in range(CHILDREN)]
                 for nodes, result in found:
                     yield {
-                        "noise": noise, "nodes": nodes, **answer_row(case, result, plain), "hits_by_rank": hits,
+                        "noise": noise, "nodes": nodes, **answer_row(case, result, [plain]), "hits_by_rank": hits,
                         "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
                     }  # fmt: skip
 

@@ -150,7 +150,7 @@ class CandidateTree:
                 if token in above.children:
                     self._raise(above.children[token], parent, log_probability)
             new = [place for place, token in enumerate(tokens) if token not in above.children]
-            tokens, log_probabilities = ([values[place] for place in new] for values in (tokens, log_probabilities))
+            tokens, log_probabilities = [tokens[place] for place in new], [log_probabilities[place] for place in new]
         if tokens:
             above.offer = _Offer(tokens, log_probabilities, source)
             self._make_next(parent)
