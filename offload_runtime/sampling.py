@@ -24,7 +24,9 @@ from offload_runtime.config import SamplingParams
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
 _MAX_VOCAB_SIZE = 1 << 22
-_LEAST_FILTERED_ROWS, _MOST_FILTERED_ROWS = 2, 32
+# Rows that are filtered together when a token is chosen for each.
+MOST_FILTERED_ROWS = 32
+_LEAST_PART_ROWS = 2
 # Below exp(-30) a weight is less than 2^-3, that is 0.
 _LOWEST_EXPONENT = -30.0
 _LOG2_E = 1.4426950216293335
@@ -96,7 +98,7 @@ def _allowed_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     if not params.filtered:
         return logits
     # Weights in int64 and a sort take up to 37 bytes a logit, where 24 are planned for: a few rows at a time.
-    rows = min(max(_LEAST_FILTERED_ROWS, len(logits) // 4), _MOST_FILTERED_ROWS)
+    rows = min(max(_LEAST_PART_ROWS, len(logits) // 4), MOST_FILTERED_ROWS)
     allowed = torch.empty_like(logits, dtype=torch.float32)
     for part, filtered in zip(logits.split(rows), allowed.split(rows), strict=True):
         filtered.copy_(filter_logits(part.float(), params))
@@ -111,6 +113,9 @@ def sample(logits: Tensor, params: SamplingParams, positions: Tensor, sequences:
     Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
     -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
     """
+    if params.filtered and len(logits) > MOST_FILTERED_ROWS:
+        parts = zip(*(tensor.split(MOST_FILTERED_ROWS) for tensor in (logits, positions, sequences)), strict=True)
+        return torch.cat([sample(rows, params, *whose) for rows, *whose in parts])
     scores = _allowed_logits(logits, params)
     return noise_ops.gumbel_argmax(scores, positions, sequences, temperature=params.temperature, seed=params.seed)
 

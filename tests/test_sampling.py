@@ -13,8 +13,16 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from offload_runtime import sampling
 from offload_runtime.config import SamplingParams
-from offload_runtime.sampling import _allowed_logits, filter_logits, gumbel_noise, perturbed_logits, sample
+from offload_runtime.sampling import (
+    MOST_FILTERED_ROWS,
+    _allowed_logits,
+    filter_logits,
+    gumbel_noise,
+    perturbed_logits,
+    sample,
+)
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = [
@@ -185,7 +193,7 @@ def allowed(values, **filters):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 32, 131])
-def test_many_rows_are_filtered_a_few_at_a_time(num_rows):
+def test_many_rows_are_filtered_a_few_at_a_time(num_rows, monkeypatch):
     """A sort of all of them would take more memory than a pass is planned with; the bits are the same."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -204,6 +212,13 @@ def test_many_rows_are_filtered_a_few_at_a_time(num_rows):
             held += event.nbytes()
             most = max(most, held)
     assert 0 < most <= 24 * 1000 * max(num_rows, 4)
+    # Where a token is chosen for each, nothing is held of more rows than are filtered together.
+    held_rows = []
+    monkeypatch.setattr(
+        sampling, "_allowed_logits", lambda rows, params: held_rows.append(len(rows)) or _allowed_logits(rows, params)
+    )
+    assert torch.equal(sample(logits, params, positions, positions), expected.argmax(1))
+    assert sum(held_rows) == num_rows and max(held_rows) <= MOST_FILTERED_ROWS
 
 
 def test_ties_at_a_threshold_are_all_kept():

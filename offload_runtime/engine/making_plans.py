@@ -11,6 +11,7 @@ from offload_runtime.engine.plans import ModelPlan, Plans, RetrievalPlan, Stream
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError
 from offload_runtime.kv_cache.windowed import streaming_capacity_tokens
 from offload_runtime.runners import PassShape
+from offload_runtime.runners.tree_rows import STEP_ROWS
 from offload_runtime.weights import ModelDescription, packed_bytes
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
@@ -133,7 +134,9 @@ def draft_plan(
             than there can be; or trees were asked for and the cache is not a full one.
     """
     longest = longest_context(config)
-    plan = ModelPlan(config, dtype, _DRAFT_SHAPES[device.type], context, window, batch)
+    plan = ModelPlan(
+        config, dtype, _DRAFT_SHAPES[device.type], context, window, batch, step_rows=max(STEP_ROWS, batch)
+    )  # fmt: skip
     kind = options.draft_cache
     if kind == "auto":
         kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "retrieval"

@@ -16,6 +16,7 @@ from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
 from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_buffer_bytes, tree_slots
 from offload_runtime.runners.tree_rows import STEP_ROWS
+from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import layer_layout, packed_bytes, shared_layout
 
 # Large enough for the link's peak, small enough that a ring of them costs little.
@@ -70,6 +71,7 @@ class ModelPlan:
     kv: KVPlan = field(default_factory=KVPlan)
     retrieval: RetrievalPlan | None = None
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
+    step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
 
     @property
     def tree_slots(self) -> int:
@@ -147,11 +149,13 @@ class ModelPlan:
     @property
     def workspace_bytes(self) -> int:
         """Activations of the largest pass."""
+        # A tree's step keeps its logits beside those that the pass makes.
+        rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
         return workspace_bytes(
             self.config, self.dtype.itemsize, context_tokens=self.context_tokens,
             chunk_rows=min(self.shape.prefill_chunk_tokens, padded_rows(self.context_tokens, self.shape.prefill_rows)),
-            window_rows=padded_rows(self.batch * self.window_tokens, self.shape.window_rows),
-            sampled_rows=self.batch * self.window_tokens,
+            window_rows=padded_rows(rows, self.shape.window_rows),
+            sampled_rows=min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0)),
         )  # fmt: skip
 
     @property

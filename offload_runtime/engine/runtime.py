@@ -127,7 +127,7 @@ class Runtime:
                 what suits device and draft.
             tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
                 for another number; windows have room for this many, or `max_gamma`. None chooses, and makes room for
-                256 nodes, for 32 or for none, whichever is predicted to be the fastest; 0 makes none.
+                up to 1024 nodes or for none, whichever is predicted to be the fastest; 0 makes none.
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.

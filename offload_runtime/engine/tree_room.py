@@ -10,8 +10,9 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import Speed
 from offload_runtime.errors import BudgetError, OptionError
 
-# Nodes that a pass verifies at hardly any cost where everything is on the device, and beside what is streamed.
-_ROOMS = (32, 256)
+# Nodes that a pass verifies at hardly any cost where everything is on the device, and beside what is streamed, the more
+# of it the more.
+_ROOMS = (32, 256, 512, 1024)
 
 
 def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: Speed, *, ram_bytes: int) -> RunPlan:

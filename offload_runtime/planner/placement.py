@@ -201,10 +201,11 @@ def workspace_bytes(
         context_tokens: Longest prompt (its residual stream is held through a layer-major prefill).
         chunk_rows: Rows of a prefill piece.
         window_rows: Rows of a decoding window, padded.
-        sampled_rows: Of these, rows that tokens are sampled from.
+        sampled_rows: Of these, rows that tokens are sampled from at once.
     """
     stream = context_tokens * config.hidden_size
-    chunk = chunk_rows * (3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size)
+    rows = max(chunk_rows, window_rows)
+    chunk = rows * (3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size)
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = window_rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
