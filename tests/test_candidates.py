@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -125,6 +126,128 @@ def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
             assert tree.follow(tokens) == listed.follow(tokens)
             assert tree.token(tree.root) == (tokens[-1] if tokens else tree.token(tree.root))
             compare(tree, listed, draw)
+
+
+@dataclass
+class Twins:
+    """A tree that is offered children and one that has all of them at once, each with numbers of its own. `known` are
+    nodes of the first, under their paths from where both began; what was only offered is never looked for."""
+
+    chance: random.Random
+    exact: bool  # no two candidates are equally probable
+    lazy: CandidateTree = field(default_factory=lambda: CandidateTree(0))
+    eager: CandidateTree = field(default_factory=lambda: CandidateTree(0))
+    above: Path = ()  # of the root
+    known: dict[Path, int] = field(default_factory=dict)
+    offered: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.known[()] = self.lazy.root
+
+    def drawn_chance(self) -> float:
+        """Sums of these are exact too."""
+        return -self.chance.randrange(1, 1 << 40) / (1 << 38) if self.exact else -self.chance.randrange(8) / 2
+
+    def drawn_path(self) -> Path:
+        return self.chance.choice(sorted(self.known))
+
+    def in_eager(self, path: Path) -> int:
+        return self.eager.root if path == self.above else self.eager.walk(path[len(self.above) :])[-1]
+
+    def learn(self, node: int) -> Path:
+        path = (*self.above, *path_of(self.lazy, node))
+        assert self.known.setdefault(path, node) == node
+        return path
+
+    def add(self) -> None:
+        """Something that may have been offered, but not looked for, may be there, or not."""
+        path, token, said = self.drawn_path(), self.chance.randrange(7), self.drawn_chance()
+        self.learn(self.lazy.add(self.known[path], token, said, "b"))
+        self.eager.add(self.in_eager(path), token, said, "b")
+
+    def offer(self, path: Path) -> None:
+        if path in self.offered:
+            return
+        self.offered.add(path)
+        tokens = self.chance.sample(range(7), self.chance.randrange(7))
+        chances = sorted((self.drawn_chance() for _ in tokens), reverse=True)
+        above = self.in_eager(path)
+        before = self.eager.children(above)
+        added = [self.eager.add(above, token, said, "a") for token, said in zip(tokens, chances, strict=True)]
+        expected = [self.eager.log_probability(node) for node in added if node not in before]
+        assert self.lazy.offer(self.known[path], tokens, chances, "a") == expected
+
+    def expand(self, path: Path) -> None:
+        """Parents come before their children."""
+        above = path == self.above or self.lazy.is_expanded(self.known[path[:-1]])
+        if self.lazy.is_expanded(self.known[path]) or not above:
+            return
+        (slot,) = self.lazy.free_slots(1)
+        for tree, node in ((self.lazy, self.known[path]), (self.eager, self.in_eager(path))):
+            tree.set_expanded(node, None if path == self.above else slot)
+
+    def offer_any(self) -> None:
+        self.offer(self.drawn_path())
+
+    def expand_any(self) -> None:
+        self.expand(self.drawn_path())
+
+    def same(self, ours: list[int], theirs: list[int]) -> list[Path]:
+        """Of equally probable ones either tree may have taken any."""
+        assert list(map(self.lazy.log_probability, ours)) == list(map(self.eager.log_probability, theirs))
+        paths = [self.learn(node) for node in ours]
+        if self.exact:
+            assert paths == [(*self.above, *path_of(self.eager, node)) for node in theirs]
+            assert [self.lazy.source(node) for node in ours] == [self.eager.source(node) for node in theirs]
+        return paths
+
+    def ask(self) -> None:
+        """For what is to be expanded next; some of it is, before or after it has been offered children."""
+        count, depth = self.chance.randrange(6), self.chance.randrange(6)
+        for path in self.same(self.lazy.next_to_expand(count, depth), self.eager.next_to_expand(count, depth)):
+            if self.chance.random() < 0.7:
+                for step in self.chance.sample([self.offer, self.expand], 2):
+                    step(path)
+
+    def window(self) -> None:
+        count, depth = self.chance.randrange(12), self.chance.randrange(6)
+        self.same(self.lazy.best(count, depth)[1], self.eager.best(count, depth)[1])
+
+    def follow(self) -> None:
+        """Mostly something that is there, which may only have been offered."""
+        node, tokens = self.eager.root, list[int]()
+        while self.eager.children(node) and self.chance.random() < 0.6:
+            node = self.chance.choice(self.eager.children(node))
+            tokens.append(self.eager.token(node))
+        if self.chance.random() < 0.1:
+            tokens.append(self.chance.randrange(7))
+        assert self.lazy.follow(tokens) == self.eager.follow(tokens)
+        self.above = (*self.above, *tokens)
+        self.known = {path: node for path, node in self.known.items() if node in self.lazy}
+        self.known[self.above] = self.lazy.root
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["distinct", "ties"])
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_offered_comes_up_as_if_it_had_been_there(seed: int, exact: bool) -> None:
+    chance = random.Random(seed)
+    twins = Twins(chance, exact)
+    steps = [twins.ask, twins.window, twins.add, twins.offer_any, twins.expand_any, twins.follow]
+    for _ in range(150):
+        chance.choices(steps, [8, 3, 4, 2, 2, 1])[0]()
+
+
+def test_what_an_offer_says_of_candidates_is_what_the_tree_will_say() -> None:
+    """To the last bit: else the least probable one of a window would be more probable than itself, and a step made for
+    nothing."""
+    chance = random.Random(5)
+    tree = CandidateTree(0)
+    for token in range(1, 200):
+        tree.set_expanded(tree.root, None)
+        child = tree.add(tree.root, token, -chance.random(), "a")
+        said = tree.offer(child, [1, 2, 3], sorted((-chance.random() for _ in range(3)), reverse=True), "a")
+        assert said == [tree.log_probability(tree.walk([below], child)[0]) for below in (1, 2, 3)]
+        assert tree.follow([token])
 
 
 def test_a_node_that_became_likelier_takes_its_branch_with_it() -> None:

@@ -73,7 +73,7 @@ def load_runtime(
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     emulation: Emulation | None = None,
     tree_nodes: int | None = None, trace: bool = False, profile: MachineProfile | None = None,
-    gamma: int | None = None,
+    gamma: int | None = None, on_open: Callable[[], None] | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -87,6 +87,7 @@ def load_runtime(
         trace: Record what the copy queues and the steps of proposers do.
         profile: Figures to choose and to predict by; None for what is known of this machine.
         gamma: Tokens to propose per pass where nothing else is asked for; None for what suits device and draft.
+        on_open: Called when the checkpoints are open, before the loading makes anything that is to go with the runtime.
     """
     kind = draft if draft in ("ngram", "none") else "the draft"
     check_proposals(kind, options.mode)
@@ -105,6 +106,8 @@ def load_runtime(
         if options.mode == "none":
             kind = draft = "none"
         sources = assembly.open_sources(target, None if kind == draft else draft)
+        if on_open is not None:
+            on_open()
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
         torch_dtype = resolve_dtype(dtype, sources.target, chosen)

@@ -10,31 +10,36 @@ from __future__ import annotations
 import gc
 import threading
 
+# Of the process, as its garbage collector is.
 _lock = threading.RLock()  # a collection may end a runtime that was dropped
-_runtimes = 0
+_asking: set[OldObjects] = set()
 _frozen_here = False
 
 
-def set_aside() -> None:
-    """Until `take_back`, let collections leave out what there is now; where the program has frozen most of it itself,
-    its own choice stands. (Some versions of Python begin with a few frozen objects.)"""
-    # What loading would import.
-    from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
+class OldObjects:
+    """What there was before one runtime. Where the program has frozen most of it itself, its own choice stands. (Some
+    versions of Python begin with a few frozen objects.)"""
 
-    global _runtimes, _frozen_here
-    with _lock:
-        if not _runtimes and gc.get_freeze_count() < len(gc.get_objects()):
-            gc.collect()
-            gc.freeze()
-            _frozen_here = True
-        _runtimes += 1
+    def set_aside(self) -> None:
+        """Until `take_back`, let collections leave out what there is now, or was when the first of several runtimes
+        asked."""
+        # What loading would import.
+        from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
 
+        global _frozen_here
+        with _lock:
+            if not _asking and gc.get_freeze_count() < len(gc.get_objects()):
+                gc.collect()
+                _frozen_here = True  # first: after an interrupt between the two `take_back` knows of it
+                gc.freeze()
+            _asking.add(self)
 
-def take_back() -> None:
-    """Undo a `set_aside`; the last one undoes the first."""
-    global _runtimes, _frozen_here
-    with _lock:
-        _runtimes -= 1
-        if not _runtimes and _frozen_here:
-            gc.unfreeze()
-            _frozen_here = False
+    def take_back(self) -> None:
+        """Let collections see everything again, unless other runtimes live. Does no harm twice, or without
+        `set_aside`."""
+        global _frozen_here
+        with _lock:
+            _asking.discard(self)
+            if not _asking and _frozen_here:
+                gc.unfreeze()
+                _frozen_here = False

@@ -18,7 +18,6 @@ from offload_runtime.config import (
     parse_bytes,
     require_positive,
 )
-from offload_runtime.engine import old_objects
 from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
@@ -26,6 +25,7 @@ from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.old_objects import OldObjects
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.prompts import Prompt, PromptRoom, encode_prompt, render_chat
 from offload_runtime.engine.run_plan import RunPlan
@@ -41,12 +41,13 @@ from offload_runtime.weights import CheckpointSource
 
 
 class Runtime:
-    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
+    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
 
-    _take_back: Callable[[], object]
+    As long as one lives, Python's garbage collector leaves out what the program had made before it was loaded.
+    """
 
     def __init__(
-        self, loaded: LoadedRuntime, *, emulated: str | None = None, trace: Path | None = None
+        self, loaded: LoadedRuntime, before: OldObjects, *, emulated: str | None = None, trace: Path | None = None
     ) -> None:  # fmt: skip
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
@@ -66,6 +67,7 @@ class Runtime:
         self._max_batch = loaded.batch
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, loaded.engine.close)
+        self._take_back = weakref.finalize(self, before.take_back)
         self._windows = loaded.windows
         self._cache_owner: object | None = None
         self._current: TokenStream | None = None
@@ -150,7 +152,7 @@ class Runtime:
             require_writable(Path(trace))
         emulation = None if emulate is None else emulation_of(emulate)
         given = load_profile(profile) if isinstance(profile, str | Path) else profile
-        old_objects.set_aside()
+        before = OldObjects()
         try:
             loaded = load_runtime(
                 target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
@@ -159,16 +161,15 @@ class Runtime:
                 on_progress=on_progress, ram_bytes=None if ram is None else parse_bytes(ram),
                 pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, check=check,
                 emulation=emulation, tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
+                on_open=before.set_aside,
             )  # fmt: skip
-            runtime = cls(
-                loaded, emulated=None if emulation is None else emulation.name,
+            return cls(
+                loaded, before, emulated=None if emulation is None else emulation.name,
                 trace=None if trace is None else Path(trace),
             )  # fmt: skip
         except BaseException:
-            old_objects.take_back()
+            before.take_back()
             raise
-        runtime._take_back = weakref.finalize(runtime, old_objects.take_back)
-        return runtime
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -343,6 +344,7 @@ class Runtime:
         try:
             self._give_back()
         finally:
+            self._take_back()
             if self._trace is not None:
                 self._trace.write()
 
@@ -361,7 +363,6 @@ class Runtime:
                 model.close()
         del self._models, self._parts
         gc.collect()
-        self._take_back()
         budget.release()
 
     def __enter__(self) -> Runtime:

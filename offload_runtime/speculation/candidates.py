@@ -8,39 +8,12 @@ one by one, when the likelier ones have been asked for: most never are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count as numbers
 from itertools import islice
 
+from offload_runtime.speculation.candidate_nodes import Node, Offer
 from offload_runtime.speculation.proposal import Proposal
-
-
-@dataclass(slots=True)
-class _Offer:
-    """Children that are no nodes yet, the likeliest first, from place `next` on but for those that have become nodes
-    otherwise. `last`, the newest node among those before, is likelier than all that are left, and not expanded."""
-
-    tokens: Sequence[int]
-    log_probabilities: Sequence[float]  # given the parent
-    source: str
-    next: int = 0
-    last: int = -1
-
-
-@dataclass(slots=True)
-class _Node:
-    """`depth` and `log_probability` count from where the tree once began, so that a new root changes neither."""
-
-    token: int
-    parent: int
-    depth: int
-    log_probability: float
-    source: str
-    children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
-    expanded: bool = False
-    slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
-    offer: _Offer | None = None
 
 
 class CandidateTree:
@@ -58,7 +31,7 @@ class CandidateTree:
         """A root and nothing else."""
         self.root = self._made
         self._made += 1
-        self._nodes = {self.root: _Node(token, -1, 0, 0.0, "")}
+        self._nodes = {self.root: Node(token, -1, 0, 0.0, "")}
         self._slots: set[int] = set()
         self._first_free = 0
         self._rank_frontier()
@@ -152,10 +125,12 @@ class CandidateTree:
             new = [place for place, token in enumerate(tokens) if token not in above.children]
             tokens, log_probabilities = [tokens[place] for place in new], [log_probabilities[place] for place in new]
         if tokens:
-            above.offer = _Offer(tokens, log_probabilities, source)
-            self._make_next(parent)
-        from_root = above.log_probability - self._nodes[self.root].log_probability
-        return [from_root + log_probability for log_probability in log_probabilities]
+            first = self._make(parent, tokens[0], log_probabilities[0], source)
+            if len(tokens) > 1:
+                above.offer = Offer(tokens, log_probabilities, source, next=1, last=first)
+        # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
+        root = self._nodes[self.root].log_probability
+        return [above.log_probability + log_probability - root for log_probability in log_probabilities]
 
     def _child(self, parent: int, token: int) -> int | None:
         """The node that says this behind another one, where anybody has thought of it."""
@@ -169,7 +144,7 @@ class CandidateTree:
         assert log_probability <= 0
         above = self._nodes[parent]
         node, self._made = self._made, self._made + 1
-        self._nodes[node] = _Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
+        self._nodes[node] = Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
         above.children[token] = node
         self._wait(node)
         return node
@@ -183,6 +158,8 @@ class CandidateTree:
             if offer.tokens[place] not in above.children:
                 offer.next = place + 1
                 offer.last = self._make(parent, offer.tokens[place], offer.log_probabilities[place], offer.source)
+                if offer.next == len(offer.tokens):
+                    above.offer = None
                 return offer.last
         above.offer = None
         return None
@@ -309,7 +286,7 @@ class CandidateTree:
             return True
         self.root = path[-1]
         above = len(self._nodes[self.root].slots)
-        kept: dict[int, _Node] = {}
+        kept: dict[int, Node] = {}
         below = [self.root]
         while below:
             key = below.pop()
