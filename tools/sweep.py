@@ -107,7 +107,7 @@ def draw_files(words: Sequence[str]) -> None:
     Raises:
         OptionError: A file is no sweep's, or there is no matplotlib; StorageError: a picture cannot be written.
     """
-    made = argparse.ArgumentParser(prog="sweep.py draw", description="Draw the rows of result files.")
+    made = script.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
     made.add_argument("files", nargs="+", type=Path)
     made.add_argument("--out", type=Path, required=True, help="directory of the pictures, named as the files are")
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)

@@ -21,7 +21,7 @@ from timelines.spans import Event, choose_passes, read_trace, write_cut
 @script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and print the totals; 2 after an error of the user's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="what --trace has written, or that by gzip")
     parser.add_argument(
         "--passes", metavar="A-B,C-D", help="which passes, by their numbers in the trace; a panel for each range"
