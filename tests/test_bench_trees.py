@@ -57,6 +57,9 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_trees, "measure_streamed", measure)
+    monkeypatch.chdir(tmp_path / "model")
+    for name in ("t", "c"):
+        Path(name).write_text("a")
     given = ["--source", str(model), "--text", "t", "--code", "c", "--device", "cpu", "--commit", "abc"]
     with pytest.raises(KeyboardInterrupt):
         bench_trees.main([*given, "--out", str(out)])
@@ -66,9 +69,44 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"model", "trees.json"}
 
 
-def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a")
-    arguments = ["--source", str(tmp_path / "absent"), "--text", str(text), "--code", str(text), "--device", "cpu"]
-    assert bench_trees.main(arguments) == 2
-    assert "absent" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--source", "absent"], "absent does not exist"),
+        (["--text", "absent"], "absent cannot be read (No such file or directory): name another --text"),
+        (["--code", "."], ". cannot be read (Is a directory): name another --code"),
+        (["--code", "bytes"], "bytes is not UTF-8 text (byte 0xff at offset 1)"),
+        (["--text", "empty"], "empty is empty: name a text to begin with by --text"),
+        (["--parts", "foo"], "--parts 'foo' is not measured here: take streamed,sizes"),
+        (["--sizes", ""], "--sizes is empty"),
+        (["--sizes", "4,0"], "--sizes must be at least 1, not 0"),
+        (["--nodes", "-1"], "--nodes must be at least 1, not -1"),
+        (["--nodes", "x"], "argument --nodes"),
+        (["--noises", "0.1,-1"], "--noises must be 0 or positive numbers, not -1.0"),
+        (["--noises", "nan"], "--noises must be 0 or positive numbers, not nan"),
+        (["--temperatures", "0,-1"], "temperature must be 0 (greedy) or a positive number"),
+        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
+        (["--plain-tokens", "0"], "--plain-tokens must be at least 1"),
+        (["--gamma", "0"], "--gamma must be at least 1"),
+        (["--prompt-tokens", "-2"], "--prompt-tokens must be at least 1"),
+        (["--vram", "x"], "'x' is not a size"),
+        (["--emulate", "foo"], "there is no profile 'foo'"),
+        (["--shape", "foo"], "shape 'foo' is not known"),
+        (["--dtype", "fp64"], "argument --dtype"),
+        (["--device", "tpu"], "'tpu' is not a device"),
+        (["--out", "."], "--out . is a directory"),
+        (["--out", "empty/c.json"], "empty/c.json cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_loaded(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_trees.Runtime, "load", lambda *_, **__: pytest.fail("loaded something"))
+    for name, content in (("text", b"a"), ("empty", b""), ("bytes", b"a\xff")):
+        (tmp_path / name).write_bytes(content)
+    given = ["--source", "absent", "--text", "text", "--code", "text", "--device", "cpu", *words]
+    assert bench_trees.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "empty", "bytes"}

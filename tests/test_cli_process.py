@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from offload_runtime.cli import app
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, assembly
 from tests.helpers.traces import rows_of
 
 fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")
@@ -175,6 +175,17 @@ def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_pa
         (["--target", "{model}", "--prompt", "a", "--context", "16", "--max-new-tokens", "90"], "--max-new-tokens"),
         (["--target", "/no/such", "--prompt", "a", "--draft", "x", "--speculation", "none"], "--speculation none"),
         (["--target", "/no/such", "--prompt", "a", "--speculation", "triforce"], "--draft none"),
+        (["--target", "{model}", "--prompt", "a", "--gamma", "99999"], "99999 proposals in a window are more than"),
+        (["--target", "{model}", "--prompt", "a", "--tree-nodes", "99999"], "lower --gamma or --tree-nodes"),
+        (["--target", "{model}", "--prompt", "a", "--trace", "{model}"], "is a directory: name a file in it"),
+        # What typer itself refuses.
+        (
+            ["--target", "{model}", "--kv", "disk"],
+            "'disk' is not one of 'auto', 'gpu', 'host'; offload-runtime generate",
+        ),
+        (["--target", "{model}", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["--prompt", "a"], "Missing option '--target'; offload-runtime generate --help lists the options"),
+        (["--drafft", "a"], "No such option: --drafft"),
     ],
 )
 def test_so_is_whatever_else_it_refuses(model: Path, arguments: list[str], words: str) -> None:
@@ -182,6 +193,34 @@ def test_so_is_whatever_else_it_refuses(model: Path, arguments: list[str], words
     given = ["generate", "--device", "cpu", *(part.format(model=model) for part in arguments)]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
     assert_one_line(result.exit_code, result.stdout, result.stderr, words)
+
+
+@pytest.mark.parametrize("words", [["frob"], ["--foo"]])
+def test_an_unknown_command_is_one_line(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert_one_line(result.exit_code, result.stdout, result.stderr, "offload-runtime --help lists the options")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert "verify" in CliRunner().invoke(app, []).stdout
+
+
+@pytest.mark.parametrize("words", [["--tokens", "9999"], ["--context", "20"], ["--prompts", "{long}", "--quick"]])
+def test_verify_reads_no_weights_where_a_prompt_has_no_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(assembly, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "long").write_text("the quick brown fox " * 4000)
+    given = [
+        "verify",
+        "--device",
+        "cpu",
+        "--target",
+        str(model),
+        *(word.format(long=tmp_path / "long") for word in words),
+    ]
+    result = CliRunner().invoke(app, given)
+    assert_one_line(result.exit_code, result.stdout, result.stderr, "lower --tokens or shorten the prompt")
 
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:

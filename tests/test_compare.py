@@ -154,6 +154,30 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
     assert "error" in results["ours"] and not results["ours"]["error"].startswith("error:")
 
 
+def test_files_are_looked_at_before_anything_is_measured(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
+    other = write_checkpoint(tmp_path / "other", vocab_size=300)
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    (tmp_path / "empty").write_text("")
+    out = tmp_path / "c.json"
+    capsys.readouterr()  # transformers shows how far it has written
+    for words, told in (
+        (("--draft", str(tmp_path / "bytes")), "is not a checkpoint"),
+        (("--draft", str(other)), "vocabular"),
+        (("--prompt-file", str(tmp_path / "gone")), "gone cannot be read (No such file or directory)"),
+        (("--prompt-file", str(tmp_path)), "cannot be read (Is a directory)"),
+        (("--prompt-file", str(tmp_path / "bytes")), "is not UTF-8 text (byte 0xff at offset 1)"),
+        (("--prompt-file", str(tmp_path / "empty")), "a prompt has no tokens"),
+        (("--prompt-tokens", "900"), "lower it, or name a longer --prompt-file"),
+    ):
+        assert compare.main(arguments(models, out, "--device", "cpu", "--no-chart", *words)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and told in line
+    assert not out.exists()
+
+
 def peer_options(models: Models, *others: str) -> Any:
     """A peer's options, for one prompt on the CPU."""
     given = ["--target", str(models.target), "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "12"]

@@ -248,14 +248,36 @@ def test_a_peer_refuses_what_makes_no_sense(arguments: list[str], error: type[Of
         (["--target", "x"], "needs a prompt"),
         (["--target", "x", "--prompt-file", "y", "--layers", "2"], "leave it out with --target"),
         (["--target", "/nowhere", "--prompt-file", "y"], "/nowhere does not exist"),
+        (["--synthetic", "tiny", "--systems", "ours,ours"], "names a system twice"),
+        (["--synthetic", "tiny", "--gamma", "x"], "argument --gamma: invalid int value: 'x'; --help lists"),
+        (["--synthetic", "tiny", "--target", "x"], "not allowed with"),
+        (["--synthetic", "tiny", "--gamma", "0"], "gamma must be at least 1, not 0"),
+        (["--synthetic", "tiny", "--tree-nodes", "-1"], "tree_nodes must be at least 0"),
+        (["--synthetic", "tiny", "--tree-nodes", "4", "--speculation", "none"], "does nothing with --speculation none"),
+        (["--synthetic", "tiny", "--speculation", "triforce"], "not n-grams: name a model with --draft"),
+        (["--synthetic", "tiny", "--timeout", "nan"], "at least 1 second and finite, not nan"),
+        (["--synthetic", "tiny", "--prompt-tokens", "0"], "--prompt-tokens must be at least 1, not 0"),
+        (["--synthetic", "tiny", "--new-tokens", "1"], "new_tokens must be at least 2"),
+        (["--synthetic", "tiny", "--new-tokens", "2000"], "lower --prompt-tokens or --new-tokens"),
+        (["--synthetic", "tiny", "--temperature", "nan"], "temperature must be 0 (greedy) or a positive number"),
+        (["--synthetic", "tiny", "--seed", "-1"], "seed must be in"),
+        (["--synthetic", "tiny", "--vram", "lots"], "'lots' is not a size"),
+        (["--synthetic", "tiny", "--resident-layers", "9"], "take 0 to 4, or auto"),
+        (["--synthetic", "tiny", "--assistant-tokens", "4,x"], "'x' is not a number"),
+        (["--synthetic", "tiny", "--out", "/proc/c.json"], "/proc/c.json cannot be written"),
+        (["--synthetic", "tiny", "--out", "c.svg"], "would be the chart's name, too"),
+        (["--synthetic", "tiny", "--out", "/"], "--out / is a directory"),
     ],
 )
 def test_compare_refuses_before_anything_is_measured(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     assert compare.main([*arguments, "--device", "cpu"]) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and not any(tmp_path.iterdir())
 
 
 def test_the_bench_of_streaming_judges_what_was_measured() -> None:

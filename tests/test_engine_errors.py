@@ -138,6 +138,8 @@ class TestBeforeLoading:
             ({"max_gamma": 0}, "max_gamma must be at least 1"),
             ({"max_batch": 0}, "max_batch must be at least 1"),
             ({"tree_nodes": -1}, "tree_nodes must be at least 0"),
+            ({"tree_nodes": 9999}, "9999 proposals in a window are more than the 512 tokens"),
+            ({"max_gamma": 9999}, "lower --gamma or --tree-nodes"),
             ({"tree_nodes": 30, "draft": "none"}, "--tree-nodes 30 does nothing with --draft none"),
             ({"tree_nodes": 30, "speculation": SpeculationOptions("none")}, "nothing with --speculation none"),
             ({"kv": "disk"}, "auto, gpu or host"),

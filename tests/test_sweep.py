@@ -223,6 +223,36 @@ def test_what_makes_no_sense_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--values", "-1"], "temperature must be 0 (greedy) or a positive number"),
+        (["--vram", "lots"], "'lots' is not a size"),
+        (["--starts", "few"], "argument --starts: invalid int value: 'few'; --help lists the options"),
+        (["--out", "/"], "--out / is a directory"),
+        (["--out", "/proc/x.json"], "/proc/x.json cannot be written"),
+        (["--plot", "/proc/x"], "/proc/x.png cannot be written (No such file or directory): name another --plot"),
+        (["--plot", "."], "--plot . is a directory"),
+        (["--device", "tpu"], "'tpu' is not a device"),
+        (["--text", "gone"], "gone cannot be read (No such file or directory): name another --text"),
+        (["--text", "/"], "/ cannot be read (Is a directory)"),
+    ],
+)
+def test_what_would_fail_after_minutes_is_refused_before_anything_is_loaded(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: pytest.fail("loaded something"))
+    Path("novel.txt").write_text(TEXT)
+    capsys.readouterr()
+    given = f"temperature --source {source} --shape none --text novel.txt --device cpu --dtype fp32 --context 900"
+    assert main([*given.split(), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["novel.txt"]
+
+
 def test_files_of_something_else_are_left_alone(
     sweep: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -256,6 +256,12 @@ SMALL = ["--source", "small"]
             "--source would be ignored with --target and",
         ),
         (["window", "temperature", *SHAPE], "window and temperature take different models"),
+        (["window", *SHAPE, "--vram", "lots"], "'lots' is not a size"),
+        (["window", *SHAPE, "--emulate", "rtx9"], "there is no profile 'rtx9'"),
+        (["window", *SHAPE, "--out", "/"], "--out / is a directory"),
+        (["window", *SHAPE, "--out", "/proc/x.json"], "/proc/x.json cannot be written"),
+        (["window", *SHAPE, "--passes", "few"], "argument --passes: invalid int value"),
+        (["resident", *SHAPE, "--temperature", "nan"], "temperature must be 0 (greedy) or a positive number"),
         (["window", "window", *SHAPE], "window is asked for twice"),
         (["windows", *SHAPE], "'windows' is no sweep"),
         (SHAPE, "name a sweep first"),
@@ -276,6 +282,18 @@ def test_what_does_not_fit_is_said_with_the_way_out(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "1 with 8 resident layers" in said and "--vram" in said and "name other --values" in said
     assert list(rows_of(out)) == ["0"]  # what fits was measured and is kept
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_loaded(
+    models: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, _ = models
+    monkeypatch.setattr(command_module, "measure_rows", lambda *_: pytest.fail("measured something"))
+    assert (
+        main(["resident", "--target", str(target), "--source", str(draft), "--text", "/", "--values", "1", *ON_CPU])
+        == 2
+    )
+    assert "/ cannot be read (Is a directory): name another --text" in capsys.readouterr().err
 
 
 def test_a_text_shorter_than_the_prompt_is_refused(

@@ -263,3 +263,14 @@ def test_passes_and_places_that_are_not_there_are_refused(trace: Path, tmp_path:
     with pytest.raises(OptionError, match="must end in one of"):
         picture.picture_path(trace, str(tmp_path / "picture.doc"))
     assert timeline.main([str(trace), "--out", str(tmp_path / "absent" / "p.png")]) == 2
+
+
+def test_a_cut_never_takes_the_place_of_its_trace(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, link = trace.read_bytes(), tmp_path / "link.json"
+    link.symlink_to(trace)
+    for cut in (trace, link):
+        assert timeline.main([str(trace), "--out", str(tmp_path / "p.png"), "--cut", str(cut)]) == 2
+        assert "is the trace itself" in capsys.readouterr().err
+    assert trace.read_bytes() == whole and not (tmp_path / "p.png").exists()

@@ -19,7 +19,7 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, percentiles, provenance
+from bench_report import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy_engine import CopyEngine, make_copy_engine
@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 @script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", default="rtx4090", help="a profile's name or file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", type=float, nargs="+", default=list(SIZES_MIB), help="MiB of one copy")
@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the JSON line")
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
+    check_out(options.out)
     result = measure(options)
     emit(result, options.out)
     return 0 if result["holds"] else 1

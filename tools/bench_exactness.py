@@ -20,7 +20,7 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, provenance
+from bench_report import check_out, emit, provenance
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.copy_engine import make_copy_engine
@@ -127,7 +127,7 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
 @script.one_line_errors
 def main() -> int:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint (directory, GGUF or hub id)")
     parser.add_argument("--shape", help="random weights of this shape instead")
     parser.add_argument("--layers", type=int)
@@ -140,6 +140,7 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    check_out(arguments.out)
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
     device = resolve_device(arguments.device)

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import script
-import torch
-from bench_report import emit, measure_link_gbps, percentiles, provenance
+from bench_report import check_out, emit, measure_link_gbps, percentiles, provenance
 from long_context.decoding import compare
 from long_context.internals import (
     budget_of,
@@ -40,6 +39,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import GB, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.memory import resolve_device
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
 from offload_runtime.weights import packed_bytes
 
@@ -142,7 +142,7 @@ class Bench:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one dictionary."""
-    peak_gbps = measure_link_gbps(torch.device(arguments.device))
+    peak_gbps = measure_link_gbps(resolve_device(arguments.device))
     target, draft = sources(arguments)
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started:.1f} s: {runtime.placement}", flush=True)
     with runtime:
-        text = arguments.text.read_text(encoding="utf-8")
+        text = script.read_text(arguments.text, "--text")
         prompt = runtime.tokenizer.encode(text)[: arguments.context]
         bench = Bench(runtime, prompt)
         report: dict[str, Any] = {"benchmark": "long_context", "placement": runtime.placement}
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report["peak_vram_bytes"] = budget_of(runtime).peak_bytes()
         report["pinned_bytes"] = pinned_bytes(runtime)
     settings = settings_of(arguments, without=("out", "commit"))
-    return {**report, "settings": settings, **provenance(torch.device(arguments.device), commit=arguments.commit)}
+    return {**report, "settings": settings, **provenance(resolve_device(arguments.device), commit=arguments.commit)}
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def _triples(text: str) -> list[tuple[int, int, int]]:
 @script.one_line_errors
 def main() -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
     parser.add_argument("--windows", type=_numbers, default=[1, 17, 64])
     parser.add_argument("--passes", type=int, default=3)
@@ -228,6 +228,8 @@ def main() -> int:
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
     arguments = parser.parse_args()
+    check_out(arguments.out)
+    script.read_text(arguments.text, "--text")
     emit(run(arguments), arguments.out)
     return 0
 

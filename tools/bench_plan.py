@@ -20,7 +20,7 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, percentiles, provenance
+from bench_report import check_out, emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
 from widening.shapes import SHAPES, TINY, WideShape
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 @script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", *SHAPES], default="llama2-7b")
     parser.add_argument("--profile", default="h200", help="the machine to predict for, by name or file")
     parser.add_argument("--emulate", default="rtx4090", help="the smaller machine, by name or file")
@@ -204,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the JSON line")
     parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
+    check_out(options.out)
     result = measure(options)
     emit(result, options.out)
     print(*result["failures"], sep="\n", file=sys.stderr)

@@ -183,19 +183,45 @@ def provenance(device: torch.device, *, commit: str | None = None) -> dict[str, 
     }
 
 
+def check_out(out: Path | None, option: str = "--out") -> None:
+    """Refuse before anything is measured a file, named by `option`, that could not be written then; None is no file.
+
+    Raises `StorageError`. Missing directories are made; a file that is there stays as it is.
+    """
+    if out is None:
+        return
+    if out.is_dir():
+        raise StorageError(f"{option} {out} is a directory: name a file in it, such as {out / 'result.json'}")
+    partial = _partial(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise _unwritable(out, error, option) from error
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".part")
+
+
+def _unwritable(out: Path, error: OSError, option: str = "--out") -> StorageError:
+    return StorageError(f"{out} cannot be written ({error.strerror or error}): name another {option}")
+
+
 def write_report(result: Mapping[str, Any], out: Path, *, indent: int | None = None) -> None:
     """Write JSON to a file that is whole whenever we are stopped: either what it was before, or all of the new.
 
     Raises `ValueError` for NaN or infinity, and `StorageError` when `out` cannot be written.
     """
     text = json.dumps(result, indent=indent, allow_nan=False) + "\n"
-    partial = out.with_name(out.name + ".part")
+    partial = _partial(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        raise StorageError(f"{out} cannot be written ({error}): name another --out") from error
+        raise _unwritable(out, error) from error
 
 
 def write_unfinished(result: Mapping[str, Any], out: Path | None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import script
+from bench_report import check_out
 from comparing.systems import SYSTEMS as COMPARED
 from comparing.systems import System, measured, outcome, run_system
 
@@ -110,7 +111,7 @@ def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
 @script.one_line_errors
 def main() -> int:
     """Run the chosen systems one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
     parser.add_argument("--shape", default="llama2-7b")
     parser.add_argument("--layers", type=int)
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    check_out(arguments.out)
     names = [name for name in arguments.systems.split(",") if name]
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:

@@ -12,6 +12,7 @@ same as the widened one, beside what the draft's hits by rank of child predict. 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,18 +22,21 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, provenance, write_unfinished
+from bench_report import check_out, emit, provenance, write_unfinished
 from long_context.internals import ranks_of
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import WideShape, shape_named
 
-from offload_runtime.config import GB
+from offload_runtime.config import GB, SamplingParams, parse_bytes, require_positive
 from offload_runtime.engine import GenerationResult, Runtime
+from offload_runtime.errors import OptionError
+from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import best_tree_tokens
 from offload_runtime.runners.tree_rows import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
+PARTS = ("streamed", "sizes")
 _WARM_UP_TOKENS = 40
 
 
@@ -143,8 +147,8 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
 
 def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
     """The prompts, by what they are: the beginnings of a text and of a program."""
-    files = {"prose": options.text, "code": options.code}
-    return {name: runtime.encode(path.read_text())[: options.prompt_tokens] for name, path in files.items()}
+    texts = {"prose": script.read_text(options.text, "--text"), "code": script.read_text(options.code, "--code")}
+    return {name: runtime.encode(text)[: options.prompt_tokens] for name, text in texts.items()}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -173,14 +177,14 @@ def table(report: dict[str, Any]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="the small model")
     parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
     parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
     parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
     parser.add_argument("--noises", type=_floats, default=(0.02, 0.05, 0.1), help="of the drafts, comma-separated")
     parser.add_argument("--temperatures", type=_floats, default=(0.0, 0.6))
-    parser.add_argument("--parts", default="streamed,sizes")
+    parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
     parser.add_argument("--sizes", type=_integers, default=(1, 4, 16, 64, 256, 1024))
     parser.add_argument(
         "--nodes", type=_integers, default=(), help="of fixed trees, comma-separated; else they are chosen"
@@ -196,7 +200,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--emulate")
     parser.add_argument("--vram")
     parser.add_argument("--resident-layers", default="auto")
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
     parser.add_argument("--commit")
@@ -212,6 +216,41 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would fail, or measure nothing, only after minutes.
+
+    Raises:
+        OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
+        DeviceError, ProfileError: There is no such device or machine.
+    """
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
+    if "sizes" in parts and not options.sizes:
+        raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
+    resolve_device(options.device)
+    for name in ("depth", "gamma", "prompt_tokens", "tokens", "chain_tokens", "plain_tokens", "size_tokens", "context"):
+        require_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    for name in ("sizes", "nodes"):
+        for nodes in getattr(options, name):
+            require_positive(f"--{name}", nodes)
+    for noise in options.noises:
+        if not 0 <= noise < math.inf:
+            raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
+    for temperature in options.temperatures:
+        SamplingParams(temperature=temperature)
+    if options.vram is not None:
+        parse_bytes(options.vram)
+    if options.emulate is not None:
+        load_profile(options.emulate)
+    if options.shape != "none":
+        shape_named(options.shape)
+    for path, option in ((options.text, "--text"), (options.code, "--code")):
+        if not script.read_text(path, option).strip():
+            raise OptionError(f"{path} is empty: name a text to begin with by {option}")
+    check_out(options.out)
+
+
 def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     """Settings and machine, asked for once something is measured: it would otherwise hold some of the GPU already."""
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
@@ -223,6 +262,7 @@ def origin_of(options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both parts; 1 when an answer was not that of plain decoding."""
     options = parse(argv)
+    check(options)
     parts = options.parts.split(",")
     report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "sizes": []}
     origin: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, provenance
+from bench_report import check_out, emit, provenance
 from noisy_draft import write_noisy_copy
 
 from offload_runtime.engine import Runtime, fetch_demo_model
@@ -144,7 +144,7 @@ def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[st
 @script.one_line_errors
 def main() -> int:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="safetensors directory; by default the demonstration model")
     parser.add_argument("--tokens", type=int, default=128, help="of every generation")
     parser.add_argument("--seeds", type=int, default=3, help="for every temperature above 0")
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    check_out(arguments.out)
     model = arguments.model or fetch_demo_model(on_progress=print)
     # Before the run: the tree may change while it goes on.
     where = provenance(resolve_device(arguments.device), commit=arguments.commit)

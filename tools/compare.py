@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,29 +21,32 @@ from typing import Any
 
 import script
 import torch
-from bench_report import emit, provenance, write_unfinished
+from bench_report import check_out, emit, provenance, write_unfinished
 from checks import check_prefill_chunk, check_short_warmups
-from common import WARMUPS, model_name
-from comparing.chart import draw, require_matplotlib
+from common import WARMUPS, model_name, options_from, peer_parser
+from comparing.chart import FORMATS, draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
 from our_options import add_our_options, our_options
 from sources import SHAPES
 
 from offload_runtime.config import require_positive
+from offload_runtime.engine.assembly import open_sources
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.weights import fetch_demo_model, open_checkpoint
+from offload_runtime.weights import fetch_demo_model
 
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (
     "draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens", "prefill_chunk",
 )  # fmt: skip
+# What `--draft` may say instead of a model.
+_NO_MODEL = (None, "ngram", "none")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
     model.add_argument("--synthetic", choices=sorted(SHAPES), help="random weights of this shape")
@@ -89,6 +93,8 @@ def chosen_systems(text: str) -> list[str]:
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown or not names:
         raise OptionError(f"unknown system {unknown[0] if unknown else text!r}: choose of {', '.join(SYSTEMS)}")
+    if len(set(names)) < len(names):
+        raise OptionError(f"--systems {text} names a system twice: name each once")
     return names
 
 
@@ -97,17 +103,18 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
 
     Raises:
         OptionError: A file cannot be read or has too few tokens, or prompt and answer exceed `--context`.
+        CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
-    tokenizer = open_checkpoint(arguments.target).tokenizer()
+    tokenizer = open_sources(arguments.target, None if arguments.draft in _NO_MODEL else arguments.draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
-        try:
-            tokens = list(tokenizer.encode(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"{path} cannot be read as text ({error}): name another --prompt-file") from error
+        tokens = list(tokenizer.encode(script.read_text(path, "--prompt-file")))
         if arguments.prompt_tokens is not None:
             if len(tokens) < arguments.prompt_tokens:
-                raise OptionError(f"{path} has {len(tokens)} tokens, not {arguments.prompt_tokens}: lower it")
+                raise OptionError(
+                    f"{path} has {len(tokens)} tokens, --prompt-tokens asks for {arguments.prompt_tokens}: lower it, "
+                    "or name a longer --prompt-file"
+                )
             tokens = tokens[: arguments.prompt_tokens]
         needed = len(tokens) + arguments.new_tokens
         if arguments.context is not None and needed > arguments.context:
@@ -122,8 +129,11 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
 
 def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse what makes no sense for these systems. Raises `OptionError`, and `DeviceError` without the device."""
-    require_positive("timeout", int(arguments.timeout))
+    if not 1 <= arguments.timeout < math.inf:
+        raise OptionError(f"--timeout must be at least 1 second and finite, not {arguments.timeout}")
     require_positive("repeats", arguments.repeats)
+    for option in ("prompt_tokens", "context"):
+        require_positive(f"--{option.replace('_', '-')}", 1 if (value := getattr(arguments, option)) is None else value)
     if arguments.warmup < WARMUPS:
         raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
     resolve_device(arguments.device)
@@ -145,6 +155,9 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     check_warmups(arguments, shortest_tokens=None if arguments.target is not None else arguments.prompt_tokens or 512)
     if not arguments.no_chart:
         require_matplotlib()
+        if arguments.out.suffix in FORMATS:
+            raise OptionError(f"--out {arguments.out} would be the chart's name, too: name it like comparison.json")
+    check_out(arguments.out)
 
 
 def check_warmups(arguments: argparse.Namespace, *, shortest_tokens: int | None) -> None:
@@ -187,6 +200,8 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
             prompts = Path(folder) / "prompts.json"
             prompts.write_text(json.dumps(read_prompts(arguments)))
         common, own = common_options(arguments, prompts), own_options(arguments)
+        # What no system could run with is said once, and before the first of them has loaded anything.
+        options_from(peer_parser("").parse_args([*common, *own.get("assistant_tokens", ())]))
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
             result = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)

@@ -61,7 +61,7 @@ def _write_files(files: list[Path], directory: Path, noise: float, generator: to
 @script.one_line_errors
 def main() -> int:
     """Write one copy; returns the exit code: 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--noise", type=float, default=0.05)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import script  # noqa: F401 (finds the package, installed or not)
+import script
+from bench_report import check_out
 
 from offload_runtime.config import GIB, format_bytes
 from offload_runtime.engine.forecast import RunForecast, forecast, second_card
@@ -177,12 +178,14 @@ def layers(resident: Sequence[int], plan: RunPlan) -> str:
     return f"{len(resident)} of {plan.placed.placement.num_layers}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@script.one_line_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables; returns the exit code: 2 for what the user can mend."""
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="Markdown file to write; stdout when left out")
     parser.add_argument("--profiles", nargs="+", default=["rtx4090", "rtx4090-x2"])
     options = parser.parse_args(arguments)
+    check_out(options.out)
     parts = [INTRODUCTION + "\n".join(short_lines()) + "\n" + DETAILS]
     for profile in options.profiles:
         found = load_profile(profile)
@@ -195,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(text)
     else:
         options.out.write_text(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 _TOOLS = Path(__file__).resolve().parent
 # Last: nothing in them shadows an installed package.
 sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kernels", _TOOLS.parent)]
 
-from offload_runtime.errors import OffloadError  # noqa: E402 (found where the lines above say)
+from offload_runtime.errors import OffloadError, OptionError  # noqa: E402 (found where the lines above say)
 
 _Options = ParamSpec("_Options")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's own, but for what it does about a wrong option: no page of usage, one line as of every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `OptionError`: a script's `main` says it."""
+        raise OptionError(f"{message}; --help lists the options")
+
+
+def read_text(path: Path, option: str) -> str:
+    """The UTF-8 text of a file that `option` names.
+
+    Raises:
+        OptionError: It cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read ({error.strerror or error}): name another {option}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset {error.start}): convert it, or "
+            f"name another {option}"
+        ) from error
 
 
 def one_line_errors(main: Callable[_Options, int]) -> Callable[_Options, int]:

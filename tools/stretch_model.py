@@ -52,7 +52,7 @@ def _stretched(arguments: argparse.Namespace) -> StretchedCheckpoint:
 @script.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", required=True, help=SOURCE_HELP)
     parser.add_argument("--delta", type=Path, nargs="+", default=[], help="safetensors files of new values")
     parser.add_argument("--rope", help="transformers' rope_parameters as JSON; rope_theta may be left out")

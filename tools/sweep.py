@@ -31,7 +31,7 @@ from pathlib import Path
 
 import script
 import torch
-from bench_report import provenance
+from bench_report import check_out, provenance
 from long_context.command import LONG_CONTEXT
 from long_context.options import settings_of
 from streamed_weights.command import STREAMED_WEIGHTS
@@ -41,6 +41,7 @@ from sweeping.plot import FORMATS, draw, picture_base, require_matplotlib
 from sweeping.results import ResultFile, read_report
 
 from offload_runtime.errors import OptionError
+from offload_runtime.memory import resolve_device
 
 FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
 # What a row does not depend on.
@@ -82,13 +83,20 @@ def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -
 
 def named(path: Path | None, sweep: str) -> Path | None:
     """The sweep's own file."""
-    return None if path is None else path.with_name(path.name.replace("{sweep}", sweep))
+    return path if path is None or not path.name else path.with_name(path.name.replace("{sweep}", sweep))
 
 
 def run(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -> bool:
-    """All sweeps; whether every row is identical to plain decoding."""
+    """All sweeps; whether every row is identical to plain decoding.
+
+    Raises:
+        DeviceError, StorageError: There is no such device, or a file could not be written; errors as of `plan`.
+    """
+    resolve_device(arguments.device)
+    for sweep in sweeps:
+        check_out(named(arguments.out, sweep))
     if arguments.plot is not None:
-        picture_base(arguments.plot)
+        check_out(picture_base(arguments.plot).with_suffix(".png"), "--plot")
         require_matplotlib()
     work = plan(family, sweeps, arguments)
     family.measure(arguments, work)
@@ -107,7 +115,7 @@ def draw_files(words: Sequence[str]) -> None:
     Raises:
         OptionError: A file is no sweep's, or there is no matplotlib; StorageError: a picture cannot be written.
     """
-    made = argparse.ArgumentParser(prog="sweep.py draw", description="Draw the rows of result files.")
+    made = script.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
     made.add_argument("files", nargs="+", type=Path)
     made.add_argument("--out", type=Path, required=True, help="directory of the pictures, named as the files are")
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import script
 from timelines.picture import draw, picture_path
-from timelines.spans import Event, choose_passes, read_trace, write_cut
+from timelines.spans import Event, check_apart, choose_passes, read_trace, write_cut
 
 
 @script.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and print the totals; 2 after an error of the user's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="what --trace has written, or that by gzip")
     parser.add_argument(
         "--passes", metavar="A-B,C-D", help="which passes, by their numbers in the trace; a panel for each range"
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cut", metavar="FILE", type=Path, help="write a trace of these passes alone, a .json.gz")
     options = parser.parse_args(arguments)
     path = picture_path(options.trace, options.out)
+    check_apart(options.trace, options.cut)
     trace = read_trace(options.trace)
     ranges = choose_passes(trace.events, options.passes)
     if options.cut is not None:

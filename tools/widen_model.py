@@ -44,7 +44,7 @@ def _large_model(arguments: argparse.Namespace) -> CheckpointSource:
 @script.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", required=True, help=SOURCE_HELP)
     parser.add_argument("--shape", required=True, help=", ".join(SHAPES))
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on the small model's matrices")

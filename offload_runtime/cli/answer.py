@@ -67,14 +67,17 @@ class StopRequest:
 
 
 def load_runtime(
-    options: LoadOptions, *, show_progress: bool, prompts: Sequence[Prompt] = (), max_new_tokens: int = 1
-) -> Runtime:
+    options: LoadOptions, *, show_progress: bool, prompts: Sequence[Prompt] = (), max_new_tokens: int = 1,
+    check: Callable[[PromptRoom], object] | None = None,
+) -> Runtime:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr.
 
-    Prompts that leave no room for `max_new_tokens` are refused before weights are read.
+    Prompts that leave no room for `max_new_tokens`, or what `check` refuses, are refused before weights are read.
     """
     from offload_runtime.engine import Runtime
 
+    if prompts:
+        check = partial(_check_prompts, prompts=prompts, max_new_tokens=max_new_tokens)
     with ProgressBars(enabled=show_progress) as bars:
         return Runtime.load(
             options.target,
@@ -96,7 +99,7 @@ def load_runtime(
             profile=options.profile,
             on_progress=bars.on_bytes,
             on_plan=partial(_explain, options=options) if options.explain else None,
-            check=partial(_check_prompts, prompts=prompts, max_new_tokens=max_new_tokens) if prompts else None,
+            check=check,
             trace=options.trace,
         )
 

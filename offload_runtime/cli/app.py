@@ -9,10 +9,12 @@ import typer
 from offload_runtime.cli import options as opt
 from offload_runtime.cli.settings import check_gamma, generation_params, load_options, speculation_options
 from offload_runtime.cli.terminal import ending_in_order
+from offload_runtime.cli.usage import OneLineGroup
 from offload_runtime.cli.user_text import collect_prompts, user_path
 
 app = typer.Typer(
     name="offload-runtime",
+    cls=OneLineGroup,
     help="Run language models that do not fit the GPU, with exactly the tokens of plain decoding.",
     no_args_is_help=True,
     add_completion=False,

@@ -64,7 +64,7 @@ def run_verify(
         if as_json:
             # Libraries print to stdout now and then; a reader of JSON must not meet it.
             stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress))
+        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress, check=plan.encoded))
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
             report = verify(runtime, plan, on_progress=bars.on_runs)

@@ -26,6 +26,7 @@ _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 # A draft promises no bits, so its heights only have to be quick.
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_USUAL_PROPOSALS = 256  # for which there is room unasked: the largest room for trees that is planned
 _AUTO_CONTEXT_TOKENS = 8192
 KV_PLACES = ("auto", "gpu", "host")
 
@@ -74,6 +75,16 @@ def longest_context(config: ModelConfig) -> int:
     return int(longest * rope["factor"]) if rope["rope_type"] == "dynamic" else longest
 
 
+def check_window(window: int, config: ModelConfig) -> None:
+    """Refuse windows that no text has room for, before memory is reckoned for them. Raises `OptionError`."""
+    proposed, longest = window - 1, longest_context(config)
+    if proposed > max(longest, _USUAL_PROPOSALS):
+        raise OptionError(
+            f"{proposed} proposals in a window are more than the {longest} tokens that the model was made for: lower "
+            "--gamma or --tree-nodes"
+        )
+
+
 def make_plans(
     target: ModelDescription, draft: ModelDescription | None, dtype: str, device: torch.device, *,
     context: int | str, window: int, kv: str, options: SpeculationOptions, batch: int = 1,
@@ -85,6 +96,7 @@ def make_plans(
         raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {kv!r}")
     torch_dtype = resolve_dtype(dtype, target, device)
     tokens = resolve_context(context, target.config(), kv=kv)
+    check_window(window, target.config())
     plan = target_plan(target.config(), torch_dtype, device, context=tokens, window=window, batch=batch)
     graphs = device.type == "cuda"
     if draft is None:

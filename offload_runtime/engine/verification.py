@@ -16,6 +16,7 @@ from typing import Any
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.goodness_of_fit import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
 from offload_runtime.engine.identity import IdentityRun, verify_identity
+from offload_runtime.engine.prompts import PromptRoom, encode_prompt
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.transcripts import ScriptedProposer, loaded_proposers, transcribe
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -75,6 +76,25 @@ class VerificationPlan:
             {**dict(prompts), **(extra or {})}, dict(settings), tokens, default_seeds if seeds is None else seeds
         )
 
+    def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
+        """Token ids of the prompts by name.
+
+        Raises:
+            ContextLengthError: One and the tokens that follow it exceed the context.
+        """
+        found = {
+            name: encode_prompt(text, room.tokenizer, room.config.vocab_size) for name, text in self.prompts.items()
+        }
+        for name, prompt in found.items():
+            excess = len(prompt) + self.tokens - room.context_tokens
+            if excess > 0:
+                raise ContextLengthError(
+                    f"the prompt {name!r} of {len(prompt)} tokens and {self.tokens} new ones exceed the context of "
+                    f"{room.context_tokens} tokens by {excess}: raise --context (the model allows "
+                    f"{room.config.max_position_embeddings}), lower --tokens or shorten the prompt"
+                )
+        return found
+
 
 @dataclass(frozen=True)
 class VerificationReport:
@@ -127,15 +147,7 @@ def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress 
         ContextLengthError: A prompt and its tokens exceed the runtime's context.
         NumericalError: The target's logits are NaN.
     """
-    prompts = {name: runtime.encode(text) for name, text in plan.prompts.items()}
-    for name, prompt in prompts.items():
-        needed = len(prompt) + plan.tokens
-        if needed > runtime.context_tokens:
-            raise ContextLengthError(
-                f"the prompt {name!r} of {len(prompt)} tokens and {plan.tokens} new ones exceed the context of "
-                f"{runtime.context_tokens} tokens by {needed - runtime.context_tokens}: raise --context, lower "
-                "--tokens or shorten the prompt"
-            )
+    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 2)
     progress = _Progress("identity", steps, on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=progress.step)

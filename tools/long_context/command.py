@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import script
 import torch
 from long_context.needle import NeedleTest
 from long_context.options import add_common_options, sources
@@ -17,7 +18,7 @@ from long_context.sweeps import SWEEPS, Point, Setting, points_of
 from long_context.table import print_row
 from sweeping.family import Family, Work, refuse_idle
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
@@ -64,6 +65,8 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         why = "with --draft none: drop it, or take --draft model"
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
     refuse_idle(idle, given)
+    if arguments.vram is not None:
+        parse_bytes(arguments.vram)
     if arguments.plain_tokens is None:
         arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
 
@@ -132,7 +135,7 @@ def read_text(arguments: argparse.Namespace, runtime: Runtime, needed_tokens: in
     Raises:
         OptionError: It is shorter than what is measured.
     """
-    tokens: list[int] = runtime.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+    tokens: list[int] = runtime.tokenizer.encode(script.read_text(arguments.text, "--text"))
     if len(tokens) < needed_tokens:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "
@@ -181,6 +184,8 @@ def measure_rows(arguments: argparse.Namespace, runtime: Runtime, work: Sequence
 
 def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     """All missing rows: with one runtime, but each of `batch` with its own."""
+    if any(missing for _, missing in work):
+        script.read_text(arguments.text, "--text")  # refused before anything is loaded
     run_points(arguments, [part for part in work if part[0].sweep != "batch"])
     for file, missing in work:
         for point in missing if file.sweep == "batch" else ():

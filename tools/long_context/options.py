@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import shape_named
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.config import SpeculationOptions
+from offload_runtime.memory import resolve_device
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
@@ -53,7 +53,7 @@ def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, Checkpoint
     )
     if arguments.shape == "none":
         return small, small
-    device = torch.device(arguments.device)
+    device = resolve_device(arguments.device)
     return WidenedCheckpoint(small, shape_named(arguments.shape), arguments.noise, device=device), small
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload_runtime.config import CHUNK_POLICIES, SpeculationOptions
+from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
 from offload_runtime.errors import OptionError
 
 CHAIN = "chain"
@@ -27,6 +27,7 @@ class Setting:
         for name in ("context_tokens", "gamma", "chain_gamma", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
+        SamplingParams(temperature=self.temperature)
         if not 0 <= self.depth <= 1:
             raise OptionError(f"the needle's depth is a share of the context from 0 to 1, not {self.depth}")
 

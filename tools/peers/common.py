@@ -18,12 +18,12 @@ from typing import Any
 # The peers are run as plain scripts: the rest of the tools is in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import script  # noqa: F401 (finds the package, installed or not)
+import script
 import torch
 from checks import check_prefill_chunk, check_short_warmups
 from sources import SHAPES, random_source
 
-from offload_runtime.config import format_bytes, parse_bytes, require_positive
+from offload_runtime.config import SamplingParams, format_bytes, parse_bytes, require_positive
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -73,7 +73,10 @@ class PeerOptions:
         if self.warmup < WARMUPS:
             raise OptionError(f"warmup must be at least {WARMUPS}, not {self.warmup}: the first ones are cold")
         if self.resident_layers is not None and not 0 <= self.resident_layers <= self.layers:
-            raise OptionError(f"resident_layers is {self.resident_layers}, the model has {self.layers} layers")
+            raise OptionError(
+                f"resident_layers is {self.resident_layers}, the model has {self.layers} layers: take 0 to "
+                f"{self.layers}, or auto"
+            )
         if not self.prompts or not all(self.prompts):
             raise OptionError("a prompt has no tokens: name files with text, or more --prompt-tokens")
         check_short_warmups(
@@ -85,10 +88,9 @@ class PeerOptions:
         if needed > limit:
             raise ContextLengthError(
                 f"prompt and new tokens need {needed} positions, {self.source.reference} has {limit}: lower "
-                "--prompt-tokens"
+                "--prompt-tokens or --new-tokens"
             )
-        if self.temperature < 0:
-            raise OptionError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        SamplingParams(temperature=self.temperature, seed=self.seed)
 
     @property
     def layers(self) -> int:
@@ -138,7 +140,7 @@ def model_name(reference: str | None) -> str | None:
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """The options that every peer takes; a script adds those of its own system."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = script.Parser(description=description)
     parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
     parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")

@@ -280,8 +280,8 @@ def run_peer(
 
     `prepare_from` turns the parsed arguments of the peer's own system into the function that builds it.
     """
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         options = options_from(arguments)
         try:
             result = measure_peer(prepare_from(arguments), options)

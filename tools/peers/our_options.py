@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from offload_runtime.config import DRAFT_CACHES, SPECULATION_MODES, SpeculationOptions, idle_options
+from offload_runtime.config import (
+    DRAFT_CACHES,
+    SPECULATION_MODES,
+    GenerationParams,
+    SpeculationOptions,
+    idle_options,
+)
+from offload_runtime.engine.loading import check_proposals, check_tree_nodes
 from offload_runtime.errors import OptionError
 
 
@@ -26,7 +33,11 @@ class OurOptions:
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
+        kind = self.draft if self.draft in ("ngram", "none") else "the draft"
+        check_proposals(kind, self.speculation)
+        check_tree_nodes(self.tree_nodes, kind, self.speculation)
         self.as_speculation()
+        GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""

@@ -186,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = peer_parser("Measure offload_runtime on the peers' model and prompts.")
     add_our_options(parser)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         own = own_options(arguments)
         options = options_from(arguments)
         emit(measure(options, own), options.out)

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from script import read_text
 from streamed_weights.kept import kept_weights
 from streamed_weights.rows import RowMeasurement
 from streamed_weights.sources import Models, open_models
@@ -20,10 +21,11 @@ from streamed_weights.table import print_heading, print_row
 from sweeping.family import Family, Work, refuse_idle
 from sweeping.results import ResultFile
 
-from offload_runtime.config import SpeculationOptions, require_positive
+from offload_runtime.config import SamplingParams, SpeculationOptions, parse_bytes, require_positive
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.making_plans import resolve_dtype
 from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 
 _MAX_GAMMA = 63  # of `Runtime.load`
@@ -87,6 +89,20 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         raise OptionError("a draft needs a text to go on with: name one with --text, or take --draft none")
     for option in ("prompt_tokens", "tokens", "plain_tokens", "passes"):
         require_positive(option.replace("_", "-"), getattr(arguments, option))
+    check_settings(arguments)
+
+
+def check_settings(arguments: argparse.Namespace) -> None:
+    """Refuse what would fail only once the model is made or loaded.
+
+    Raises:
+        OptionError: A setting makes no sense; ProfileError: there is no such machine.
+    """
+    SamplingParams(temperature=arguments.temperature)
+    if arguments.vram is not None:
+        parse_bytes(arguments.vram)
+    if arguments.emulate is not None:
+        load_profile(arguments.emulate)
 
 
 def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:
@@ -105,6 +121,8 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     """All missing rows, each written when it is there."""
     if not any(missing for _, missing in work):
         return
+    if arguments.text is not None:
+        read_text(arguments.text, "--text")  # refused before anything is made or loaded
     models, device = open_models(arguments), resolve_device(arguments.device)
     # Before a runtime holds the allocator to a limit.
     speeds = Speeds.measured(device, resolve_dtype(arguments.dtype, models.target, device))
@@ -177,7 +195,7 @@ def prompt_of(arguments: argparse.Namespace, runtime: Runtime) -> list[int]:
         generator = torch.Generator().manual_seed(0)
         random: list[int] = torch.randint(0, runtime.config.vocab_size, (count,), generator=generator).tolist()
         return random
-    tokens: list[int] = runtime.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+    tokens: list[int] = runtime.tokenizer.encode(read_text(arguments.text, "--text"))
     if len(tokens) < count:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and the prompt {count}: lower --prompt-tokens or take a "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from script import Parser
 from sweeping.family import Family, refuse_unused
 
 from offload_runtime.errors import OptionError
@@ -43,7 +44,7 @@ def family_of(sweeps: Sequence[str], families: Sequence[Family]) -> Family:
 
 def parser_of(family: Family) -> argparse.ArgumentParser:
     """The options of a family."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="sweep.py", usage="sweep.py SWEEP [SWEEP ...] [options]", allow_abbrev=False,
         description=f"{family.title}: {', '.join(family.sweeps)}",
     )  # fmt: skip

@@ -47,8 +47,10 @@ def picture_base(path: Path) -> Path:
     """The pictures' name without an ending.
 
     Raises:
-        OptionError: The ending is that of something else.
+        OptionError: There is no name, or the ending is that of something else.
     """
+    if not path.name:
+        raise OptionError(f"--plot {path} is a directory: name pictures in it, without an ending")
     ending = path.suffix[1:]
     if ending in FORMATS:
         return path.with_suffix("")

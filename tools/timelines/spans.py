@@ -185,6 +185,12 @@ def totals_of(events: Sequence[Event], passes: Sequence[Event], window: tuple[fl
     )
 
 
+def check_apart(trace: Path, cut: Path | None) -> None:
+    """Refuse a cut that would take the place of the whole trace. Raises `OptionError`."""
+    if cut is not None and cut.resolve() == trace.resolve():
+        raise OptionError(f"--cut {cut} is the trace itself, whose other passes would be lost: name another file")
+
+
 def write_cut(trace: TraceFile, ranges: Sequence[Sequence[Event]], path: Path) -> None:
     """Write a trace of nothing but some passes, compressed; it draws and counts like the whole one.
 
