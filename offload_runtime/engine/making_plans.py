@@ -26,7 +26,7 @@ _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 # A draft promises no bits, so its heights only have to be quick.
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_USUAL_PROPOSALS = 256  # for which there is room unasked: the largest room for trees that is planned
+_USUAL_PROPOSALS = 1024  # for which there may be room unasked: the largest trees that are planned
 _AUTO_CONTEXT_TOKENS = 8192
 KV_PLACES = ("auto", "gpu", "host")
 
