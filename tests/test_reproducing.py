@@ -37,7 +37,7 @@ def written(words: list[str]) -> list[str]:
     return [name.replace("{sweep}", sweep) for name in names for sweep in (words[1:7] if "{sweep}" in name else [""])]
 
 
-COMMANDS = [words for page in PAGES for words in commands(page) if words[1] != "draw"]
+COMMANDS = [words for page in PAGES for words in commands(page) if "draw" not in words]
 TREES = [words for words in COMMANDS if words[0] == "tools/bench_trees.py"]
 LONG = [words for words in COMMANDS if words[0] == "tools/bench_long_context.py"]
 
