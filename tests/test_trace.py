@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from offload_runtime.cli import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy_engine import CopyEngine
-from offload_runtime.engine import GenerationResult, Runtime, assembly, placing
+from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, assembly, placing
 from offload_runtime.engine.figures import PassMeter
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.errors import StorageError
@@ -174,6 +175,19 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     assert [result.tokens for result in asked] == [result.tokens for result in run.results]
 
 
+def assert_accepted_proposals_are_named(rounds: Sequence[dict[str, Any]], stats: Sequence[GenerationStats]) -> None:
+    """Of every pass: which nodes of its proposal, one below the other, and who made them; in all what the stats say."""
+    by_source: Counter[str] = Counter()
+    for one in rounds:
+        for path, sources, proposed, accepted in zip(
+            one["path"], one["sources"], one["proposed"], one["accepted"], strict=True
+        ):
+            assert len(path) == len(sources) == accepted and path == sorted(set(path))
+            assert all(0 <= node < proposed for node in path)
+            by_source.update(sources)
+    assert by_source == sum((Counter(one.accepted_by_source) for one in stats), Counter())
+
+
 def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
     gamma, nodes = 4, 30
     options: dict[str, Any] = {"resident_layers": 1, "kv": "host", "context": CONTEXT, "max_batch": 2}
@@ -193,6 +207,8 @@ def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
     assert [count for one in rounds for count in one["tokens"]] == [1 + count for count in proposed]
     assert sum(proposed) == sum(one.acceptance[-1].proposed for one in stats)
     assert sum(sum(one["accepted"]) for one in rounds) == sum(sum(one.accepted_by_depth) for one in stats) > 0
+    assert_accepted_proposals_are_named(rounds, stats)
+    assert any(path != list(range(len(path))) for one in rounds for path in one["path"]), "branches were taken"
     proposals = [bar.args for bar in rows["draft"] if bar.name == "propose"]
     assert {count for one in proposals for count in one["asked"]} == {nodes}
     # In its last round an answer that misses one token is not asked about.

@@ -213,9 +213,8 @@ def _triples(text: str) -> list[tuple[int, int, int]]:
     return triples
 
 
-@script.one_line_errors
-def main() -> int:
-    """Measure and print; returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
     parser.add_argument("--windows", type=_numbers, default=[1, 17, 64])
@@ -227,7 +226,13 @@ def main() -> int:
     parser.add_argument("--step-rows", type=_numbers, default=[17], help="tokens of the middle passes that are timed")
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
     parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
-    arguments = parser.parse_args()
+    return parser
+
+
+@script.one_line_errors
+def main() -> int:
+    """Measure and print; returns the exit code."""
+    arguments = make_parser().parse_args()
     check_out(arguments.out)
     script.read_text(arguments.text, "--text")
     emit(run(arguments), arguments.out)

@@ -48,11 +48,14 @@ class TracedTarget:
         return self._record(args, lambda: self._runner.verify(windows, sequences))
 
     def decided(self, rounds: Sequence[Round], window: str) -> None:
-        """What came of the last pass, for each sequence, whose tokens the host has just read; and what was asked for,
-        in words."""
+        """What came of the last pass, for each sequence, whose tokens the host has just read: how much was accepted,
+        which nodes of the proposal, and of whom; and what was asked for, in words."""
         self._args["window"] = window
         self._args["proposed"] = [played.num_proposed for played in rounds]
         self._args["accepted"] = [played.num_accepted for played in rounds]
+        # Numbers of the window's proposals, and who made each.
+        self._args["path"] = [list(played.path) for played in rounds]
+        self._args["sources"] = [played.accepted_sources for played in rounds]
         args = {"pass": self._args["pass"]}
         self.recorder.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
         self.recorder.settle()

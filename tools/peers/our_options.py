@@ -33,10 +33,10 @@ class OurOptions:
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
+        self.as_speculation()
         kind = self.draft if self.draft in ("ngram", "none") else "the draft"
         check_proposals(kind, self.speculation)
         check_tree_nodes(self.tree_nodes, kind, self.speculation)
-        self.as_speculation()
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
 
     def as_speculation(self) -> SpeculationOptions:

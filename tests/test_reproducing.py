@@ -1,0 +1,107 @@
+"""Every result has one documented command, and was measured by it as far as the file says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import bench_long_context
+import bench_trees
+import compare
+import pytest
+from long_context.options import settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tools" / "results"
+PAGES = [ROOT / "docs" / "reproducing.md", ROOT / "docs" / "sweeps.md"]
+# Of local files, which nobody else has under that name.
+LOCAL = {"text"}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every command of a page, as a shell would hand them on."""
+    document = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for name, value in re.findall(r"^    ([A-Z]+)='?(.+?)'?$", document, re.MULTILINE):
+        document = document.replace(f"${name}", value)
+    found = re.findall(r"^    python (tools/.+)$", document, re.MULTILINE)
+    return [shlex.split(command) for command in found]
+
+
+def written(words: list[str]) -> list[str]:
+    """The results that a command writes; several sweeps share one."""
+    names = [Path(word).name for word in words if word.startswith("tools/results/") and word.endswith(".json")]
+    return [name.replace("{sweep}", sweep) for name in names for sweep in (words[1:7] if "{sweep}" in name else [""])]
+
+
+COMMANDS = [words for page in PAGES for words in commands(page) if "draw" not in words]
+TREES = [words for words in COMMANDS if words[0] == "tools/bench_trees.py"]
+LONG = [words for words in COMMANDS if words[0] == "tools/bench_long_context.py"]
+
+
+def result(name: str) -> dict[str, Any]:
+    """A result file."""
+    loaded: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return loaded
+
+
+def test_every_result_has_one_command() -> None:
+    named = Counter(name for words in COMMANDS for name in written(words))
+    there = {path.name for path in RESULTS.glob("*.json")}
+    assert there <= set(named), "results without a command"
+    assert {name for name, count in named.items() if count > 1} == set()
+    # A curve is documented before it is measured.
+    assert all(name.startswith("sweep-") for name in set(named) - there)
+
+
+def test_every_command_is_there() -> None:
+    assert all((ROOT / words[0]).exists() for words in COMMANDS)
+
+
+def assert_same(said: dict[str, str], measured: dict[str, str]) -> None:
+    """The settings of a command, beside those of its result."""
+    shared = (said.keys() & measured.keys()) - LOCAL
+    assert len(shared) > 10
+    assert {key: said[key] for key in shared} == {key: measured[key] for key in shared}
+
+
+@pytest.mark.parametrize("words", TREES, ids=lambda words: written(words)[0])
+def test_trees_were_measured_by_their_command(words: list[str]) -> None:
+    options = bench_trees.parse(words[1:])
+    assert (ROOT / options.code).exists()
+    said = {key: str(value) for key, value in vars(options).items()}
+    said |= {key: Path(said[key]).name for key in ("source", "code")}
+    assert_same(said, result(written(words)[0])["settings"])
+
+
+@pytest.mark.parametrize("words", LONG, ids=lambda words: written(words)[0])
+def test_long_contexts_were_measured_by_their_command(words: list[str]) -> None:
+    said = settings_of(bench_long_context.make_parser().parse_args(words[1:]), without=("out", "commit"))
+    assert_same(said, result(written(words)[0])["settings"])
+
+
+def test_the_comparison_was_measured_by_its_command() -> None:
+    (words,) = [words for words in COMMANDS if words[0] == "tools/compare.py"]
+    arguments = compare.make_parser().parse_args(words[1:])
+    assert [path.name for path in arguments.prompt_file] == result("compare-13b-h200.json")["configuration"][
+        "prompt_file"
+    ]
+    said = {
+        key: str(value)
+        for key, value in vars(arguments).items()
+        if key not in ("prompt_file", "out", "commit", "title")
+    }
+    measured = {key: str(value) for key, value in result("compare-13b-h200.json")["configuration"].items()}
+    assert_same(said, measured)
+
+
+def test_plans_and_exactness_were_measured_by_their_commands() -> None:
+    """With the defaults of those tools, but for the model."""
+    assert result("exactness-7b-h200.json")["model"] == "random llama2-7b"
+    assert all(
+        row["tokens"] == 1000 for name in ("7b", "smollm2") for row in result(f"exactness-{name}-h200.json")["rows"]
+    )
+    assert result("plan-h200.json")["configuration"]["shape"] == "llama2-7b"
