@@ -20,7 +20,7 @@ from measurement import measure, measure_peer
 from models import load_draft
 
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.widening import GQA, WidenedCheckpoint
 
 NEW_TOKENS = 14
@@ -141,6 +141,29 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     assert report["agreement"]["systems"]["accelerate"] == {"leading": [5], "of": [5]}
     assert report["results"]["accelerate"]["settings"]["prompt_tokens"] == [9]
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_a_shape_made_in_memory_speaks_a_small_models_language(tmp_path: Path) -> None:
+    """It is what `widen_model.py` would have written: the small model is always right where there is no noise."""
+    small = write_checkpoint(tmp_path / "small", num_layers=2, hidden_size=32)
+    text, out = tmp_path / "text.txt", tmp_path / "c.json"
+    text.write_text(TEXTS[0])
+    given = ["--synthetic", "tiny", "--source", str(small), "--draft", str(small), "--prompt-file", str(text)]
+    short = ["--new-tokens", "14", "--gamma", "3", "--repeats", "1", "--no-chart", "--device", "cpu", "--dtype", "fp32"]
+    assert compare.main([*given, *short, "--systems", "ours-plain,ours,accelerate", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    for row in report["agreement"]["systems"].values():
+        assert row == {"leading": [14], "of": [14]}
+    assert report["results"]["ours"]["tokens_per_pass"] > 3
+    assert report["title"].startswith("tiny that speaks small,") and str(tmp_path) not in out.read_text()
+    expected = tokens_of(small, TEXTS[0], 14)
+    assert report["results"]["ours-plain"]["tokens"] == [expected]
+
+
+def tokens_of(model: Path, text: str, count: int) -> list[int]:
+    """What the runtime says with this model."""
+    with load(model, draft="none") as runtime:
+        return list(runtime.generate(text, max_new_tokens=count, ignore_eos=True).tokens)
 
 
 def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Models, tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench_report import write_report
 from safetensors.torch import load_file
 
+from offload_runtime.cli.chat_commands import write_json_atomically
 from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
 from offload_runtime.machine_profile.store import save_profile, shipped_directory
 from offload_runtime.tracing.recorder import Trace
@@ -44,6 +47,16 @@ write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 OF_A_NOISY_COPY = """
 from noisy_draft import write_noisy_copy
 write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
+"""
+
+
+OF_A_CONVERSATION = """
+from offload_runtime.cli.chat_commands import write_json_atomically
+write_json_atomically(Path(sys.argv[1]), {"run": "killed"})
+"""
+OF_A_REPORT = """
+from bench_report import write_report
+write_report({"run": "killed"}, Path(sys.argv[1]))
 """
 
 
@@ -79,6 +92,25 @@ def test_a_trace(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2  # and what is left
     write_trace(path, Trace([], 0.0, 0), {"run": "after"})
     assert json.loads(path.read_text())["otherData"]["run"] == "after"
+
+
+@pytest.mark.parametrize(
+    ("killed", "save"),
+    [
+        (OF_A_CONVERSATION, write_json_atomically),
+        (OF_A_REPORT, lambda path, record: write_report(record, path)),
+    ],
+    ids=["conversation", "report"],
+)
+def test_a_record(killed: str, save: Callable[[Path, dict[str, str]], None], tmp_path: Path) -> None:
+    """A saved conversation, and the rows that a benchmark has measured so far."""
+    path = tmp_path / "record.json"
+    save(path, {"run": "before"})
+    kill_while(killed, path)
+    assert json.loads(path.read_text()) == {"run": "before"}
+    assert len(list(tmp_path.iterdir())) == 2  # and what is left
+    save(path, {"run": "after"})
+    assert json.loads(path.read_text()) == {"run": "after"}
 
 
 def test_a_noisy_copy(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """This runtime beside others on one model, with the same memory, prompts, lengths and dtype.
 
     python tools/compare.py --target wide-13b --draft demo --prompt-file story.txt --out comparison.json
+    python tools/compare.py --synthetic llama2-13b --source demo --noise 0.05 --draft demo --prompt-file story.txt
     python tools/compare.py --synthetic llama2-7b --systems ours-plain,deepspeed,accelerate --out comparison.json
 
 Every system runs in its own process. A peer that is not installed is reported as missing, one that lacks what it needs
@@ -23,7 +24,7 @@ import script
 import torch
 from bench_report import check_out, emit, provenance, write_unfinished
 from checks import check_prefill_chunk, check_short_warmups
-from common import WARMUPS, model_name, options_from, peer_parser
+from common import WARMUPS, add_source_options, model_name, options_from, peer_parser
 from comparing.chart import FORMATS, draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
@@ -49,7 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
-    model.add_argument("--synthetic", choices=sorted(SHAPES), help="random weights of this shape")
+    model.add_argument("--synthetic", choices=sorted(SHAPES), help="made in memory: random weights of this shape")
+    add_source_options(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
     parser.add_argument(
         "--draft", help="draft model of `ours` and deepspeed-assistant; without one `ours` uses n-grams"
@@ -105,7 +107,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
         OptionError: A file cannot be read or has too few tokens, or prompt and answer exceed `--context`.
         CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
-    tokenizer = open_sources(arguments.target, None if arguments.draft in _NO_MODEL else arguments.draft).tokenizer
+    draft = None if arguments.draft in _NO_MODEL else arguments.draft
+    tokenizer = open_sources(arguments.target or arguments.source, draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
         tokens = list(tokenizer.encode(script.read_text(path, "--prompt-file")))
@@ -141,18 +144,21 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     for option in _OF_SOME:
         if getattr(arguments, option) is not None and option not in taken:
             raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
-    if arguments.target is not None and not arguments.prompt_file:
-        raise OptionError("--target needs a prompt: name a text with --prompt-file")
-    if arguments.target is not None and arguments.layers is not None:
-        raise OptionError("--layers cuts a synthetic shape: leave it out with --target")
-    if arguments.synthetic is not None and (arguments.prompt_file or arguments.draft or arguments.context):
+    for option in ("layers", "source", "noise") if arguments.target is not None else ():
+        if getattr(arguments, option) is not None:
+            raise OptionError(f"--{option} is of a synthetic shape: leave it out with --target")
+    speaks = arguments.target is not None or arguments.source is not None
+    if speaks and not arguments.prompt_file:
+        raise OptionError("a model with a language needs a prompt: name a text with --prompt-file")
+    if not speaks and (arguments.prompt_file or arguments.draft or arguments.context):
         raise OptionError(
-            "--synthetic has no language: leave out --prompt-file, --draft and --context, or name a --target"
+            "--synthetic has no language: give it that of a small model with --source, or leave out --prompt-file, "
+            "--draft and --context"
         )
     if "ours" in names:
         our_options(arguments)
     check_prefill_chunk(arguments.prefill_chunk)
-    check_warmups(arguments, shortest_tokens=None if arguments.target is not None else arguments.prompt_tokens or 512)
+    check_warmups(arguments, shortest_tokens=None if speaks else arguments.prompt_tokens or 512)
     if not arguments.no_chart:
         require_matplotlib()
         if arguments.out.suffix in FORMATS:
@@ -177,7 +183,7 @@ def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[
         options += ["--prompt-tokens", str(arguments.prompt_tokens)]
     for name in ("new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device", "warmup",
                  "warmup_prompt_tokens", "warmup_new_tokens", "repeats",
-                 "layers", "commit"):  # fmt: skip
+                 "source", "noise", "layers", "commit"):  # fmt: skip
         value = getattr(arguments, name)
         options += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
     return options
@@ -211,9 +217,11 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
 
 def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The measurements and what they say together."""
-    model = model_name(arguments.target) or f"random {arguments.synthetic}"
+    spoken = f"{arguments.synthetic} that speaks {model_name(arguments.source)}"
+    model = model_name(arguments.target) or (spoken if arguments.source else f"random {arguments.synthetic}")
     settings = {
         **vars(arguments), "target": model_name(arguments.target), "draft": model_name(arguments.draft),
+        "source": model_name(arguments.source),
         "prompt_file": [path.name for path in arguments.prompt_file], "out": arguments.out.name,
     }  # fmt: skip
     return {
@@ -244,8 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     names = chosen_systems(arguments.systems)
     check(arguments, names)
-    if arguments.draft == "demo":
-        arguments.draft = str(fetch_demo_model())
+    for option in ("draft", "source"):
+        if getattr(arguments, option) == "demo":
+            setattr(arguments, option, str(fetch_demo_model()))
     report = compare(arguments, names)
     results = report["results"]
     print(table(report))

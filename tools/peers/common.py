@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import script
 import torch
 from checks import check_prefill_chunk, check_short_warmups
-from sources import SHAPES, random_source
+from sources import SHAPES, random_source, widened_source
 
 from offload_runtime.config import SamplingParams, format_bytes, parse_bytes, require_positive
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
@@ -138,11 +138,18 @@ def model_name(reference: str | None) -> str | None:
     return None if reference is None else Path(reference).name
 
 
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """What turns a shape of random weights into one with a language."""
+    parser.add_argument("--source", help="of the shape: a small model whose language it speaks, made in memory")
+    parser.add_argument("--noise", type=float, help="of the shape with --source: relative, on its matrices (0)")
+
+
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """The options that every peer takes; a script adds those of its own system."""
     parser = script.Parser(description=description)
     parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
+    add_source_options(parser)
     parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
     parser.add_argument("--prompts", type=Path, help="JSON file with a list of lists of token ids")
     parser.add_argument("--prompt-tokens", type=int, help="instead: one prompt of so many random tokens (512)")
@@ -204,10 +211,18 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
 
 def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
     if arguments.target is not None:
-        if arguments.shape is not None or arguments.layers is not None:
-            raise OptionError("--target is a whole model: leave out --shape and --layers")
+        if any(one is not None for one in (arguments.shape, arguments.layers, arguments.source, arguments.noise)):
+            raise OptionError("--target is a whole model: leave out --shape, --layers, --source and --noise")
         return open_checkpoint(arguments.target)
-    return random_source(arguments.shape or "llama2-7b", layers=arguments.layers, seed=arguments.seed, device=device)
+    shape = arguments.shape or "llama2-7b"
+    if arguments.source is not None:
+        return widened_source(
+            shape, arguments.source, layers=arguments.layers, noise=arguments.noise or 0.0, seed=arguments.seed,
+            device=device,
+        )  # fmt: skip
+    if arguments.noise is not None:
+        raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
+    return random_source(shape, layers=arguments.layers, seed=arguments.seed, device=device)
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:

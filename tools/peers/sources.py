@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import TINY, WideShape, shape_named
 from widening.untrained import UntrainedLlama
 
 from offload_runtime.config import ModelConfig, require_positive
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 
 WEIGHT_STD = 0.02
 
@@ -35,6 +36,34 @@ SHAPES = {
 }
 
 
+def _decoder(shape_name: str, layers: int | None) -> WideShape:
+    """The decoder of one of `SHAPES`, cut to `layers`. Raises `OptionError`."""
+    decoder = SHAPES[shape_name].decoder
+    if layers is None:
+        return decoder
+    require_positive("layers", layers)
+    return replace(decoder, num_layers=layers)
+
+
+def widened_source(
+    shape_name: str, small: str, *, layers: int | None, noise: float, seed: int, device: torch.device
+) -> WidenedCheckpoint:
+    """A small model's language in a large shape, made in memory: what `widen_model.py` writes, without the files.
+
+    Args:
+        shape_name: One of `SHAPES`; vocabulary and context are the small model's.
+        small: Checkpoint: a directory, a .gguf file or a hub id.
+        layers: Decoder layers; None for the shape's.
+        noise: Relative, on the small model's matrices.
+        seed: Of the noise and of the surplus.
+        device: Where the surplus is drawn.
+
+    Raises:
+        CheckpointError, OptionError: The small model cannot be opened, or does not fit the shape.
+    """
+    return WidenedCheckpoint(open_checkpoint(small), _decoder(shape_name, layers), noise, seed, device=device)
+
+
 def random_source(shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
     """Random weights without a language.
 
@@ -44,11 +73,7 @@ def random_source(shape_name: str, *, layers: int | None, seed: int, device: tor
         seed: Of the weights, together with their names: they do not depend on the order in which they are read.
         device: Where they are drawn: a CPU core needs minutes for 7B of them.
     """
-    shape = SHAPES[shape_name]
-    decoder = shape.decoder
-    if layers is not None:
-        require_positive("layers", layers)
-        decoder = replace(decoder, num_layers=layers)
+    shape, decoder = SHAPES[shape_name], _decoder(shape_name, layers)
 
     def fill(name: str, out: torch.Tensor) -> None:
         out.copy_(random_weight(name, out.shape, dtype=out.dtype, seed=seed, device=device))
