@@ -277,7 +277,7 @@ def test_what_makes_no_sense_is_refused(
 
 def test_what_does_not_fit_is_said_with_the_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    command = ["resident", *SHAPE, "--vram", "333MB", "--plain-tokens", "2", "--out", str(out), *ON_CPU]
+    command = ["resident", *SHAPE, "--vram", "302MB", "--plain-tokens", "2", "--out", str(out), *ON_CPU]
     assert main([*command, "--values", "0,1"]) == 2
     said = capsys.readouterr().err
     assert "1 with 8 resident layers" in said and "--vram" in said and "name other --values" in said
