@@ -238,7 +238,7 @@ def test_limits_of_what_is_chosen() -> None:
     limits = WindowLimits(20, 256, tree_room=256)
     ngrams = NgramProposer()
     assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256}, 20)
-    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == ChosenWindows({"ngram": 20}, 20)
+    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == ChosenWindows({"ngram": 20}, 20, branches=False)
     assert limits.settle(GenerationParams(gamma=3), ngrams) == WindowSize(3)
     assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(20, 30)
     assert replace(limits, gamma=8).settle(GenerationParams(), ngrams) == WindowSize(8)
@@ -249,6 +249,7 @@ def test_limits_of_what_is_chosen() -> None:
     assert chosen.window(Choice("chain", 8)) == WindowSize(8)
     assert chosen.window(Choice("tree", 8)) == WindowSize(20, 8)
     assert chosen.window(Choice("ngram", 48)) == WindowSize(20, 48)
+    assert replace(chosen, branches=False).window(Choice("ngram", 8)) == WindowSize(8)
 
 
 def test_times_of_another_length_begin_in_proportion() -> None:

@@ -136,7 +136,8 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         raise OptionError(f"--timeout must be at least 1 second and finite, not {arguments.timeout}")
     require_positive("repeats", arguments.repeats)
     for option in ("prompt_tokens", "context"):
-        require_positive(f"--{option.replace('_', '-')}", 1 if (value := getattr(arguments, option)) is None else value)
+        if (value := getattr(arguments, option)) is not None:
+            require_positive(f"--{option.replace('_', '-')}", value)
     if arguments.warmup < WARMUPS:
         raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
     resolve_device(arguments.device)

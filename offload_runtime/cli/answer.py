@@ -67,17 +67,12 @@ class StopRequest:
 
 
 def load_runtime(
-    options: LoadOptions, *, show_progress: bool, prompts: Sequence[Prompt] = (), max_new_tokens: int = 1,
-    check: Callable[[PromptRoom], object] | None = None,
-) -> Runtime:  # fmt: skip
-    """Load the target (and the draft) with a progress bar in bytes on stderr.
-
-    Prompts that leave no room for `max_new_tokens`, or what `check` refuses, are refused before weights are read.
-    """
+    options: LoadOptions, *, show_progress: bool, check: Callable[[PromptRoom], object] | None = None
+) -> Runtime:
+    """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
+    weights are read."""
     from offload_runtime.engine import Runtime
 
-    if prompts:
-        check = partial(_check_prompts, prompts=prompts, max_new_tokens=max_new_tokens)
     with ProgressBars(enabled=show_progress) as bars:
         return Runtime.load(
             options.target,
@@ -104,7 +99,9 @@ def load_runtime(
         )
 
 
-def _check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+def check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    """Refuse prompts, at least one, that leave no room for `max_new_tokens`. Raises `ContextLengthError`, and
+    `OptionError` for what is no prompt."""
     if len(prompts) == 1:
         room.fit(prompts[0], max_new_tokens)
     else:

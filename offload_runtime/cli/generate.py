@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from offload_runtime.cli.answer import Prompt, answer_batch, load_runtime, stream_answer
+from offload_runtime.cli.answer import Prompt, answer_batch, check_prompts, load_runtime, stream_answer
 from offload_runtime.cli.answer_figures import speed_figures
 from offload_runtime.cli.answer_record import batch_record, result_record
 from offload_runtime.cli.settings import LoadOptions
@@ -91,12 +92,11 @@ def _loaded(
     options: LoadOptions, prompts: Sequence[Prompt], params: GenerationParams, *, as_json: bool, show_progress: bool
 ) -> Iterator[Runtime]:
     """Load the runtime for these prompts, say on stderr what lives where, and close it afterwards."""
+    check = partial(check_prompts, prompts=prompts, max_new_tokens=params.max_new_tokens)
     # Libraries print to stdout now and then; a reader of JSON must not meet it.
     with (
         redirect_stdout(sys.stderr if as_json else sys.stdout),
-        load_runtime(
-            options, show_progress=show_progress, prompts=prompts, max_new_tokens=params.max_new_tokens
-        ) as runtime,
+        load_runtime(options, show_progress=show_progress, check=check) as runtime,
     ):
         status_line(runtime.placement)
         yield runtime

@@ -26,7 +26,9 @@ _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
 # A draft promises no bits, so its heights only have to be quick.
 _DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_USUAL_PROPOSALS = 1024  # for which there may be room unasked: the largest trees that are planned
+# Nodes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
+# device, and beside what is streamed, the more of it the more.
+TREE_ROOMS = (32, 256, 512, 1024)
 _AUTO_CONTEXT_TOKENS = 8192
 KV_PLACES = ("auto", "gpu", "host")
 
@@ -78,7 +80,7 @@ def longest_context(config: ModelConfig) -> int:
 def check_window(window: int, config: ModelConfig) -> None:
     """Refuse windows that no text has room for, before memory is reckoned for them. Raises `OptionError`."""
     proposed, longest = window - 1, longest_context(config)
-    if proposed > max(longest, _USUAL_PROPOSALS):
+    if proposed > max(longest, *TREE_ROOMS):
         raise OptionError(
             f"{proposed} proposals in a window are more than the {longest} tokens that the model was made for: lower "
             "--gamma or --tree-nodes"

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offload_runtime.engine.choice import comparison
+from offload_runtime.engine.making_plans import TREE_ROOMS
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import Speed
 from offload_runtime.errors import BudgetError, OptionError
-
-# Nodes that a pass verifies at hardly any cost where everything is on the device, and beside what is streamed, the more
-# of it the more.
-_ROOMS = (32, 256, 512, 1024)
 
 
 def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: Speed, *, ram_bytes: int) -> RunPlan:
@@ -34,7 +31,7 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     if lean.placed.plans.draft is None or speed.gamma is not None:
         return lean
     found, refused = [lean], ""
-    for nodes in _ROOMS:
+    for nodes in TREE_ROOMS:
         try:
             roomy = planned(nodes)
         except BudgetError:

@@ -24,13 +24,15 @@ class ChosenWindows:
 
     limits: Mapping[str, int]
     max_gamma: int
+    branches: bool = True  # whether there may be any
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for."""
         if choice.family == "tree":
             return WindowSize(self.max_gamma, choice.size)
         # What n-grams have to say behind their longest chain are branches.
-        return WindowSize(min(choice.size, self.max_gamma), choice.size if choice.family == "ngram" else None)
+        branches = self.branches and choice.family == "ngram"
+        return WindowSize(min(choice.size, self.max_gamma), choice.size if branches else None)
 
 
 @dataclass(frozen=True)
@@ -92,4 +94,4 @@ class WindowLimits:
         limits = {family: self.by_family[family] for family in proposer.families({}) if family in self.by_family}
         if nodes == 0:
             limits = {family: min(largest, self.max_gamma) for family, largest in limits.items() if family != "tree"}
-        return ChosenWindows(limits, self.max_gamma)
+        return ChosenWindows(limits, self.max_gamma, branches=nodes != 0)
