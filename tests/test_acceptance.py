@@ -149,7 +149,7 @@ def test_n_grams_have_no_idea_in_some_rounds(target: Path, plain: Shared) -> Non
     truth, _ = plain[SAMPLINGS[0]]
     lookup = NgramLookup()
     expected = replay(
-        truth, len(PROMPT), lambda tokens, count: list(lookup.propose(tokens, count, count).tokens), gamma=GAMMA,
+        truth, len(PROMPT), lambda tokens, count: list(lookup.chain(tokens, count).tokens), gamma=GAMMA,
         proposed_by="ngram",
     )  # fmt: skip
     with load(target, context=CAPACITY) as runtime:

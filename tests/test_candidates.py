@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.speculation import CandidateTree, StepWorth
-from offload_runtime.speculation.calibration import ChildProbabilities, HitRate
+from offload_runtime.speculation.calibration import ChildProbabilities, MatchRates
 from tests.helpers.tree_drafts import path_of
 
 Path = tuple[int, ...]
@@ -344,15 +344,19 @@ def test_probabilities_are_some_whatever_is_said() -> None:
     assert learnt.log_probabilities([]) == []
 
 
-def test_a_rate_follows_what_comes_true() -> None:
-    hits = HitRate()
+def test_rates_of_matches_follow_what_comes_true() -> None:
+    rates = MatchRates()
+    at_first = [rates.rate(matched) for matched in range(1, 200)]
+    assert at_first == sorted(at_first) and 0 < at_first[0] < at_first[-1] < 1
     for turn in range(1000):
-        hits.observe(turn % 4 == 0)
-    assert hits.rate == pytest.approx(0.25, abs=0.05)
-    assert math.exp(hits.log_probability(1)) == pytest.approx(hits.rate * (1 - hits.rate))
+        rates.observe(5, turn % 4 == 0)
+    assert rates.rate(4) == rates.rate(5) == pytest.approx(0.25, abs=0.05)
+    assert [rates.rate(matched) for matched in (1, 2, 3, *range(6, 200))] == [*at_first[:3], *at_first[5:]]
+    assert [math.exp(log) for log in rates.logs(5)] == pytest.approx([rates.rate(5), 1 - rates.rate(5)])
     for _ in range(5000):
-        hits.observe(True)
-    assert hits.log_probability(0) < 0, "never certain"
+        rates.observe(500, True)
+        rates.observe(1, False)
+    assert rates.rate(128) == rates.rate(500) < 1 and rates.rate(1) > 0, "never certain"
 
 
 class Watched:

@@ -225,7 +225,13 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
         assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
         assert "no trees: room for them would cost more than they bring" in runtime.placement
     with load(target, draft="ngram", resident_layers=2, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
+        assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
+    for less in ({"draft": "none"}, {"gamma": 5}, {"tree_nodes": 0}):
+        with load(target, profile=SLOW_LINK, **less) as runtime:
+            assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
+            held_bytes = runtime.plan.device_bytes
+    with load(target, vram=held_bytes, profile=SLOW_LINK) as runtime:
+        assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
 
 
 def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:
@@ -237,19 +243,20 @@ def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft:
 def test_limits_of_what_is_chosen() -> None:
     limits = WindowLimits(20, 256, tree_room=256)
     ngrams = NgramProposer()
-    assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256}, 20)
-    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == ChosenWindows({"ngram": 20}, 20, branches=False)
+    assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256, "unigram": 256})
+    chains = ChosenWindows({"ngram": 20, "unigram": 20}, branches=False)
+    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == chains
     assert limits.settle(GenerationParams(gamma=3), ngrams) == WindowSize(3)
-    assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(20, 30)
+    assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(30, 30)
     assert replace(limits, gamma=8).settle(GenerationParams(), ngrams) == WindowSize(8)
     assert replace(limits, gamma=8).settle(GenerationParams(gamma=3, tree_nodes=30), ngrams) == WindowSize(3, 30)
     assert limits.settle(GenerationParams(), NoProposer()) == WindowSize(0)
-    chosen = ChosenWindows({}, 20)
+    chosen = ChosenWindows({})
     assert chosen.window(PLAIN) == WindowSize(0)
     assert chosen.window(Choice("chain", 8)) == WindowSize(8)
-    assert chosen.window(Choice("tree", 8)) == WindowSize(20, 8)
-    assert chosen.window(Choice("ngram", 48)) == WindowSize(20, 48)
-    assert replace(chosen, branches=False).window(Choice("ngram", 8)) == WindowSize(8)
+    for family in ("tree", "ngram", "unigram"):
+        assert chosen.window(Choice(family, 48)) == WindowSize(48, 48)
+        assert replace(chosen, branches=False).window(Choice(family, 8)) == WindowSize(8)
 
 
 def test_times_of_another_length_begin_in_proportion() -> None:

@@ -201,8 +201,8 @@ def runtime(target: Path) -> Iterator[Runtime]:
         (PROMPT, {"max_new_tokens": 4, "gamma": 21}, OptionError, ["gamma 21", "20", "max_gamma"]),
         (PROMPT, {"max_new_tokens": 4, "tree_nodes": -1}, OptionError, ["tree_nodes must be at least 0"]),
         (
-            PROMPT, {"max_new_tokens": 4, "tree_nodes": 33}, OptionError,
-            ["tree_nodes 33 exceeds the 20", "--tree-nodes 33"],
+            PROMPT, {"max_new_tokens": 4, "tree_nodes": 257}, OptionError,
+            ["tree_nodes 257 exceeds the 256", "--tree-nodes 257"],
         ),
         (PROMPT, {"max_new_tokens": 4, "stop": ["x", ""]}, OptionError, ["empty stop string"]),
         (PROMPT, {"max_new_tokens": 4, "temperature": -1.0}, OptionError, ["temperature"]),

@@ -2,42 +2,75 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import NgramLookup, NgramProposer, Proposal, Turn
+from offload_runtime.speculation import NgramLookup, NgramProposer, NoProposer, Proposal, Turn, WithNgrams
+from offload_runtime.speculation.calibration import MatchRates
 
-MOST_OCCURRENCES = 16
+MOST_OCCURRENCES = 32
 
 
-def starts_by_search(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
-    """Where continuations begin: longest ending first, the latest of its occurrences, then those with the commoner next
-    token, then the later ones; of many the newest only."""
-    for size in sizes:
+def starts_by_search(tokens: Sequence[int]) -> dict[int, int]:
+    """Where continuations begin, and of each how much matches: the newest occurrences of the last three, two and one
+    tokens."""
+    found: set[int] = set()
+    for size in (3, 2, 1):
         ending = list(tokens[-size:])
-        found = [
-            start + size
-            for start in range(len(tokens) - size - 1, -1, -1)
-            if len(ending) == size and list(tokens[start : start + size]) == ending
-        ][:MOST_OCCURRENCES]
-        common = Counter(tokens[start] for start in found)
-        yield from found[:1]
-        yield from sorted(found[1:], key=lambda start: (-common[tokens[start]], -start))
+        found |= set(
+            [
+                start + size
+                for start in range(len(tokens) - size - 1, -1, -1)
+                if len(ending) == size and list(tokens[start : start + size]) == ending
+            ][:MOST_OCCURRENCES]
+        )
+    return {start: matched_by_search(tokens, start) for start in found}
 
 
-def ngram_reference(tokens: Sequence[int], depth: int, nodes: int, *, max_ngram: int, min_ngram: int) -> Proposal:
-    """By search; a continuation repeats itself past the end."""
-    tree = Proposal()
-    for start in starts_by_search(tokens, range(max_ngram, min_ngram - 1, -1)):
-        text = list(tokens)
-        for offset in range(depth):
-            text.append(text[start + offset])
-        tree = tree.merged(Proposal.chain(text[len(tokens) :], "ngram")).pruned(nodes)
-    return tree
+def matched_by_search(tokens: Sequence[int], start: int) -> int:
+    before, ending = list(tokens[:start]), list(tokens)
+    return max(matched for matched in range(start + 1) if before[start - matched :] == ending[len(ending) - matched :])
+
+
+def continued(tokens: Sequence[int], start: int, depth: int) -> tuple[int, ...]:
+    """What follows a start; it repeats itself past the end."""
+    text = list(tokens)
+    for offset in range(depth):
+        text.append(text[start + offset])
+    return tuple(text[len(tokens) :])
+
+
+def chances_by_search(tokens: Sequence[int], depth: int, rates: MatchRates) -> dict[tuple[int, ...], float]:
+    """Of all paths their probability: at each node the longest match decides, and a child comes if those of longer
+    matches, or of later ones, do not."""
+    starts = starts_by_search(tokens)
+    texts = {start: continued(tokens, start, depth) for start in starts}
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(depth):
+        for path in [path for path in chances if len(path) == length]:
+            through = [start for start in starts if texts[start][:length] == path]
+            ranked = sorted(through, key=lambda start: (starts[start], start), reverse=True)
+            others = chances[path]
+            for token in dict.fromkeys(texts[start][length] for start in ranked):
+                matched = max(starts[start] for start in through if texts[start][length] == token)
+                rate = rates.rate(min(matched, 128) + length)
+                chances[(*path, token)] = others * rate
+                others *= 1 - rate
+    del chances[()]
+    return chances
+
+
+def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
+    """Of every node the tokens down to it."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
 
 
 @st.composite
@@ -51,44 +84,98 @@ def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
     return shown
 
 
-@given(growing_sequences(), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4), st.integers(0, 3))
-def test_a_lookup_equals_a_search(shown: list[list[int]], depth: int, branches: int, min_ngram: int, more: int) -> None:
-    sizes = {"max_ngram": min_ngram + more, "min_ngram": min_ngram}
-    lookup, nodes = NgramLookup(**sizes), depth + branches
+@given(growing_sequences(), st.integers(1, 6), st.integers(1, 40))
+def test_a_tree_holds_the_most_probable_continuations(shown: list[list[int]], depth: int, nodes: int) -> None:
+    rates = MatchRates()
+    lookup = NgramLookup(rates)
     for before, tokens in zip([[], *shown], shown, strict=False):
         if tokens[: len(before)] != before:
             lookup.begin(tokens)
-        assert lookup.propose(tokens, depth, nodes) == ngram_reference(tokens, depth, nodes, **sizes)
-    assert NgramLookup(**sizes).propose(shown[-1], depth, nodes) == ngram_reference(shown[-1], depth, nodes, **sizes)
+        guesses = lookup.tree(tokens, depth, nodes)
+        expected = chances_by_search(tokens, depth, rates)
+        paths = paths_of(guesses.proposal)
+        assert len(set(paths)) == len(paths) == min(nodes, len(expected))
+        assert set(guesses.proposal.sources) <= {"ngram"}
+        found = [expected[path] for path in paths]
+        assert found == pytest.approx(sorted(expected.values(), reverse=True)[: len(found)])
+        for path, chance, given_parent in zip(paths, found, guesses.log_probabilities, strict=True):
+            assert given_parent == pytest.approx(math.log(chance / expected.get(path[:-1], 1.0)))
 
 
-@given(st.lists(st.integers(0, 1), min_size=60, max_size=90), st.integers(1, 4))
+@given(growing_sequences(), st.integers(1, 40))
+def test_a_smaller_tree_is_the_beginning_of_a_larger_one(shown: list[list[int]], nodes: int) -> None:
+    small, large = (NgramLookup().tree(shown[-1], 1000, count).proposal for count in (nodes, 60))
+    assert small == large.pruned(nodes)
+
+
+@given(st.lists(st.integers(0, 1), min_size=60, max_size=160), st.integers(1, 3))
 def test_of_many_occurrences_the_newest_are_looked_at(tokens: list[int], depth: int) -> None:
-    expected = ngram_reference(tokens, depth, 1000, max_ngram=4, min_ngram=2)
-    assert NgramLookup().propose(tokens, depth, 1000) == expected
+    found = NgramLookup().tree(tokens, depth, 1000).proposal
+    assert set(paths_of(found)) == set(chances_by_search(tokens, depth, MatchRates()))
 
 
 @given(growing_sequences(), st.integers(1, 12))
-def test_with_room_for_a_chain_only_it_is_what_followed_last(shown: list[list[int]], count: int) -> None:
+def test_a_chain_is_what_followed_the_longest_match(shown: list[list[int]], count: int) -> None:
     tokens = shown[-1]
-    found = NgramLookup().propose(tokens, count, count)
-    start = next(starts_by_search(tokens, (4, 3, 2)), None)
-    text = list(tokens)
-    for offset in range(count if start is not None else 0):
-        text.append(text[start + offset])  # type: ignore[operator]
-    assert found == Proposal.chain(text[len(tokens) :], "ngram")
+    starts = starts_by_search(tokens)
+    best = max(starts, key=lambda start: (starts[start], start), default=None)
+    expected = () if best is None else continued(tokens, best, count)
+    assert NgramLookup().chain(tokens, count) == Proposal.chain(expected, "ngram")
 
 
 def test_one_continuation_stays_a_chain_however_much_room_there_is() -> None:
-    assert NgramLookup().propose([1, 2, 3, 1, 2], 4, 60) == Proposal.chain([3, 1, 2, 3], "ngram")
+    assert NgramLookup().tree([1, 2, 3, 1, 2], 4, 60).proposal == Proposal.chain([3, 1, 2, 3], "ngram")
 
 
 def test_continuations_are_ranked_and_merged() -> None:
-    # Behind 1 2 came 3 4 twice, then 5, last 6; what came last stands first, then what came often.
-    tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 5, 7, 1, 2, 6, 8, 1, 2]
-    found = NgramLookup(max_ngram=2).propose(tokens, 2, 12)
-    assert (found.tokens, found.parents) == ((6, 8, 3, 4, 5, 7), (-1, 0, -1, 2, -1, 4))
-    assert NgramLookup(max_ngram=2).propose(tokens, 2, 3).tokens == (6, 8, 3)
+    # Behind 1 2 came 3 twice, once as now behind 9; then 5, last 6.
+    tokens = [9, 1, 2, 3, 4, 0, 1, 2, 3, 7, 0, 1, 2, 5, 0, 1, 2, 6, 9, 1, 2]
+    found = NgramLookup().tree(tokens, 2, 12).proposal
+    assert paths_of(found)[:2] == [(3,), (3, 4)]
+    assert set(paths_of(found)) == {(3,), (3, 4), (3, 7), (6,), (6, 9), (5,), (5, 0)}
+    assert paths_of(found).index((6,)) < paths_of(found).index((5,)), "the later one first"
+
+
+def test_what_is_too_improbable_is_left_out() -> None:
+    tokens = [1, 5, 2, 5, 3, 5, 4, 5]
+    rate = MatchRates().rate(1)
+    chances = [rate * (1 - rate) ** rank for rank in range(3)]
+    for count in range(4):
+        least = 0.0 if not count else math.log(chances[count - 1]) - 1e-6
+        found = NgramLookup().tree(tokens, 1, 60, least=least).proposal
+        assert found.tokens == (4, 3, 2)[:count]
+    thrifty, patient = (
+        NgramProposer().propose([Turn(0, tokens, 60, 60, thrifty=thrifty)])[0] for thrifty in (True, False)
+    )
+    assert 3 < len(thrifty) < len(patient) == 60
+
+
+def test_a_match_is_worth_what_such_matches_were() -> None:
+    """In a text that goes round, whose endings match ever longer; then in one in which nothing comes again."""
+    rates = MatchRates()
+    lookup, at_first = NgramLookup(rates), rates.rate(128)
+    text = [token % 40 for token in range(60)]
+    for _ in range(300):
+        lookup.chain(text, 1)
+        text.append((text[-1] + 1) % 40)
+    assert rates.rate(128) > at_first
+    unmoved = [rates.rate(matched) for matched in (1, 2, 12)]
+    assert unmoved == [MatchRates().rate(matched) for matched in (1, 2, 12)], "matches were longer from the first on"
+    text, lookup = [0], NgramLookup(rates)
+    for number in range(1, 400):
+        lookup.chain(text, 1)
+        text += [number, 0]
+    assert rates.rate(1) < 0.02 and [rates.rate(matched) for matched in (2, 12)] == unmoved[1:]
+
+
+def test_nothing_is_learnt_of_what_others_wrote() -> None:
+    rates = MatchRates()
+    lookup = NgramLookup(rates)
+    for _ in range(50):
+        lookup.chain([1, 2, 3, 1, 2], 1)
+        lookup.begin([1, 2, 3, 1, 2, 9, 9])  # a generation later: the user has written something
+        lookup.begin([])
+    assert rates.rate(2) == MatchRates().rate(2)
 
 
 def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
@@ -132,7 +219,7 @@ def test_a_round_reads_what_is_new_and_not_the_text() -> None:
 
 def test_what_is_shown_stays_as_it_was() -> None:
     tokens = [1, 2, 3, 1, 2]
-    assert NgramLookup().propose(tokens, 4, 4).tokens == (3, 1, 2, 3)
+    assert NgramLookup().chain(tokens, 4).tokens == NgramLookup().tree(tokens, 4, 4).proposal.tokens == (3, 1, 2, 3)
     assert tokens == [1, 2, 3, 1, 2]
 
 
@@ -141,5 +228,24 @@ def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     proposer.prepare(2, texts[2][:3])
     turns = [Turn(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)]
     assert [proposal.tokens for proposal in proposer.propose(turns)] == [(9, 7), (3,)]
-    others = proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 7], 1)])
+    others = proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 9], 1)])
     assert [proposal.tokens for proposal in others] == [(9,), ()]
+
+
+class Chains(NoProposer):
+    """A draft that has nothing to say."""
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain",)
+
+
+def test_families_say_how_much_of_the_endings_occurred_before() -> None:
+    known, weak, new = [1, 2, 3, 1, 2], [1, 2, 3, 2], [1, 2, 3, 4]
+    for texts, expected in (
+        ([known], "ngram"), ([weak], "unigram"), ([new], None), ([new, weak], "unigram"), ([weak, known], "ngram")
+    ):  # fmt: skip
+        proposer = NgramProposer()
+        assert proposer.families(dict(enumerate(texts))) == (() if expected is None else (expected,))
+    assert set(NgramProposer().families({})) == {"ngram", "unigram"}
+    draft = WithNgrams(Chains(), NgramProposer())
+    assert list(draft.families({0: known})) == ["ngram", "chain"] and list(draft.families({0: weak})) == ["chain"]

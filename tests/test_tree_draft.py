@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -19,6 +20,7 @@ from offload_runtime.speculation import (
     Turn,
     play_round,
 )
+from offload_runtime.speculation.calibration import MatchRates
 from offload_runtime.speculation.rounds import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
@@ -311,19 +313,22 @@ def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
     assert [proposal.tokens[node] for node in path[:3]] == [53, 54, 55] and "draft" in proposal.sources
     lone = draft.proposer(PARAMS[1]).propose([Turn(0, text, 3, 30)])[0]
     assert set(lone.sources) == {"draft"}
-    # Those that never come true are soon not worth a place.
-    for turn in range(60):
-        text = [*text, 70 + turn % 7, 80 + turn % 5, 50, 51, 52]
+    # Those that never come true are soon not worth much.
+    assert proposer._ngrams is not None and proposer._ngrams._rates.rate(3) > 0.4
+    for turn in range(150):
+        text = [*(text if len(text) < 180 else text[:30]), *random_tokens(2, seed=turn), 50, 51, 52]
         assert len(proposer.propose([Turn(0, text, 3, 4)])[0]) == 4
-    assert proposer._hits.rate < 0.1
+    assert proposer._ngrams._rates.rate(3) < 0.1
 
 
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
-def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
+def test_a_window_holds_the_most_probable_candidates(
+    draft: TreeDraft, ngram_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""
+    monkeypatch.setattr(MatchRates, "logs", lambda rates, matched: (math.log(ngram_rate), math.log1p(-ngram_rate)))
     both, full, proposer = 0, 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
     for seed in range(30):
-        proposer._hits.rate = ngram_rate
         said = proposer.propose([Turn(1, random_tokens(20, seed=seed), 8)])[0].tokens
         text = [*random_tokens(20, seed=seed), *said, 3, *random_tokens(20, seed=seed), *said[: seed % 5]]
         proposal = proposer.propose([Turn(0, text, 4, 10)])[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
 from offload_runtime.engine import Runtime, playing
-from offload_runtime.speculation import PLAIN, Choice, Chooser, NgramLookup, NgramProposer, Tally, Turn, rounds
+from offload_runtime.speculation import PLAIN, Choice, Chooser, NgramProposer, Proposal, Tally, Turn, rounds
 from tests.helpers.engine import load, one_thread  # noqa: F401
 from tests.helpers.trees import TreeScript
 from tests.test_cli_fakes import make_stats
@@ -32,13 +32,6 @@ def generate(runtime: Runtime, way: dict[str, Any], **options: Any) -> list[list
 def expected(target: Path) -> list[list[list[int]]]:
     with load(target, draft="none", max_batch=3) as runtime:
         return [generate(runtime, way) for way in SAMPLINGS]
-
-
-def look_up_single_tokens(runtime: Runtime) -> None:
-    """A text of a random model repeats tokens and hardly ever pairs of them."""
-    proposer = runtime._parts.proposer
-    assert isinstance(proposer, NgramProposer)
-    proposer._lookups = defaultdict(lambda: NgramLookup(max_ngram=1, min_ngram=1))
 
 
 class Watch:
@@ -91,7 +84,6 @@ def test_a_runtime_loaded_for_trees(
                 assert accepted == set(range(gamma + 1)) if nodes is None else {0, 1} <= accepted
                 monkeypatch.undo()
         runtime._parts = own
-        look_up_single_tokens(runtime)
         watch = Watch(monkeypatch)
         for way, answers in zip(SAMPLINGS, expected, strict=True):
             assert generate(runtime, way) == answers
@@ -102,7 +94,6 @@ def test_only_who_asks_for_trees_gets_them(
     target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(target, max_batch=3, tree_nodes=0) as runtime:
-        look_up_single_tokens(runtime)
         way, answers = SAMPLINGS[1], expected[1]
         watch = Watch(monkeypatch)
         with monkeypatch.context() as patch:  # whatever the passes took; an answer's last windows are cut
@@ -120,6 +111,31 @@ def test_only_who_asks_for_trees_gets_them(
         trees = "".join(runtime.conversation().say(text, tree_nodes=40, gamma=3, **asked))
         assert watch.turns[0].tree_nodes == 40
         assert trees == "".join(runtime.conversation().say(text, speculate=False, **asked))
+
+
+class Oracle(NgramProposer):
+    """Says what will be said, as far as it is asked."""
+
+    def __init__(self, truth: list[int]) -> None:
+        super().__init__()
+        self._truth = truth
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [Proposal.chain(self._truth[len(turn.tokens) :][: turn.gamma], "script") for turn in turns]
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("resident_layers", [2, "auto"])
+def test_a_window_is_accepted_as_far_as_it_is_right(target: Path, kv: str, resident_layers: int | str) -> None:
+    """Further than the deepest chain, and than a block of the KV cache."""
+    asked = {"max_new_tokens": 450, "ignore_eos": True}
+    with load(target, tree_nodes=350, max_gamma=5, kv=kv, resident_layers=resident_layers) as runtime:
+        plain = runtime.generate(PROMPTS[1], speculate=False, **asked)
+        runtime._parts = replace(runtime._parts, proposer=Oracle(PROMPTS[1] + plain.tokens))
+        for nodes, passes in ((None, 2), (100, 5)):
+            found = runtime.generate(PROMPTS[1], tree_nodes=nodes, **asked)
+            assert found.tokens == plain.tokens and found.stats.passes == passes
+            assert len(found.stats.accepted_by_depth) == (nodes or 350)
 
 
 def test_room_for_trees_is_planned(target: Path) -> None:

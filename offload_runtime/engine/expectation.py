@@ -23,7 +23,7 @@ from offload_runtime.planner import (
     predict_round,
     predict_step,
 )
-from offload_runtime.speculation import PLAIN, Acceptance, Choice
+from offload_runtime.speculation import Acceptance, Choice
 
 
 class Played(Protocol):
@@ -120,7 +120,7 @@ def _pass_and_drafting_s(
 def _choice_drafting_s(placed: PlacedLevels, choice: Choice, machine: MachineFigures) -> float:
     """Seconds of proposing what was chosen; n-grams take none."""
     draft, middle = placed.plans.draft, placed.middle
-    if choice == PLAIN or choice.family == "ngram":
+    if not choice.drafts:
         return 0.0
     draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
     if choice.family == "tree":

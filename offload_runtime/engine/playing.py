@@ -62,7 +62,7 @@ class RoundPlayer:
         window = self._windows.window(choice)
         rounds = self._play(texts, window, choice, family=choice.family)
         seconds = self._parts.clock() - started_s
-        needed = min(_DEEP_ENOUGH, choice.size) if choice.family == "tree" else window.gamma
+        needed = window.gamma if window.tree_nodes is None else min(_DEEP_ENOUGH, window.gamma)
         whole = [text.most_in_a_row >= needed for text in texts]
         chooser.learn(
             times, choice, [played.path for played, fits in zip(rounds, whole, strict=True) if fits],

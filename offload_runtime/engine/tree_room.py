@@ -11,6 +11,10 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import Speed
 from offload_runtime.errors import BudgetError, OptionError
 
+# Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
+# long, and nothing else does.
+_COPIED = 256
+
 
 def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: Speed, *, ram_bytes: int) -> RunPlan:
     """A plan with room for trees. As fast with more device memory or faster, if `planned` is for every room.
@@ -27,9 +31,10 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     if asked is not None:
         return replace(planned(asked), tree_room=asked)
     lean = planned(0)
-    # Without a model only n-grams would grow them, which seldom have as much to say as a chain's window has room for.
-    if lean.placed.plans.draft is None or speed.gamma is not None:
+    if speed.gamma is not None:
         return lean
+    if lean.placed.plans.draft is None:
+        return _with_room_for_copies(lean, planned, speed, ram_bytes)
     found, refused = [lean], ""
     for nodes in TREE_ROOMS:
         try:
@@ -51,6 +56,19 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     if best.placed.middle is not None:
         return best
     return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
+
+
+def _with_room_for_copies(lean: RunPlan, planned: Callable[[int], RunPlan], speed: Speed, ram_bytes: int) -> RunPlan:
+    """The same for n-grams, which have much to say only where a text repeats itself: if nothing is slower for it."""
+    if not speed.proposes or lean.placed.middle is not None:
+        return lean
+    try:
+        roomy = planned(_COPIED)
+    except BudgetError:
+        return lean
+    if roomy.host_bytes > max(ram_bytes, lean.host_bytes) or speed(roomy.placed) < speed(lean.placed):
+        return lean
+    return replace(roomy, tree_room=_COPIED)
 
 
 def describe_tree_room(plan: RunPlan) -> str:

@@ -20,19 +20,14 @@ class WindowSize:
 
 @dataclass(frozen=True)
 class ChosenWindows:
-    """Windows that are chosen round by round: by family the most proposals, `max_gamma` of them in a row."""
+    """Windows that are chosen round by round: by family the most proposals."""
 
     limits: Mapping[str, int]
-    max_gamma: int
     branches: bool = True  # whether there may be any
 
     def window(self, choice: Choice) -> WindowSize:
-        """What a choice asks for."""
-        if choice.family == "tree":
-            return WindowSize(self.max_gamma, choice.size)
-        # What n-grams have to say behind their longest chain are branches.
-        branches = self.branches and choice.family == "ngram"
-        return WindowSize(min(choice.size, self.max_gamma), choice.size if branches else None)
+        """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
+        return WindowSize(choice.size, choice.size if self.branches and choice.may_branch else None)
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class WindowLimits:
     """What windows were planned for.
 
     Attributes:
-        max_gamma: Largest gamma to be asked for.
+        max_gamma: Largest gamma to be asked for, and longest chain.
         most_nodes: Proposals that a window has room for.
         gamma: What was asked for when loading, and is proposed where nothing else is; None where windows are chosen.
         tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
@@ -57,7 +52,8 @@ class WindowLimits:
     @property
     def by_family(self) -> dict[str, int]:
         """Largest windows that can ever be chosen."""
-        limits = {"ngram": max(self.max_gamma, self.tree_room), "chain": self.max_gamma, "tree": self.tree_room}
+        looked_up = max(self.max_gamma, self.tree_room)
+        limits = {"ngram": looked_up, "unigram": looked_up, "chain": self.max_gamma, "tree": self.tree_room}
         return {family: largest for family, largest in limits.items() if largest}
 
     def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | ChosenWindows:
@@ -88,10 +84,10 @@ class WindowLimits:
         if isinstance(proposer, NoProposer):
             return WindowSize(0)
         if nodes:
-            return WindowSize(self.max_gamma if gamma is None else gamma, nodes)
+            return WindowSize(nodes if gamma is None else gamma, nodes)
         if gamma is not None:
             return WindowSize(gamma)
         limits = {family: self.by_family[family] for family in proposer.families({}) if family in self.by_family}
         if nodes == 0:
             limits = {family: min(largest, self.max_gamma) for family, largest in limits.items() if family != "tree"}
-        return ChosenWindows(limits, self.max_gamma, branches=nodes != 0)
+        return ChosenWindows(limits, branches=nodes != 0)

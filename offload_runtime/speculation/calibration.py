@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
 _MOST_STEP = 0.5  # of the sharpness' logarithm, by one observation
 _LEAST_MISSED, _MOST_MISSED = 0.005, 0.95
-_LEAST_RATE, _MOST_RATE = 0.01, 0.95
+_LEAST_RATE, _MOST_RATE = 0.01, 0.995
+# Matches of so many tokens, and up to as many as the next, come true alike; as in source code, to begin with, which is
+# believed like so many observations.
+_MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98, 0.99)
+_TRUST = 20
+LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
+_MATCH_CLASSES = tuple(bisect_right(_MATCHED, matched) - 1 for matched in range(LONGEST_MATCH + 1))
 # Observations that a running mean looks back on; a window brings about ten, and texts change their nature.
 _MEMORY = 200
 # Share of what was measured before that counts on with every round, or step.
@@ -75,22 +83,32 @@ class ChildProbabilities:
         self.sharpness = min(max(math.exp(logarithm), _LEAST_SHARPNESS), _MOST_SHARPNESS)
 
 
-class HitRate:
-    """How often guesses of a kind have come true lately."""
+class MatchRates:
+    """How often what followed an earlier occurrence of a text's ending follows again, by the tokens that match.
 
-    def __init__(self, rate: float = 0.3) -> None:
-        self.rate = rate
-        self._told = 0
+    Of one token it is one time in five, of a hundred nearly always. Kept by classes of lengths, each a running mean.
+    """
 
-    def observe(self, hit: bool) -> None:
-        """One more guess has been decided."""
-        self._told += 1
-        self.rate += (hit - self.rate) / min(self._told + 5, _MEMORY)
-        self.rate = min(max(self.rate, _LEAST_RATE), _MOST_RATE)
+    def __init__(self) -> None:
+        self._rates = list(_RATES_AT_FIRST)
+        self._told = [_TRUST] * len(self._rates)
+        self._logs = [(math.log(rate), math.log1p(-rate)) for rate in self._rates]
 
-    def log_probability(self, before: int) -> float:
-        """Of a guess, if `before` others about the same place are right more often."""
-        return math.log(self.rate) + before * math.log1p(-self.rate)
+    def observe(self, matched: int, hit: bool) -> None:
+        """What followed a match of so many tokens, at least one, has come true or not."""
+        at = _MATCH_CLASSES[min(matched, LONGEST_MATCH)]
+        self._told[at] = min(self._told[at] + 1, _MEMORY)
+        rate = self._rates[at] + (hit - self._rates[at]) / self._told[at]
+        rate = self._rates[at] = min(max(rate, _LEAST_RATE), _MOST_RATE)
+        self._logs[at] = math.log(rate), math.log1p(-rate)
+
+    def rate(self, matched: int) -> float:
+        """That what followed so many tokens follows again."""
+        return self._rates[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
+
+    def logs(self, matched: int) -> tuple[float, float]:
+        """Log-probabilities that it does and that it does not."""
+        return self._logs[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
 
 
 class StepWorth:

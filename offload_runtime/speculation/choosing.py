@@ -43,8 +43,11 @@ _NEIGHBOUR_ROUNDS, _LATER_NEIGHBOUR_ROUNDS, _LITTLE_KNOWN = 6, 32, 64
 _STANDING_ROUNDS = 4
 
 # By family how often the first proposal is expected to be accepted before anything is known, and whether proposals
-# stand behind each other: a draft is right three times of four, what followed the same tokens before half of the time.
-_AT_FIRST: Mapping[str, tuple[float, bool]] = {"chain": (0.75, True), "tree": (0.8, False), "ngram": (0.5, True)}
+# stand behind each other: a draft is right three times of four, what followed the same tokens before half of the time,
+# and what followed a single token one time of five.
+_AT_FIRST: Mapping[str, tuple[float, bool]] = {
+    "chain": (0.75, True), "tree": (0.8, False), "ngram": (0.5, True), "unigram": (0.2, True)
+}  # fmt: skip
 
 
 def _new_gains(family: str, largest: int) -> Gains:

@@ -2,83 +2,154 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
 from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Turn
 
-# Earlier occurrences of an ending that are looked at, however many there are.
-_MOST_OCCURRENCES = 16
+NGRAM, UNIGRAM = "ngram", "unigram"
+# Endings that are looked up, in tokens, and earlier occurrences of each that are looked at, however many there are.
+_SIZES = (3, 2, 1)
+_MOST_OCCURRENCES = 32
+# Where more proposals are not worth the time that they take, those less probable than this are left out.
+_LEAST_CHANCE = math.log(1e-3)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A proposal, and of each node the log-probability that it follows its parent and those before it do not."""
+
+    proposal: Proposal
+    log_probabilities: Sequence[float]
+
+
+class _Candidate:
+    """What may become a node: log-probabilities from the text's end on and given its parent, and the continuations that
+    say so, by match and start, the longest match first."""
+
+    __slots__ = ("chance", "depth", "given", "parent", "starts", "token")
+
+    def __init__(
+        self, chance: float, given: float, parent: int, token: int, depth: int, starts: Sequence[tuple[int, int]]
+    ) -> None:
+        self.chance, self.given, self.parent, self.token = chance, given, parent, token
+        self.depth, self.starts = depth, starts
+
+    def __lt__(self, other: _Candidate) -> bool:
+        return self.chance > other.chance
 
 
 class NgramLookup:
-    """Prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023): endings of `max_ngram` to `min_ngram`
-    tokens that occurred before, the longest first.
+    """Prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023), as a tree: what followed every earlier
+    occurrence of the sequence's ending, the more probable the more of it matches.
 
     An index of all n-grams grows with the sequence, so a lookup does not search: every n-gram knows its latest
     occurrence, and every occurrence the one before.
+
+    Args:
+        rates: What matches are worth; learns from what comes true.
     """
 
-    name = "ngram"
-
-    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        assert 1 <= min_ngram <= max_ngram
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
+    def __init__(self, rates: MatchRates | None = None) -> None:
+        self._rates = rates or MatchRates()
         self._tokens: list[int] = []
         # n-gram -> index of the token after its latest occurrence that something follows
         self._followers: dict[tuple[int, ...], int] = {}
         # For each size, by index of a token: the index behind the occurrence before of the n-gram that ends there.
-        self._earlier: dict[int, list[int]] = {size: [] for size in self._sizes}
+        self._earlier: dict[int, list[int]] = {size: [] for size in _SIZES}
+        self._guess: tuple[int, int, int] | None = None  # the best one's start and match, and where it would be
 
-    def propose(self, tokens: Sequence[int], depth: int, nodes: int) -> Proposal:
-        """Continuations of `tokens` that the text has seen, merged.
+    def chain(self, tokens: Sequence[int], count: int) -> Proposal:
+        """What followed the longest match, the latest of several: `count` tokens, or none where nothing matches.
 
-        The first is what followed the latest occurrence of the longest known ending, to its full depth; others, as long
-        as there is room, what followed its other occurrences, those with the commoner next token first and of these
-        the later ones, and so on with shorter endings.
+        Args:
+            tokens: As for `catch_up`.
+            count: Past the end of the text the guess repeats itself, as text that loops does.
+        """
+        starts = self._starts(tokens)
+        if not starts:
+            return Proposal()
+        period = len(self._tokens) - starts[0][1]
+        return Proposal.chain([self._tokens[starts[0][1] + offset % period] for offset in range(count)], NGRAM)
+
+    def tree(self, tokens: Sequence[int], depth: int, nodes: int, *, least: float = -math.inf) -> Guesses:
+        """The most probable continuations that the text has seen, merged, the most probable nodes first.
 
         Args:
             tokens: As for `catch_up`.
             depth: Most tokens in a row; a continuation that reaches the end of the text repeats itself.
             nodes: Most tokens in all.
+            least: Log-probability that they all have, from the text's end on.
         """
+        starts = self._starts(tokens)
+        made = _Nodes()
+        waiting: list[_Candidate] = []
+        self._look_behind(-1, 0.0, 0, starts, waiting)
+        while waiting and len(made.tokens) < nodes and waiting[0].chance >= least:
+            best = heappop(waiting)
+            node = made.add(best)
+            if best.depth < depth:
+                self._look_behind(node, best.chance, best.depth, best.starts, waiting)
+        return made.guesses()
+
+    def _look_behind(
+        self, parent: int, chance: float, depth: int, starts: Sequence[tuple[int, int]], waiting: list[_Candidate]
+    ) -> None:
+        """Let what follows a node, so deep and so probable, take part: all continuations that have come to it go on,
+        and of those that say the same the longest match tells how probable it is."""
+        said: dict[int, list[tuple[int, int]]] = {}
+        for matched, start in starts:
+            token = self._tokens[start + depth % (len(self._tokens) - start)]
+            said.setdefault(token, []).append((matched, start))
+        others = 0.0
+        for token, behind in said.items():
+            comes, fails = self._rates.logs(behind[0][0] + depth)
+            given = others + comes
+            others += fails
+            heappush(waiting, _Candidate(chance + given, given, parent, token, depth + 1, behind))
+
+    def longest(self) -> int:
+        """Tokens of the ending of what is known that occurred before, up to the largest size of an n-gram; 0 where its
+        last token is new."""
+        return next((size for size in _SIZES if self._latest(size) is not None), 0)
+
+    def _starts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """How much matches, and where the continuation begins: the longest match first, of several the latest."""
         self.catch_up(tokens)
-        return Proposal.of_paths(((self._copy_from(start, depth), self.name) for start in self._starts()), nodes)
+        found: dict[int, int] = {}
+        for size in _SIZES:
+            for start in self._occurrences(size):
+                if start not in found:
+                    found[start] = self._matched(start, size)
+        starts = sorted(((matched, start) for start, matched in found.items()), reverse=True)
+        self._guess = (starts[0][1], starts[0][0], len(self._tokens)) if starts else None
+        return starts
 
-    def has_idea(self) -> bool:
-        """Whether the ending of what is known occurred before."""
-        return next(self._starts(), None) is not None
+    def _latest(self, size: int) -> int | None:
+        return self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
 
-    def _starts(self) -> Iterator[int]:
-        """Where the continuations of the sequence's endings begin, the most promising first."""
-        told = set()
-        for size in self._sizes:
-            for start in self._ranked(size):
-                if start not in told:
-                    told.add(start)
-                    yield start
-
-    def _ranked(self, size: int) -> Iterator[int]:
-        """The same of its ending of one size."""
-        latest = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
-        if latest is None:
-            return
-        yield latest
-        others: list[int] = []
-        start = self._earlier[size][latest]
-        while start >= 0 and len(others) < _MOST_OCCURRENCES - 1:
-            others.append(start)
+    def _occurrences(self, size: int) -> Iterator[int]:
+        """Behind the newest occurrences of the ending of this size."""
+        start = self._latest(size)
+        for _ in range(_MOST_OCCURRENCES):
+            if start is None or start < 0:
+                return
+            yield start
             start = self._earlier[size][start]
-        common = Counter(self._tokens[start] for start in (latest, *others))
-        yield from sorted(others, key=lambda start: -common[self._tokens[start]])
 
-    def _copy_from(self, start: int, count: int) -> list[int]:
-        """Tokens from `start` on; past the end the guess repeats itself, as text that loops does."""
-        period = len(self._tokens) - start
-        return [self._tokens[start + offset % period] for offset in range(count)]
+    def _matched(self, start: int, known: int) -> int:
+        """Tokens before `start` that are those of the ending, of which so many are known to be."""
+        tokens, most = self._tokens, min(start, LONGEST_MATCH)
+        while known < most and tokens[start - 1 - known] == tokens[-1 - known]:
+            known += 1
+        return known
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Compare everything that is known with a sequence that may be another one or have been cut, and enter what is
@@ -86,6 +157,7 @@ class NgramLookup:
         known = len(self._tokens)
         if list(tokens[:known]) != self._tokens:
             self._forget()
+        self._guess = None  # what follows now is not what was guessed at
         self._enter(tokens)
 
     def catch_up(self, tokens: Sequence[int]) -> None:
@@ -95,12 +167,25 @@ class NgramLookup:
         was cut all the same, they mostly tell, and where they do not, guesses are worse until `begin`.
         """
         known = len(self._tokens)
-        first = max(0, known - self._sizes.start)
+        first = max(0, known - max(_SIZES))
         if len(tokens) < known or list(tokens[first:known]) != self._tokens[first:]:
             self._forget()
         self._enter(tokens)
+        self._learn()
+
+    def _learn(self) -> None:
+        """What has come of the last guess."""
+        if self._guess is None or len(self._tokens) == self._guess[2]:
+            return
+        (start, matched, end), self._guess = self._guess, None
+        for offset in range(len(self._tokens) - end):
+            hit = self._tokens[end + offset] == self._tokens[start + offset % (end - start)]
+            self._rates.observe(matched + offset, hit)
+            if not hit:
+                return
 
     def _forget(self) -> None:
+        self._guess = None
         # In this order: whatever interrupts it, no follower is known that the tokens do not have.
         self._followers.clear()
         self._tokens.clear()
@@ -108,7 +193,7 @@ class NgramLookup:
     def _enter(self, tokens: Sequence[int]) -> None:
         for index in range(len(self._tokens), len(tokens)):
             # The n-grams that end right before `index` now have a follower.
-            for size in self._sizes:
+            for size in _SIZES:
                 earlier = self._earlier[size]
                 del earlier[index:]  # of what was forgotten, or an entry that was interrupted
                 before = -1
@@ -120,20 +205,47 @@ class NgramLookup:
             self._tokens.append(tokens[index])
 
 
-class NgramProposer:
-    """An `NgramLookup` for every sequence."""
-
-    name = NgramLookup.name
+class _Nodes:
+    """A proposal as it is made."""
 
     def __init__(self) -> None:
-        self._lookups: defaultdict[int, NgramLookup] = defaultdict(NgramLookup)
+        self.tokens: list[int] = []
+        self._parents: list[int] = []
+        self._given: list[float] = []
+
+    def add(self, candidate: _Candidate) -> int:
+        """Its number among the nodes."""
+        self.tokens.append(candidate.token)
+        self._parents.append(candidate.parent)
+        self._given.append(candidate.given)
+        return len(self.tokens) - 1
+
+    def guesses(self) -> Guesses:
+        count = len(self.tokens)
+        return Guesses(Proposal(tuple(self.tokens), tuple(self._parents), (NGRAM,) * count), self._given)
+
+
+class NgramProposer:
+    """An `NgramLookup` for every sequence.
+
+    It has two families: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
+    token did, which is right far less often.
+    """
+
+    name = NGRAM
+
+    def __init__(self) -> None:
+        self._rates = MatchRates()
+        self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self._rates))
         self._known: set[int] = set()  # sequences that have only grown since they were compared
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        if not texts:
+            return NGRAM, UNIGRAM
         for sequence, tokens in texts.items():
             self.prepare(sequence, tokens)
-        known = not texts or any(self._lookups[sequence].has_idea() for sequence in texts)
-        return (self.name,) if known else ()
+        longest = max(self._lookups[sequence].longest() for sequence in texts)
+        return () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._known.clear()
@@ -149,9 +261,17 @@ class NgramProposer:
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
         proposals = []
         for turn in turns:
-            self.prepare(turn.sequence, turn.tokens)
-            proposals.append(self._lookups[turn.sequence].propose(turn.tokens, turn.gamma, turn.most_nodes))
+            if turn.tree_nodes is None:
+                self.prepare(turn.sequence, turn.tokens)
+                proposals.append(self._lookups[turn.sequence].chain(turn.tokens, turn.gamma))
+            else:
+                proposals.append(self.guesses(turn, _LEAST_CHANCE if turn.thrifty else -math.inf).proposal)
         return proposals
+
+    def guesses(self, turn: Turn, least: float) -> Guesses:
+        """The most probable nodes of a turn's tree. Arguments as of `NgramLookup.tree`."""
+        self.prepare(turn.sequence, turn.tokens)
+        return self._lookups[turn.sequence].tree(turn.tokens, turn.gamma, turn.most_nodes, least=least)
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass

@@ -21,7 +21,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners.tree_shapes import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.calibration import ChildProbabilities, HitRate, StepWorth
+from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
 from offload_runtime.speculation.grown_tree import GrownTree, LeastOfBest, TreeModel
 from offload_runtime.speculation.ngrams import NgramProposer
@@ -32,6 +32,8 @@ from offload_runtime.speculation.proposers import Proposer, Turn
 _NEGLIGIBLE = math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
+# A window hardly ever brings more tokens than so many, for which steps are made ready.
+_FURTHER = 63
 # A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
 _MARGIN = math.log(2)
 
@@ -62,7 +64,7 @@ class TreeDraftProposer:
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
-        self._probabilities, self._hits = ChildProbabilities(), HitRate()
+        self._probabilities = ChildProbabilities()
         self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
@@ -143,7 +145,7 @@ class TreeDraftProposer:
             lengths = [length + 1 for length in self._begun]
         elif self._going_on:
             grown = [self._grown[sequence] for sequence in self._going_on]
-            lengths, further = [one.length + 1 for one in grown], max(one.turn.gamma for one in grown)
+            lengths, further = [one.length + 1 for one in grown], min(_FURTHER, max(one.turn.gamma for one in grown))
         return bool(lengths) and self._model.get_ready(lengths, further)
 
     def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
@@ -191,9 +193,6 @@ class TreeDraftProposer:
             said = before.children.get(node)
             if said is not None:
                 self._learn_rank(said.scores, said.tokens.index(token) if token in said.tokens else None)
-            guessed = [child for child in tree.children(node) if tree.source(child) == NgramProposer.name]
-            if guessed:
-                self._hits.observe(tree.token(guessed[0]) == token)
             path = tree.walk([token], node)
             if not path:
                 return
@@ -221,16 +220,16 @@ class TreeDraftProposer:
         return True
 
     def _add_ngrams(self, one: GrownTree) -> None:
-        """Let what followed earlier occurrences of the text's ending take part."""
+        """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self._ngrams is not None
-        guess = self._ngrams.propose([one.turn])[0]
+        least = max(_NEGLIGIBLE, self._bars.get(one.turn.sequence, -math.inf) - _MARGIN)
+        guesses = self._ngrams.guesses(one.turn, least)
+        guess = guesses.proposal
         nodes: list[int] = []
-        siblings: dict[int, int] = {}
-        for token, parent, source in zip(guess.tokens, guess.parents, guess.sources, strict=True):
-            above = nodes[parent] if parent >= 0 else one.tree.root
-            rank = siblings.get(above, 0)
-            siblings[above] = rank + 1
-            nodes.append(one.tree.add(above, token, self._hits.log_probability(rank), source))
+        for token, parent, source, chance in zip(
+            guess.tokens, guess.parents, guess.sources, guesses.log_probabilities, strict=True
+        ):
+            nodes.append(one.tree.add(nodes[parent] if parent >= 0 else one.tree.root, token, chance, source))
 
     def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for

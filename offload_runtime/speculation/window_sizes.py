@@ -13,12 +13,23 @@ SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 class Choice:
     """How a round is played.
 
-    `family` is a way to propose: `ngram` (what the text has said before), `chain` (a draft's tokens in a row, or those
-    of TriForce), `tree` (a draft's candidates and n-grams, the most probable ones). `size` counts the proposals.
+    `family` is a way to propose: `ngram` (what the text has said before behind its ending), `unigram` (the same where
+    only its last token occurred before), `chain` (a draft's tokens in a row, or those of TriForce), `tree` (a draft's
+    candidates and n-grams, the most probable ones). `size` counts the proposals.
     """
 
     family: str
     size: int
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anybody has to compute for it: looking up takes no time."""
+        return self.family in ("chain", "tree")
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether the proposals need not stand in a row."""
+        return self.family in ("ngram", "unigram", "tree")
 
     def __str__(self) -> str:
         return f"{self.family} {self.size}" if self.size else self.family

@@ -29,8 +29,9 @@ class WithNgrams:
         return self.draft.name
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        # What costs nothing is tried first.
-        return (*self.ngrams.families(texts), *self.draft.families(texts))
+        # What costs nothing is tried first; a single token tells less than a draft.
+        told = (family for family in self.ngrams.families(texts) if family == self.ngrams.name)
+        return (*told, *self.draft.families(texts))
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self.draft.start(params, num_sequences)
