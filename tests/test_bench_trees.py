@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import bench_trees
 import pytest
 
-from offload_runtime.engine import Runtime
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (one_thread is an autouse fixture)
 
 
@@ -41,24 +39,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: 
     assert [row["nodes"] for row in report["sizes"]] == [1, 6] * 2
     assert all(1 <= row["predicted_tokens_per_pass"] <= 1 + min(5, row["nodes"]) for row in report["sizes"])
     assert all(0.5 < sum(row["hits_by_rank"]) <= 1 for row in report["sizes"])
-
-
-class Letters:
-    """A runtime that knows letters."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
-def test_a_copy_is_a_program_begun_once_more(tmp_path: Path) -> None:
-    for name, content in (("t", "prose " * 9), ("c", "0123456789abcdefghijklmnopqrstuvwxyz")):
-        (tmp_path / name).write_text(content)
-    given = ["--source", "s", "--text", str(tmp_path / "t"), "--code", str(tmp_path / "c"), "--prompt-tokens", "20"]
-    options = bench_trees.parse([*given, "--prompts", "copy,prose"])
-    found = bench_trees.encoded(cast(Runtime, Letters()), options)
-    assert {name: "".join(map(chr, prompt)) for name, prompt in found.items()} == {
-        "copy": "0123456789abcdefgh01", "prose": "prose prose prose pr"
-    }  # fmt: skip
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +78,6 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
         (["--code", "bytes"], "bytes is not UTF-8 text (byte 0xff at offset 1)"),
         (["--text", "empty"], "empty is empty: name a text to begin with by --text"),
         (["--parts", "foo"], "--parts 'foo' is not measured here: take streamed,sizes"),
-        (["--prompts", "prose,x"], "--prompts 'x' is not one: take prose,code,copy"),
         (["--sizes", ""], "--sizes is empty"),
         (["--sizes", "4,0"], "--sizes must be at least 1, not 0"),
         (["--nodes", "-1"], "--nodes must be at least 1, not -1"),

@@ -37,9 +37,6 @@ from offload_runtime.runners.tree_rows import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 PARTS = ("streamed", "sizes")
-PROMPTS = ("prose", "code", "copy")
-# Of a copy, the share of its prompt that is there to be copied; the rest is its beginning once more.
-_COPIED_SHARE = 0.9
 _WARM_UP_TOKENS = 40
 
 
@@ -106,7 +103,7 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)
         for depth, nodes in ((options.gamma, 0), (None, None)):  # compiles, captures
-            generate(runtime, prompts, Case(next(iter(prompts)), 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
+            generate(runtime, prompts, Case("prose", 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
         for temperature in options.temperatures:
             for prompt in prompts:
                 case = Case(prompt, temperature)
@@ -149,15 +146,9 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
 
 
 def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
-    """The prompts, by what they are: the beginnings of a text and of a program, and the latter begun a second time, as
-    when a file is to be edited."""
-    text, code = (
-        runtime.encode(script.read_text(path, option))[: options.prompt_tokens]
-        for path, option in ((options.text, "--text"), (options.code, "--code"))
-    )
-    copied = code[: max(1, int(_COPIED_SHARE * len(code)))]
-    prompts = {"prose": text, "code": code, "copy": copied + copied[: max(1, len(code) - len(copied))]}
-    return {name: prompts[name] for name in options.prompts}
+    """The prompts, by what they are: the beginnings of a text and of a program."""
+    texts = {"prose": script.read_text(options.text, "--text"), "code": script.read_text(options.code, "--code")}
+    return {name: runtime.encode(text)[: options.prompt_tokens] for name, text in texts.items()}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -190,7 +181,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", type=Path, required=True, help="the small model")
     parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
     parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
-    parser.add_argument("--prompts", type=_words, default=("prose", "code"), help=f"of {', '.join(PROMPTS)}")
     parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
     parser.add_argument("--noises", type=_floats, default=(0.02, 0.05, 0.1), help="of the drafts, comma-separated")
     parser.add_argument("--temperatures", type=_floats, default=(0.0, 0.6))
@@ -222,10 +212,6 @@ def _floats(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
@@ -240,8 +226,6 @@ def check(options: argparse.Namespace) -> None:
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
-    if unknown := [prompt for prompt in options.prompts if prompt not in PROMPTS]:
-        raise OptionError(f"--prompts {unknown[0]!r} is not one: take {','.join(PROMPTS)}, or some of them")
     if "sizes" in parts and not options.sizes:
         raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
     resolve_device(options.device)
