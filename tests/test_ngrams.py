@@ -173,7 +173,9 @@ def test_nothing_is_learnt_of_what_others_wrote() -> None:
     lookup = NgramLookup(rates)
     for _ in range(50):
         lookup.chain([1, 2, 3, 1, 2], 1)
-        lookup.begin([1, 2, 3, 1, 2, 9, 9])  # a generation later: the user has written something
+        said = [1, 2, 3, 1, 2, 9, 9]  # a generation later: the user has written something
+        lookup.begin(said)
+        lookup.chain(said, 1)
         lookup.begin([])
     assert rates.rate(2) == MatchRates().rate(2)
 
@@ -215,6 +217,31 @@ def test_a_round_reads_what_is_new_and_not_the_text() -> None:
         assert proposer.propose([Turn(0, text, 8, 30)])[0]
         assert text.read < 40
     assert len(text) == 20_015
+
+
+class CutOff(list[int]):
+    """A text whose reader is interrupted at its last token."""
+
+    def __getitem__(self, index: object) -> object:  # type: ignore[override]
+        if index == len(self) - 1:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)  # type: ignore[index]
+
+
+def test_after_an_interrupted_entry_nothing_follows_that_did_not_come_to_be() -> None:
+    known = [1, 2, 1]
+    for longer in ([*known, 2], [*known, 2, 1]):
+        lookup = NgramLookup()
+        lookup.begin(known)
+        with pytest.raises(KeyboardInterrupt):
+            lookup.catch_up(CutOff(longer))
+        text = longer[:-1]
+        lookup.begin(text)  # the same prompt once more
+        for proposal in (lookup.chain(text, 3), lookup.tree(text, 3, 9).proposal):
+            assert set(proposal.tokens) <= set(known)
+        lookup.begin([*longer, 1, 2])
+        found = lookup.tree([*longer, 1, 2], 4, 60).proposal
+        assert found.tokens[:2] == NgramLookup().tree([*longer, 1, 2], 4, 60).proposal.tokens[:2]
 
 
 def test_what_is_shown_stays_as_it_was() -> None:

@@ -133,7 +133,9 @@ class NgramLookup:
         return starts
 
     def _latest(self, size: int) -> int | None:
-        return self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
+        start = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
+        # An entry that was interrupted may know of a follower that did not come to be.
+        return start if start is not None and start < len(self._tokens) else None
 
     def _occurrences(self, size: int) -> Iterator[int]:
         """Behind the newest occurrences of the ending of this size."""
