@@ -181,7 +181,8 @@ class NgramLookup:
             return
         (start, matched, end), self._guess = self._guess, None
         for offset in range(len(self._tokens) - end):
-            hit = self._tokens[end + offset] == self._tokens[start + offset % (end - start)]
+            # Past the end, what came so far is what was guessed.
+            hit = self._tokens[end + offset] == self._tokens[start + offset]
             self._rates.observe(matched + offset, hit)
             if not hit:
                 return
