@@ -73,8 +73,8 @@ MUTATIONS = (
     Mutation(
         "position: siblings of a tree do not share theirs",
         "offload_runtime/model/rows.py",
-        "depths = [len(path) - 1 for path in all_paths[b]] if tree else range(count)",
-        "depths = range(count)",
+        "positions[b][:count] = [committed[b] + depth for depth in window.depths]",
+        "positions[b][:count] = range(committed[b], committed[b] + count)",
         ("tests/test_trees.py::test_logits_of_a_path_are_those_of_a_chain[device]",),
     ),
     Mutation(

@@ -13,6 +13,10 @@ from offload_runtime.cli.answer_figures import window_figure
 from offload_runtime.config import GenerationParams, SpeculationOptions
 from offload_runtime.engine import Runtime, loading
 from offload_runtime.engine.learnt import Learnt
+from offload_runtime.engine.levels import PlacedLevels
+from offload_runtime.engine.machines import common_figures
+from offload_runtime.engine.speed import Speed
+from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
@@ -232,6 +236,27 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
             held_bytes = runtime.plan.device_bytes
     with load(target, vram=held_bytes, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
+
+
+def test_room_for_copies_takes_nothing_from_anybody(target: Path) -> None:
+    with load(target) as runtime:
+        plan = replace(runtime.plan, tree_room=0)
+
+    class Pace(Speed):
+        """Plans with room are as fast as they say."""
+
+        def __call__(self, placed: PlacedLevels) -> float:
+            return 1.0 if placed is plan.placed else float(placed.reason)
+
+    def found(tok_per_s: float, *, loading_bytes: int) -> int:
+        roomy = replace(plan, placed=replace(plan.placed, reason=str(tok_per_s)), loading_bytes=loading_bytes)
+        pace = Pace(common_figures(), "cpu", True)
+        chosen = with_tree_room(None, lambda nodes: roomy if nodes else plan, pace, ram_bytes=plan.host_bytes)
+        return chosen.tree_room
+
+    held_bytes = plan.loading_bytes
+    assert found(1.0, loading_bytes=held_bytes) == 256
+    assert found(0.99, loading_bytes=held_bytes) == found(1.0, loading_bytes=held_bytes + 10**12) == 0
 
 
 def test_a_draft_without_a_full_cache_has_no_room_for_trees(target: Path, draft: Path) -> None:

@@ -168,12 +168,32 @@ def test_a_match_is_worth_what_such_matches_were() -> None:
     assert rates.rate(1) < 0.02 and [rates.rate(matched) for matched in (2, 12)] == unmoved[1:]
 
 
+def test_of_a_guess_all_is_learnt_from_up_to_its_first_mistake() -> None:
+    at_first, rates = MatchRates(), MatchRates()
+    lookup, text = NgramLookup(rates), [9, 1, 2, 3, 4, 5, 6, 0, 8, 1, 2]
+    lookup.chain(text, 4)
+    lookup.catch_up(text)  # as often as it is asked
+    lookup.catch_up([*text, 3, 4, 7, 6])
+    changes = [rates.rate(matched) - at_first.rate(matched) for matched in (1, 2, 3, 4, 6)]
+    assert changes[1] > 0 and changes[2] > 0 and changes[3] < 0 and changes[0] == changes[4] == 0
+    rates = MatchRates()
+    lookup = NgramLookup(rates)
+    lookup.chain([1, 1, 1, 1], 9)
+    lookup.catch_up([1] * 9)  # further than the text went
+    assert all(rates.rate(matched) > at_first.rate(matched) for matched in (3, 4, 6))
+
+
 def test_nothing_is_learnt_of_what_others_wrote() -> None:
     rates = MatchRates()
     lookup = NgramLookup(rates)
     for _ in range(50):
         lookup.chain([1, 2, 3, 1, 2], 1)
-        lookup.begin([1, 2, 3, 1, 2, 9, 9])  # a generation later: the user has written something
+        said = [1, 2, 3, 1, 2, 9, 9]  # a generation later: the user has written something
+        lookup.begin(said)
+        lookup.chain(said, 1)
+        lookup.begin([])
+        lookup.chain([1, 2, 3, 1, 2], 1)
+        lookup.catch_up([8, 7, 6, 5, 4, 3, 2])  # another sequence
         lookup.begin([])
     assert rates.rate(2) == MatchRates().rate(2)
 
@@ -217,6 +237,31 @@ def test_a_round_reads_what_is_new_and_not_the_text() -> None:
     assert len(text) == 20_015
 
 
+class CutOff(list[int]):
+    """A text whose reader is interrupted at its last token."""
+
+    def __getitem__(self, index: object) -> object:  # type: ignore[override]
+        if index == len(self) - 1:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)  # type: ignore[index]
+
+
+def test_after_an_interrupted_entry_nothing_follows_that_did_not_come_to_be() -> None:
+    known = [1, 2, 1]
+    for longer in ([*known, 2], [*known, 2, 1]):
+        lookup = NgramLookup()
+        lookup.begin(known)
+        with pytest.raises(KeyboardInterrupt):
+            lookup.catch_up(CutOff(longer))
+        text = longer[:-1]
+        lookup.begin(text)  # the same prompt once more
+        for proposal in (lookup.chain(text, 3), lookup.tree(text, 3, 9).proposal):
+            assert set(proposal.tokens) <= set(known)
+        lookup.begin([*longer, 1, 2])
+        found = lookup.tree([*longer, 1, 2], 4, 60).proposal
+        assert found.tokens[:2] == NgramLookup().tree([*longer, 1, 2], 4, 60).proposal.tokens[:2]
+
+
 def test_what_is_shown_stays_as_it_was() -> None:
     tokens = [1, 2, 3, 1, 2]
     assert NgramLookup().chain(tokens, 4).tokens == NgramLookup().tree(tokens, 4, 4).proposal.tokens == (3, 1, 2, 3)
@@ -228,6 +273,7 @@ def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     proposer.prepare(2, texts[2][:3])
     turns = [Turn(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)]
     assert [proposal.tokens for proposal in proposer.propose(turns)] == [(9, 7), (3,)]
+    assert proposer.propose([Turn(0, texts[0], 2, 9)])[0].tokens == (3, 1), "as deep as a turn says"
     others = proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 9], 1)])
     assert [proposal.tokens for proposal in others] == [(9,), ()]
 

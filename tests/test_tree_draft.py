@@ -321,6 +321,15 @@ def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
     assert proposer._ngrams._rates.rate(3) < 0.1
 
 
+def test_ngrams_that_hardly_ever_come_true_do_not_join(draft: TreeDraft) -> None:
+    text = [said for token in range(1, 40) for said in (token, 50)]
+    proposer = draft.proposer(PARAMS[0], ngrams=True)
+    proposer.propose([Turn(0, text, 12, 400)])
+    tree = proposer._grown[0].tree
+    guessed = [tree.log_probability(node) for node in tree._nodes if tree.source(node) == "ngram"]
+    assert guessed and min(guessed) > math.log(0.9e-4)
+
+
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
 def test_a_window_holds_the_most_probable_candidates(
     draft: TreeDraft, ngram_rate: float, monkeypatch: pytest.MonkeyPatch

@@ -114,28 +114,41 @@ def test_only_who_asks_for_trees_gets_them(
 
 
 class Oracle(NgramProposer):
-    """Says what will be said, as far as it is asked."""
+    """Says what will be said, as far as it is asked; before each token another one if there are to be branches."""
 
-    def __init__(self, truth: list[int]) -> None:
+    def __init__(self, truth: list[int], *, branches: bool) -> None:
         super().__init__()
-        self._truth = truth
+        self._truth, self._branches = truth, branches
 
     def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        return [Proposal.chain(self._truth[len(turn.tokens) :][: turn.gamma], "script") for turn in turns]
+        said = [self._truth[len(turn.tokens) :][: turn.gamma] for turn in turns]
+        if not self._branches:
+            return [Proposal.chain(tokens, "script") for tokens in said]
+        return [
+            Proposal(
+                tuple(said for token in tokens for said in ((token + 1) % 50, token)),
+                tuple(parent for node in range(len(tokens)) for parent in (2 * node - 1, 2 * node - 1)),
+                ("script",) * (2 * len(tokens)),
+            ).pruned(turn.most_nodes)
+            for tokens, turn in zip(said, turns, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
 def test_a_window_is_accepted_as_far_as_it_is_right(target: Path, kv: str, resident_layers: int | str) -> None:
-    """Further than the deepest chain, and than a block of the KV cache."""
+    """Further than the deepest chain, and than a block of the KV cache; with branches, too, for which there is less and
+    less room in the context."""
     asked = {"max_new_tokens": 450, "ignore_eos": True}
-    with load(target, tree_nodes=350, max_gamma=5, kv=kv, resident_layers=resident_layers) as runtime:
+    with load(target, tree_nodes=700, max_gamma=5, kv=kv, resident_layers=resident_layers) as runtime:
         plain = runtime.generate(PROMPTS[1], speculate=False, **asked)
-        runtime._parts = replace(runtime._parts, proposer=Oracle(PROMPTS[1] + plain.tokens))
-        for nodes, passes in ((None, 2), (100, 5)):
+        for branches, nodes, passes, deepest in (
+            (False, 350, 2, 350), (False, 100, 5, 100), (True, None, 4, 240), (True, 100, 10, 50)
+        ):  # fmt: skip
+            runtime._parts = replace(runtime._parts, proposer=Oracle(PROMPTS[1] + plain.tokens, branches=branches))
             found = runtime.generate(PROMPTS[1], tree_nodes=nodes, **asked)
             assert found.tokens == plain.tokens and found.stats.passes == passes
-            assert len(found.stats.accepted_by_depth) == (nodes or 350)
+            assert len(found.stats.accepted_by_depth) == deepest
 
 
 def test_room_for_trees_is_planned(target: Path) -> None:

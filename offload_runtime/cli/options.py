@@ -179,8 +179,8 @@ TreeNodesOption = Annotated[
         "--tree-nodes",
         metavar="N|auto",
         rich_help_panel=_SPECULATION,
-        help="Tokens to propose per pass in all, as a tree: more than --gamma makes room for branches. 0: chains only. "
-        "auto chooses; beside --gamma N it stands for chains.",
+        help="Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains "
+        "only. auto chooses; beside --gamma N it stands for chains.",
     ),
 ]
 StopOption = Annotated[

@@ -26,7 +26,7 @@ from offload_runtime.errors import OptionError
 class LoadOptions:
     """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
 
-    `gamma` is what a pass proposes where nothing else is asked for (None chooses) and `max_gamma` the deepest window to
+    `gamma` is what a pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to
     make room for. `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `emulate` and `profile` name
     machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
     """

@@ -124,12 +124,13 @@ class Runtime:
                 which takes what is predicted to be faster.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
-            max_gamma: Largest `gamma` that `generate` may be asked for; sets the workspace.
+            max_gamma: Largest `gamma` that `generate` may be asked for, and longest chain; sets the workspace.
             gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
                 what suits device and draft.
-            tree_nodes: Most tokens to propose per pass in all, `gamma` of them in a row, where `generate` is not asked
-                for another number; windows have room for this many, or `max_gamma`. None chooses, and makes room for
-                up to 1024 nodes or for none, whichever is predicted to be the fastest; 0 makes none.
+            tree_nodes: Most tokens to propose per pass in all, no more of them in a row than `gamma` if that is given,
+                where `generate` is not asked for another number; windows have room for this many, or `max_gamma`. None
+                chooses, and makes room for up to 1024 nodes (256 without a draft model) or for none, whichever is
+                predicted to be the fastest; 0 makes none.
             emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
                 `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
                 retrieved chunks from host memory. What computes stays as fast as it is.

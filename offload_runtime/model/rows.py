@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,14 +32,14 @@ class Window:
             assert all(-1 <= parent < index for index, parent in enumerate(self.parents))
 
     @property
-    def paths(self) -> list[list[int]]:
-        """For each token the indices from the root to the token itself."""
+    def depths(self) -> list[int]:
+        """Of each token its distance from the committed end, 0 for what follows it directly."""
         if self.parents is None:
-            return [list(range(index + 1)) for index in range(len(self.tokens))]
-        paths: list[list[int]] = []
-        for index, parent in enumerate(self.parents):
-            paths.append([*(paths[parent] if parent >= 0 else ()), index])
-        return paths
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,12 @@ class RowBuilder:
         tokens = [[0] * width for _ in windows]
         positions = [[-1] * width for _ in windows]
         slots = [[0] * width for _ in windows]
-        all_paths = [window.paths for window in windows] if tree else []
         for b, window in enumerate(windows):
             count = len(window.tokens)
             tokens[b][:count] = window.tokens
             slots[b][:count] = range(committed[b], committed[b] + count)
-            depths = [len(path) - 1 for path in all_paths[b]] if tree else range(count)
-            positions[b][:count] = [committed[b] + depth for depth in depths]
-        depth = max((len(path) for paths in all_paths for path in paths), default=0)
-        ancestors = [0] * (batch * width * depth)
-        for b, paths in enumerate(all_paths):
-            for t, path in enumerate(paths):
-                at = (b * width + t) * depth
-                ancestors[at : at + len(path)] = [committed[b] + index for index in path]
+            positions[b][:count] = [committed[b] + depth for depth in window.depths]
+        ancestors = _ancestors(windows, committed) if tree else array("i")
         flat_positions = [p for row in positions for p in row]
         parts = self._upload(
             [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
@@ -140,7 +134,7 @@ class RowBuilder:
             sequences=sequence,
             max_length=max(flat_positions) + 1,
             committed=committed_gpu if tree else None,
-            ancestors=ancestor.view(batch, width, depth) if tree else None,
+            ancestors=ancestor.view(batch, width, -1) if tree else None,
             min_committed=min(committed),
         )
         return PassRows(
@@ -151,14 +145,34 @@ class RowBuilder:
             prefill=prompt_length > 0,
         )
 
-    def _upload(self, *parts: list[int]) -> list[torch.Tensor]:
-        """Send lists of integers to the device in one copy: int32 views, each 16-byte aligned."""
+    def _upload(self, *parts: Sequence[int]) -> list[torch.Tensor]:
+        """Send integers to the device in one copy: int32 views, each 16-byte aligned."""
         offsets: list[int] = []
-        flat: list[int] = []
+        flat = array("i")
         for part in parts:
             offsets.append(len(flat))
-            flat += part + [0] * (-len(part) % 4)
-        packed = torch.tensor(flat, dtype=torch.int32)
+            flat.extend(part)
+            flat.extend([0] * (-len(part) % 4))
+        packed = torch.frombuffer(flat, dtype=torch.int32)
         if self._device.type == "cuda":
             packed = packed.pin_memory().to(self._device, non_blocking=True)
         return [packed[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)]
+
+
+def _ancestors(windows: Sequence[Window], committed: Sequence[int]) -> array[int]:
+    """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
+
+    A path is its parent's and one more, copied as a whole: token by token, windows of hundreds in a row would take the
+    host longer than a short pass takes the device.
+    """
+    width = max(len(window.tokens) for window in windows)
+    most = 1 + max(max(window.depths) for window in windows)
+    found = array("i", bytes(4 * len(windows) * width * most))
+    for b, window in enumerate(windows):
+        first = b * width * most
+        parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
+        for t, (parent, depth) in enumerate(zip(parents, window.depths, strict=True)):
+            at, above = first + t * most, first + parent * most
+            found[at : at + depth] = found[above : above + depth]
+            found[at + depth] = committed[b] + t
+    return found

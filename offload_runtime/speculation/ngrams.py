@@ -133,7 +133,9 @@ class NgramLookup:
         return starts
 
     def _latest(self, size: int) -> int | None:
-        return self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
+        start = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
+        # An entry that was interrupted may know of a follower that did not come to be.
+        return start if start is not None and start < len(self._tokens) else None
 
     def _occurrences(self, size: int) -> Iterator[int]:
         """Behind the newest occurrences of the ending of this size."""
@@ -179,7 +181,8 @@ class NgramLookup:
             return
         (start, matched, end), self._guess = self._guess, None
         for offset in range(len(self._tokens) - end):
-            hit = self._tokens[end + offset] == self._tokens[start + offset % (end - start)]
+            # Past the end, what came so far is what was guessed.
+            hit = self._tokens[end + offset] == self._tokens[start + offset]
             self._rates.observe(matched + offset, hit)
             if not hit:
                 return

@@ -39,16 +39,20 @@ class Proposal:
             paths: The most promising first; no more of them are asked for than are needed.
             count: Most nodes; a path is cut where they run out.
         """
-        trie = _Trie()
+        nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        sources: list[str] = []
         for tokens, source in paths if count > 0 else ():
             parent = -1
             for token in tokens:
-                parent = trie.add(token, parent, source, room=count)
-                if parent < 0:
-                    break
-            if len(trie.tokens) >= count:
+                if (parent, token) not in nodes:
+                    if len(nodes) >= count:
+                        break
+                    nodes[parent, token] = len(nodes)
+                    sources.append(source)
+                parent = nodes[parent, token]
+            if len(nodes) >= count:
                 break
-        return trie.proposal()
+        return cls(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -72,36 +76,3 @@ class Proposal:
             return self
         count = max(0, count)
         return Proposal(self.tokens[:count], self.parents[:count], self.sources[:count])
-
-    def merged(self, other: Proposal) -> Proposal:
-        """This trie with the paths of another one behind its own nodes; what both have keeps this one's source."""
-        trie, places = _Trie(self), [0] * len(other)
-        for node, (token, parent, source) in enumerate(zip(other.tokens, other.parents, other.sources, strict=True)):
-            places[node] = trie.add(token, places[parent] if parent >= 0 else -1, source)
-        return trie.proposal()
-
-
-class _Trie:
-    """A proposal on its way, beginning with the nodes of another."""
-
-    def __init__(self, start: Proposal | None = None) -> None:
-        start = Proposal() if start is None else start
-        self.tokens, self._parents, self._sources = list(start.tokens), list(start.parents), list(start.sources)
-        self._places = {step: node for node, step in enumerate(zip(self._parents, self.tokens, strict=True))}
-
-    def add(self, token: int, parent: int, source: str, *, room: int | None = None) -> int:
-        """The child of a node with this token, new if need be; -1 where `room` nodes are there already."""
-        node = self._places.get((parent, token))
-        if node is None:
-            node = len(self.tokens)
-            if room is not None and node >= room:
-                return -1
-            self._places[parent, token] = node
-            self.tokens.append(token)
-            self._parents.append(parent)
-            self._sources.append(source)
-        return node
-
-    def proposal(self) -> Proposal:
-        """What there is."""
-        return Proposal(tuple(self.tokens), tuple(self._parents), tuple(self._sources))

@@ -187,7 +187,7 @@ class TreeDraftProposer:
         return one
 
     def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
-        """What the target has said tells how much scores and n-grams are worth."""
+        """What the target has said tells how much scores are worth."""
         tree, node = before.tree, before.tree.root
         for token in new:
             said = before.children.get(node)
