@@ -136,11 +136,17 @@ class Oracle(NgramProposer):
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
-def test_a_window_is_accepted_as_far_as_it_is_right(target: Path, kv: str, resident_layers: int | str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_window_is_accepted_as_far_as_it_is_right(
+    target: Path, kv: str, resident_layers: int | str, device: str
+) -> None:
     """Further than the deepest chain, and than a block of the KV cache; with branches, too, for which there is less and
     less room in the context."""
     asked = {"max_new_tokens": 450, "ignore_eos": True}
-    with load(target, tree_nodes=700, max_gamma=5, kv=kv, resident_layers=resident_layers) as runtime:
+    dtype = "fp32" if device == "cpu" else "bf16"
+    with Runtime.load(
+        target, device=device, dtype=dtype, tree_nodes=700, max_gamma=5, kv=kv, resident_layers=resident_layers
+    ) as runtime:
         plain = runtime.generate(PROMPTS[1], speculate=False, **asked)
         for branches, nodes, passes, deepest in (
             (False, 350, 2, 350), (False, 100, 5, 100), (True, None, 4, 240), (True, 100, 10, 50)
