@@ -73,7 +73,7 @@ MUTATIONS = (
     Mutation(
         "position: siblings of a tree do not share theirs",
         "offload_runtime/model/rows.py",
-        "positions[b][:count] = [committed[b] + depth for depth in window.depths]",
+        "positions[b][:count] = [committed[b] + depth for depth in depths[b]]",
         "positions[b][:count] = range(committed[b], committed[b] + count)",
         ("tests/test_trees.py::test_logits_of_a_path_are_those_of_a_chain[device]",),
     ),

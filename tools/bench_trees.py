@@ -27,10 +27,9 @@ from long_context.internals import ranks_of
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import WideShape, shape_named
 
-from offload_runtime.config import GB, SamplingParams, parse_bytes, require_positive
+from offload_runtime.config import GB, SamplingParams, require_positive
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import best_tree_tokens
 from offload_runtime.runners.tree_rows import CHILDREN
@@ -239,10 +238,7 @@ def check(options: argparse.Namespace) -> None:
             raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
     for temperature in options.temperatures:
         SamplingParams(temperature=temperature)
-    if options.vram is not None:
-        parse_bytes(options.vram)
-    if options.emulate is not None:
-        load_profile(options.emulate)
+    script.check_machine(options.vram, options.emulate)
     if options.shape != "none":
         shape_named(options.shape)
     for path, option in ((options.text, "--text"), (options.code, "--code")):

@@ -13,7 +13,9 @@ _TOOLS = Path(__file__).resolve().parent
 # Last: nothing in them shadows an installed package.
 sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kernels", _TOOLS.parent)]
 
-from offload_runtime.errors import OffloadError, OptionError  # noqa: E402 (found where the lines above say)
+from offload_runtime.config import parse_bytes  # noqa: E402 (found where the lines above say)
+from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
+from offload_runtime.machine_profile import load_profile  # noqa: E402
 
 _Options = ParamSpec("_Options")
 
@@ -41,6 +43,18 @@ def read_text(path: Path, option: str) -> str:
             f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset {error.start}): convert it, or "
             f"name another {option}"
         ) from error
+
+
+def check_machine(vram: str | None, emulate: str | None) -> None:
+    """Refuse before anything is loaded what `Runtime.load` would of these two; None is nothing.
+
+    Raises:
+        OptionError: `vram` is no size; ProfileError: there is no machine `emulate`.
+    """
+    if vram is not None:
+        parse_bytes(vram)
+    if emulate is not None:
+        load_profile(emulate)
 
 
 def one_line_errors(main: Callable[_Options, int]) -> Callable[_Options, int]:

@@ -38,14 +38,12 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     found, refused = [lean], ""
     for nodes in TREE_ROOMS:
         try:
-            roomy = planned(nodes)
-        except BudgetError:
-            continue
+            roomy = _fitting(nodes, planned, max(ram_bytes, lean.host_bytes))
         except OptionError:  # of a draft's cache that cannot grow trees
             refused = "they need a draft with a full KV cache (--draft-cache full)"
             break
-        if roomy.host_bytes <= max(ram_bytes, lean.host_bytes):
-            found.append(replace(roomy, tree_room=nodes))
+        if roomy is not None:
+            found.append(roomy)
     # The first of equals: the least room.
     best = max(found, key=lambda plan: speed(plan.placed))
     if best.tree_room:
@@ -62,13 +60,17 @@ def _with_room_for_copies(lean: RunPlan, planned: Callable[[int], RunPlan], spee
     """The same for n-grams, which have much to say only where a text repeats itself: if nothing is slower for it."""
     if not speed.proposes or lean.placed.middle is not None:
         return lean
+    roomy = _fitting(_COPIED, planned, max(ram_bytes, lean.host_bytes))
+    return lean if roomy is None or speed(roomy.placed) < speed(lean.placed) else roomy
+
+
+def _fitting(nodes: int, planned: Callable[[int], RunPlan], ram_bytes: int) -> RunPlan | None:
+    """The plan with room for so many nodes; None where they do not fit the device's memory or so much of the host's."""
     try:
-        roomy = planned(_COPIED)
+        roomy = planned(nodes)
     except BudgetError:
-        return lean
-    if roomy.host_bytes > max(ram_bytes, lean.host_bytes) or speed(roomy.placed) < speed(lean.placed):
-        return lean
-    return replace(roomy, tree_room=_COPIED)
+        return None
+    return replace(roomy, tree_room=nodes) if roomy.host_bytes <= ram_bytes else None
 
 
 def describe_tree_room(plan: RunPlan) -> str:

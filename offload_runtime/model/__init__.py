@@ -3,7 +3,7 @@
 from offload_runtime.model.decoder import Decoder, LayerCache
 from offload_runtime.model.few_rows import few_row_embed, few_row_head, few_row_layer
 from offload_runtime.model.rope import RopeTable
-from offload_runtime.model.rows import PassRows, RowBuilder, Window
+from offload_runtime.model.rows import PassRows, RowBuilder, Window, depths_of
 
 __all__ = [
     "Decoder",
@@ -12,6 +12,7 @@ __all__ = [
     "RopeTable",
     "RowBuilder",
     "Window",
+    "depths_of",
     "few_row_embed",
     "few_row_head",
     "few_row_layer",

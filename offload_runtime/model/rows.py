@@ -34,12 +34,15 @@ class Window:
     @property
     def depths(self) -> list[int]:
         """Of each token its distance from the committed end, 0 for what follows it directly."""
-        if self.parents is None:
-            return list(range(len(self.tokens)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+        return list(range(len(self.tokens))) if self.parents is None else depths_of(self.parents)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Of each node of a tree, whose parents come before their children, its distance from the roots (parent -1)."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,13 @@ class RowBuilder:
         tokens = [[0] * width for _ in windows]
         positions = [[-1] * width for _ in windows]
         slots = [[0] * width for _ in windows]
+        depths = [window.depths for window in windows]
         for b, window in enumerate(windows):
             count = len(window.tokens)
             tokens[b][:count] = window.tokens
             slots[b][:count] = range(committed[b], committed[b] + count)
-            positions[b][:count] = [committed[b] + depth for depth in window.depths]
-        ancestors = _ancestors(windows, committed) if tree else array("i")
+            positions[b][:count] = [committed[b] + depth for depth in depths[b]]
+        ancestors = _ancestors(windows, depths, committed) if tree else array("i")
         flat_positions = [p for row in positions for p in row]
         parts = self._upload(
             [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
@@ -159,19 +163,19 @@ class RowBuilder:
         return [packed[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)]
 
 
-def _ancestors(windows: Sequence[Window], committed: Sequence[int]) -> array[int]:
+def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:
     """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
 
-    A path is its parent's and one more, copied as a whole: token by token, windows of hundreds in a row would take the
-    host longer than a short pass takes the device.
+    `depths` are those of the windows. A path is its parent's and one more, copied as a whole: token by token, windows
+    of hundreds in a row would take the host longer than a short pass takes the device.
     """
     width = max(len(window.tokens) for window in windows)
-    most = 1 + max(max(window.depths) for window in windows)
+    most = 1 + max(map(max, depths))
     found = array("i", bytes(4 * len(windows) * width * most))
     for b, window in enumerate(windows):
         first = b * width * most
         parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
-        for t, (parent, depth) in enumerate(zip(parents, window.depths, strict=True)):
+        for t, (parent, depth) in enumerate(zip(parents, depths[b], strict=True)):
             at, above = first + t * most, first + parent * most
             found[at : at + depth] = found[above : above + depth]
             found[at + depth] = committed[b] + t

@@ -30,17 +30,17 @@ class Guesses:
     log_probabilities: Sequence[float]
 
 
+@dataclass(slots=True, eq=False)
 class _Candidate:
     """What may become a node: log-probabilities from the text's end on and given its parent, and the continuations that
     say so, by match and start, the longest match first."""
 
-    __slots__ = ("chance", "depth", "given", "parent", "starts", "token")
-
-    def __init__(
-        self, chance: float, given: float, parent: int, token: int, depth: int, starts: Sequence[tuple[int, int]]
-    ) -> None:
-        self.chance, self.given, self.parent, self.token = chance, given, parent, token
-        self.depth, self.starts = depth, starts
+    chance: float
+    given: float
+    parent: int
+    token: int
+    depth: int
+    starts: Sequence[tuple[int, int]]
 
     def __lt__(self, other: _Candidate) -> bool:
         return self.chance > other.chance
@@ -76,8 +76,8 @@ class NgramLookup:
         starts = self._starts(tokens)
         if not starts:
             return Proposal()
-        period = len(self._tokens) - starts[0][1]
-        return Proposal.chain([self._tokens[starts[0][1] + offset % period] for offset in range(count)], NGRAM)
+        _, start = starts[0]
+        return Proposal.chain([self._continued(start, offset) for offset in range(count)], NGRAM)
 
     def tree(self, tokens: Sequence[int], depth: int, nodes: int, *, least: float = -math.inf) -> Guesses:
         """The most probable continuations that the text has seen, merged, the most probable nodes first.
@@ -89,15 +89,16 @@ class NgramLookup:
             least: Log-probability that they all have, from the text's end on.
         """
         starts = self._starts(tokens)
-        made = _Nodes()
+        made: list[_Candidate] = []
         waiting: list[_Candidate] = []
         self._look_behind(-1, 0.0, 0, starts, waiting)
-        while waiting and len(made.tokens) < nodes and waiting[0].chance >= least:
+        while waiting and len(made) < nodes and waiting[0].chance >= least:
             best = heappop(waiting)
-            node = made.add(best)
+            made.append(best)
             if best.depth < depth:
-                self._look_behind(node, best.chance, best.depth, best.starts, waiting)
-        return made.guesses()
+                self._look_behind(len(made) - 1, best.chance, best.depth, best.starts, waiting)
+        tokens, parents = tuple(node.token for node in made), tuple(node.parent for node in made)
+        return Guesses(Proposal(tokens, parents, (NGRAM,) * len(made)), [node.given for node in made])
 
     def _look_behind(
         self, parent: int, chance: float, depth: int, starts: Sequence[tuple[int, int]], waiting: list[_Candidate]
@@ -106,8 +107,7 @@ class NgramLookup:
         and of those that say the same the longest match tells how probable it is."""
         said: dict[int, list[tuple[int, int]]] = {}
         for matched, start in starts:
-            token = self._tokens[start + depth % (len(self._tokens) - start)]
-            said.setdefault(token, []).append((matched, start))
+            said.setdefault(self._continued(start, depth), []).append((matched, start))
         others = 0.0
         for token, behind in said.items():
             comes, fails = self._rates.logs(behind[0][0] + depth)
@@ -131,6 +131,10 @@ class NgramLookup:
         starts = sorted(((matched, start) for start, matched in found.items()), reverse=True)
         self._guess = (starts[0][1], starts[0][0], len(self._tokens)) if starts else None
         return starts
+
+    def _continued(self, start: int, offset: int) -> int:
+        """What a continuation says so far behind its start; past the end of the text it repeats itself."""
+        return self._tokens[start + offset % (len(self._tokens) - start)]
 
     def _latest(self, size: int) -> int | None:
         start = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
@@ -206,26 +210,6 @@ class NgramLookup:
                     self._followers[ngram] = index
                 earlier.append(before if before < index else -1)
             self._tokens.append(tokens[index])
-
-
-class _Nodes:
-    """A proposal as it is made."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._parents: list[int] = []
-        self._given: list[float] = []
-
-    def add(self, candidate: _Candidate) -> int:
-        """Its number among the nodes."""
-        self.tokens.append(candidate.token)
-        self._parents.append(candidate.parent)
-        self._given.append(candidate.given)
-        return len(self.tokens) - 1
-
-    def guesses(self) -> Guesses:
-        count = len(self.tokens)
-        return Guesses(Proposal(tuple(self.tokens), tuple(self._parents), (NGRAM,) * count), self._given)
 
 
 class NgramProposer:

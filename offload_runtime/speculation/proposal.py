@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from offload_runtime.model import depths_of
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -65,10 +67,7 @@ class Proposal:
     @property
     def depths(self) -> tuple[int, ...]:
         """Of every node its distance from the committed end, 1 for what follows it directly."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        return tuple(depths)
+        return tuple(depth + 1 for depth in depths_of(self.parents))
 
     def pruned(self, count: int) -> Proposal:
         """The first `count` nodes: with every node the path to it stays."""

@@ -222,14 +222,15 @@ class TreeDraftProposer:
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self._ngrams is not None
-        least = max(_NEGLIGIBLE, self._bars.get(one.turn.sequence, -math.inf) - _MARGIN)
-        guesses = self._ngrams.guesses(one.turn, least)
-        guess = guesses.proposal
-        nodes: list[int] = []
-        for token, parent, source, chance in zip(
-            guess.tokens, guess.parents, guess.sources, guesses.log_probabilities, strict=True
-        ):
-            nodes.append(one.tree.add(nodes[parent] if parent >= 0 else one.tree.root, token, chance, source))
+        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE, self._expected_bar(one.turn.sequence)))
+        guess, nodes = guesses.proposal, list[int]()
+        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
+            above = nodes[parent] if parent >= 0 else one.tree.root
+            nodes.append(one.tree.add(above, token, chance, self._ngrams.name))
+
+    def _expected_bar(self, sequence: int) -> float:
+        """Log-probability of the least probable node that the window of this round may have, by the last one's."""
+        return self._bars.get(sequence, -math.inf) - _MARGIN
 
     def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
@@ -246,7 +247,7 @@ class TreeDraftProposer:
             for one in grown:
                 sequence, bar = one.turn.sequence, least[one.turn.sequence].value
                 if guessed:
-                    bar = max(bar, self._bars.get(sequence, -math.inf) - _MARGIN)
+                    bar = max(bar, self._expected_bar(sequence))
                 # Children are less probable than their parent.
                 nodes = self._next(one, one.turn.gamma - 1, len(grown))
                 promising = [node for node in nodes if one.tree.log_probability(node) > bar]

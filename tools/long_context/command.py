@@ -18,7 +18,7 @@ from long_context.sweeps import SWEEPS, Point, Setting, points_of
 from long_context.table import print_row
 from sweeping.family import Family, Work, refuse_idle
 
-from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
@@ -65,8 +65,7 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         why = "with --draft none: drop it, or take --draft model"
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
     refuse_idle(idle, given)
-    if arguments.vram is not None:
-        parse_bytes(arguments.vram)
+    script.check_machine(arguments.vram, emulate=None)
     if arguments.plain_tokens is None:
         arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from script import read_text
+from script import check_machine, read_text
 from streamed_weights.kept import kept_weights
 from streamed_weights.rows import RowMeasurement
 from streamed_weights.sources import Models, open_models
@@ -21,11 +21,10 @@ from streamed_weights.table import print_heading, print_row
 from sweeping.family import Family, Work, refuse_idle
 from sweeping.results import ResultFile
 
-from offload_runtime.config import SamplingParams, SpeculationOptions, parse_bytes, require_positive
+from offload_runtime.config import SamplingParams, SpeculationOptions, require_positive
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.making_plans import resolve_dtype
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 
 _MAX_GAMMA = 63  # of `Runtime.load`
@@ -64,7 +63,7 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
     """Refuse what makes no sense together; the small model drafts where there is one.
 
     Raises:
-        OptionError: An option is missing, or would be ignored.
+        OptionError: An option is missing, would be ignored, or makes no sense; ProfileError: there is no such machine.
     """
     if (arguments.target is None) == (arguments.shape is None):
         raise OptionError("name the model to stream: --target CHECKPOINT, or --shape NAME for one made in memory")
@@ -89,20 +88,8 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         raise OptionError("a draft needs a text to go on with: name one with --text, or take --draft none")
     for option in ("prompt_tokens", "tokens", "plain_tokens", "passes"):
         require_positive(option.replace("_", "-"), getattr(arguments, option))
-    check_settings(arguments)
-
-
-def check_settings(arguments: argparse.Namespace) -> None:
-    """Refuse what would fail only once the model is made or loaded.
-
-    Raises:
-        OptionError: A setting makes no sense; ProfileError: there is no such machine.
-    """
     SamplingParams(temperature=arguments.temperature)
-    if arguments.vram is not None:
-        parse_bytes(arguments.vram)
-    if arguments.emulate is not None:
-        load_profile(arguments.emulate)
+    check_machine(arguments.vram, arguments.emulate)
 
 
 def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:
