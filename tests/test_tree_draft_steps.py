@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import NoProposer, StepWorth, TreeDraftProposer, Turn
+from offload_runtime.speculation import CandidateTree, NoProposer, StepWorth, TreeDraftProposer, Turn
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
 from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
@@ -172,3 +175,28 @@ def test_chains_between_trees_are_not_held_against_them() -> None:
         if turn > 1:
             assert worth.tok_per_s == pytest.approx(5 / 0.2)
         now_s += 0.2
+
+
+def test_a_step_takes_what_delays_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noting what the draft said is part of it; steps behind a pass delay nothing."""
+
+    def slowly(*arguments: Any, **named: Any) -> list[float]:
+        time.sleep(0.01)
+        return offer(*arguments, **named)
+
+    class Timed(StepWorth):
+        def stepped(self, seconds: float) -> None:
+            taken_s.append(seconds)
+
+    offer, taken_s = CandidateTree.offer, list[float]()
+    monkeypatch.setattr(CandidateTree, "offer", slowly)
+    script = random_tokens(200, seed=22)
+    model = SureModel(script)
+    proposer = TreeDraftProposer(
+        NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=Timed()
+    )  # fmt: skip
+    proposer.start(SamplingParams())
+    proposer.propose([Turn(0, script[:10], 4, 4)])
+    assert len(taken_s) == model.steps == 4 and min(taken_s) > 0.009
+    proposer.ahead(steps(3)(torch.empty(0)))
+    assert model.steps > 4 and len(taken_s) == 4

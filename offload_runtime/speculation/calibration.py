@@ -154,7 +154,7 @@ class StepWorth:
         self._began_s = now_s
 
     def stepped(self, seconds: float) -> None:
-        """A step of drafting took so long."""
+        """A step of drafting that no pass hid took so long."""
         if self._step_s is None or _OUTLIER * seconds < self._step_s:
             self._step_s = seconds  # nothing is known, or of the first one only
         else:

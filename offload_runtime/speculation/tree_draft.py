@@ -242,6 +242,7 @@ class TreeDraftProposer:
                 best.add(one.tree.log_probability(node))
         guessed = True
         while True:
+            started_s = time.perf_counter()
             asked: dict[int, list[int]] = {}
             gain, thrifty = 0.0, True
             for one in grown:
@@ -266,6 +267,8 @@ class TreeDraftProposer:
             for sequence, found in self._expand(asked).items():
                 for log_probability in found:
                     least[sequence].add(log_probability)
+            # All that delays the pass: choosing what to ask and noting the answers, too.
+            self._worth.stepped(time.perf_counter() - started_s)
         self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
 
     def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
@@ -286,9 +289,7 @@ class TreeDraftProposer:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
         placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
-        started_s = time.perf_counter()
         said = self._model.expand({sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()})
-        self._worth.stepped(time.perf_counter() - started_s)
         found: dict[int, list[float]] = {}
         for sequence, slots in placed.items():
             one = self._grown[sequence]
