@@ -404,7 +404,9 @@ def test_while_the_link_is_busy_any_step_pays() -> None:
     watched.rounds(3, tokens=6, seconds=0.2)
     watched.worth.stepped(0.01)
     assert watched.least_gain() == 0
-    watched.now_s += 0.06
+    watched.now_s += 0.045  # half of a step would delay the pass
+    assert watched.least_gain() == pytest.approx(0.15, abs=0.011)
+    watched.now_s += 0.015
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
 
 

@@ -340,9 +340,9 @@ def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
     staged, locked = (plan_run(request, replace(machine, pinnable_bytes=most)).placed for most in (2 * GB, None))
     rings = lookahead_bytes(locked, pass_costs(locked, length_tokens=511, rows=1))
     for gbps in (12.0, 50.0):
-        assert speed.free_s(locked, gbps) == pytest.approx(0.85 * rings / (gbps * GB))
+        assert speed.free_s(locked, gbps) == pytest.approx(rings / (gbps * GB) - 0.015)
     assert speed.free_s(staged, 12.0) == speed.free_s(staged, 50.0) > speed.free_s(locked, 12.0) > 0
-    assert speed.free_s(locked, None) == 0
+    assert speed.free_s(locked, None) == speed.free_s(locked, 1e6) == 0
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

@@ -165,4 +165,5 @@ class StepWorth:
         rate = self.tok_per_s
         if self._began_s is None or self._step_s is None or rate is None:
             return True
-        return self._clock() - self._began_s < self._free_s or gain >= rate * self._step_s
+        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self._free_s)
+        return delay_s <= 0 or gain >= rate * delay_s
