@@ -1,9 +1,10 @@
-"""What tests share: Triton's interpreter where there is no GPU, no network, the `gpu` marker, two small models."""
+"""What tests share: Triton's interpreter where there is no GPU, no network, one GPU for all, two small models."""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,26 @@ def draft(target: Path) -> Path:
     from tests.helpers.engine import write_noisy_copy
 
     return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+
+
+@pytest.fixture(autouse=True)
+def card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share a GPU, but for tests that measure its time or memory: they have it for themselves (`alone`)."""
+    node = request.node
+    if "PYTEST_XDIST_WORKER" not in os.environ or node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import fcntl
+
+    of_all = tmp_path_factory.getbasetemp().parent
+    with open(of_all / "gpu.next", "w") as turn, open(of_all / "gpu.lock", "w") as lock:
+        # Who waits for the card to be free keeps others from taking it.
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

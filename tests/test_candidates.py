@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.speculation import CandidateTree, StepWorth
+from offload_runtime.speculation import CandidateTree, LinkTimes, StepWorth
 from offload_runtime.speculation.calibration import ChildProbabilities, MatchRates
 from tests.helpers.tree_drafts import path_of
 
@@ -367,9 +367,9 @@ def test_rates_of_matches_follow_what_comes_true() -> None:
 class Watched:
     """A `StepWorth` and the hands of its clock."""
 
-    def __init__(self, free_s: float = 0.0) -> None:
+    def __init__(self, link: LinkTimes | None = None) -> None:
         self.now_s = 100.0
-        self.worth = StepWorth(free_s, lambda: self.now_s)
+        self.worth = StepWorth(link, lambda: self.now_s)
 
     def rounds(self, count: int, *, tokens: int, seconds: float) -> None:
         """So many, each of which gave so many tokens, and the beginning of another one."""
@@ -400,7 +400,7 @@ def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
 
 
 def test_while_the_link_is_busy_any_step_pays() -> None:
-    watched = Watched(free_s=0.05)
+    watched = Watched(LinkTimes(free_s=0.05))
     watched.rounds(3, tokens=6, seconds=0.2)
     watched.worth.stepped(0.01)
     assert watched.least_gain() == 0
@@ -408,6 +408,47 @@ def test_while_the_link_is_busy_any_step_pays() -> None:
     assert watched.least_gain() == pytest.approx(0.15, abs=0.011)
     watched.now_s += 0.015
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
+
+
+def test_drafting_keeps_a_link_waiting_for_a_small_share_of_the_time() -> None:
+    """Whatever it would bring; of some rounds together, so that a tree may grow deep again after quiet ones."""
+
+    def drafted_s(watched: Watched, least_s: float = 0.0) -> float:
+        """How long steps of 2 ms that bring much are made in a round of 0.3 s."""
+        watched.worth.begin(10)
+        began_s = watched.now_s
+        while watched.worth.pays(5.0) or watched.now_s - began_s < least_s:
+            watched.now_s += 0.002
+            watched.worth.stepped(0.002)
+        taken_s, watched.now_s = watched.now_s - began_s, began_s + 0.3
+        return taken_s
+
+    link = LinkTimes(free_s=0.05, bound_s=0.3)
+    watched = Watched(link)
+    watched.worth.stepped(0.002)
+    assert drafted_s(watched) == pytest.approx(0.05 + 0.03 * 0.3, abs=0.003)  # the first round has but its own share
+    always = [drafted_s(watched) - 0.05 for _ in range(30)]
+    assert sum(always) / 30 == pytest.approx(0.03 * 0.3, rel=0.2) and max(always[5:]) < 0.012
+    for _ in range(10):
+        watched.worth.begin(10)
+        watched.now_s += 0.3
+    after_rest = [drafted_s(watched) - 0.05 for _ in range(30)]
+    assert after_rest[0] == pytest.approx(5 * 0.03 * 0.3, abs=0.006)  # what counts is decayed
+    assert max(after_rest[1:]) < 0.3 * after_rest[0]
+    # Made all the same, as without a first step nothing is proposed; one that captures a graph does not count in full.
+    assert drafted_s(watched, least_s=0.1) > 0.1
+    assert drafted_s(watched) == pytest.approx(0.05, abs=0.003)
+    watched.worth.forget()
+    drafted_s(watched)
+    watched.worth.stepped(3.0)
+    for _ in range(4):
+        drafted_s(watched)
+    assert drafted_s(watched) > 0.05
+    free = Watched(LinkTimes(free_s=0.05))  # something else takes longer than the link
+    free.worth.stepped(0.002)
+    free.worth.begin(10)
+    free.now_s += 0.2
+    assert free.worth.pays(0.0), "nothing is known of what tokens are worth"
 
 
 def test_exceptional_steps_and_rounds_do_not_decide_for_long() -> None:

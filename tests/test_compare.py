@@ -271,6 +271,7 @@ def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path, chunk: 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_weights_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_path: Path) -> None:
     """With chunks of a prompt that is longer than several blocks of the host's cache, and short warm-ups.
 

@@ -118,6 +118,7 @@ def test_engines_made_within_a_paced_link_keep_to_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("mib", [4, 64, 200])
 @pytest.mark.parametrize("back", [False, True])
 def test_a_paced_gpu_link_is_within_two_percent(mib: int, back: bool) -> None:

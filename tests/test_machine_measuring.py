@@ -279,6 +279,7 @@ def test_steps_are_counted_as_they_begin_and_once_at_the_end() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_measuring_a_gpu_gives_plausible_figures() -> None:
     found = measure_machine(MeasureOptions(device="cuda", quick=True))
     profile = found.profile

@@ -124,6 +124,7 @@ def test_a_pinned_arena_is_copied_asynchronously() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_allocator_is_held_to_the_limit() -> None:
     device = torch.device("cuda", 0)
     gc.collect()
@@ -143,6 +144,7 @@ def test_the_allocator_is_held_to_the_limit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_limit_beyond_the_card_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"is more than the .* has free"):
         DeviceBudget(torch.device("cuda", 0), 1 << 50)

@@ -44,6 +44,7 @@ def draft(target: Path) -> Path:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str) -> None:
     options: dict[str, Any] = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **RUNS[name]}
@@ -66,6 +67,7 @@ def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_closed_runtime_leaves_no_device_memory(target: Path, draft: Path) -> None:
     left = []
     # With everything that a runtime may have. The others are parts of these.

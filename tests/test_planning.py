@@ -26,6 +26,7 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.machine_profile import MachineProfile, load_profile
 from offload_runtime.model import Window
 from offload_runtime.planner import MachineFigures
+from offload_runtime.speculation import LinkTimes
 from offload_runtime.weights import DescribedModel, describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
@@ -340,9 +341,13 @@ def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
     staged, locked = (plan_run(request, replace(machine, pinnable_bytes=most)).placed for most in (2 * GB, None))
     rings = lookahead_bytes(locked, pass_costs(locked, length_tokens=511, rows=1))
     for gbps in (12.0, 50.0):
-        assert speed.free_s(locked, gbps) == pytest.approx(rings / (gbps * GB) - 0.015)
-    assert speed.free_s(staged, 12.0) == speed.free_s(staged, 50.0) > speed.free_s(locked, 12.0) > 0
-    assert speed.free_s(locked, None) == speed.free_s(locked, 1e6) == 0
+        assert speed.link_times(locked, gbps).free_s == pytest.approx(rings / (gbps * GB) - 0.015)
+    slow, fast = (speed.link_times(staged, gbps) for gbps in (12.0, 50.0))
+    assert slow == fast and slow.free_s > speed.link_times(locked, 12.0).free_s > 0
+    assert speed.link_times(locked, None) == speed.link_times(locked, 1e6) == LinkTimes()
+    streamed = pass_costs(locked, length_tokens=511, rows=1).streamed_bytes
+    assert speed.link_times(locked, 12.0).bound_s == pytest.approx(streamed / (12.0 * GB), rel=0.01)
+    assert slow.bound_s > speed.link_times(locked, 12.0).bound_s
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

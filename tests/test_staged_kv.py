@@ -334,6 +334,7 @@ def test_bits_on_the_gpu_staged(name: str, layers: tuple[int, ...], directory: P
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_writing_to_pageable_memory_is_pipelined_on_the_gpu() -> None:
     """What a prompt writes, all of it pageable: what has been read may be overwritten before it has landed."""
     gpu, nbytes, pieces, piece_bytes = torch.device("cuda"), 256 << 20, 8, 16 << 20

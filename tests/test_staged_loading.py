@@ -339,6 +339,7 @@ def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int, monkeypatch: p
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_staged_streaming_reaches_8_gbps() -> None:
     """Everything pageable: the figure that the ring exists for, with 8 layers of 256 MiB."""
     nbytes, device, num_threads = 256 << 20, torch.device("cuda"), staging_threads(usable_cores())

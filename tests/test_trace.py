@@ -359,6 +359,7 @@ def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_of_a_gpu(
     target: Path, draft: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import (
     DraftProposer,
+    LinkTimes,
     NgramProposer,
     NoProposer,
     Proposer,
@@ -33,7 +34,7 @@ from offload_runtime.tracing import TraceRecorder
 
 def make_proposer(
     draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
-    recorder: TraceRecorder | None = None, free_s: float = 0.0,
+    recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
@@ -44,7 +45,7 @@ def make_proposer(
         budget: Of the device.
         batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
-        free_s: Seconds behind a pass in which the link still has something to bring for the next one.
+        link: How long it is busy with passes, and behind them; None for nothing streamed.
     """
     if middle is not None:
         return _make_triforce(models, middle, budget, recorder)
@@ -62,7 +63,7 @@ def make_proposer(
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
-    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(free_s))
+    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(link))
     return WithNgrams(trees, ngrams)
 
 

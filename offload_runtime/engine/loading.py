@@ -151,10 +151,8 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            free_s = speed.free_s(placed, models.target.link_peak_gbps)
-            proposer = make_proposer(
-                kind, models, middle, budget, batch=batch, recorder=recorder, free_s=free_s
-            )  # fmt: skip
+            link = speed.link_times(placed, models.target.link_peak_gbps)
+            proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
                 max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room
             )

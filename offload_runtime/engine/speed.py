@@ -24,6 +24,7 @@ from offload_runtime.planner import (
     predict_step,
 )
 from offload_runtime.runners.tree_rows import STEP_ROWS
+from offload_runtime.speculation import LinkTimes
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The middle level: 0.93 to
 # 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose; where
@@ -120,18 +121,22 @@ class Speed:
         """Seconds of a step of the middle level; None without one."""
         return None if placed.middle is None else predict_step(middle_step_costs(placed), self.machine)
 
-    def free_s(self, placed: PlacedLevels, link_gbps: float | None) -> float:
-        """Seconds of drafting behind a pass that delay nothing, as the rings are being filled.
+    def link_times(self, placed: PlacedLevels, link_gbps: float | None) -> LinkTimes:
+        """How long the link is busy with passes, and behind them.
 
         Args:
             placed: What lives where.
             link_gbps: As measured; None where nothing is streamed.
         """
         if link_gbps is None:
-            return 0.0
-        costs = pass_costs(placed, length_tokens=placed.plans.target.context_tokens - 1, rows=1)
-        passed = predict_pass(costs, replace(self.machine, link_gbps=link_gbps))
-        return max(0.0, lookahead_s(placed, costs, passed) - _BETWEEN_S)
+            return LinkTimes()
+        machine, length = replace(self.machine, link_gbps=link_gbps), placed.plans.target.context_tokens - 1
+        costs = pass_costs(placed, length_tokens=length, rows=1)
+        free_s = max(0.0, lookahead_s(placed, costs, predict_pass(costs, machine)) - _BETWEEN_S)
+        rows = max(self.tree_nodes_of(placed), self.gamma_of(placed)) + 1
+        widest = predict_pass(pass_costs(placed, length_tokens=length - rows + 1, rows=rows), machine)
+        bound = widest.copies_s >= max(widest.compute_s, widest.launch_s)
+        return LinkTimes(free_s, widest.copies_s if bound else 0.0)
 
     def round_at(self, placed: PlacedLevels, acceptance: float) -> RoundPrediction:
         """A round whose proposals the target accepts with this probability."""

@@ -1,7 +1,7 @@
 """Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
-from offload_runtime.speculation.calibration import StepWorth
+from offload_runtime.speculation.calibration import LinkTimes, StepWorth
 from offload_runtime.speculation.candidates import CandidateTree
 from offload_runtime.speculation.choosing import Chooser
 from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
@@ -21,6 +21,7 @@ __all__ = [
     "Choice",
     "Chooser",
     "DraftProposer",
+    "LinkTimes",
     "NgramLookup",
     "NgramProposer",
     "NoProposer",

@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
@@ -26,6 +27,8 @@ _KEPT = 0.8
 # A step this much slower than another has compiled or captured something, and is no measure of the next one; a round so
 # much longer than those before has waited for whoever reads the text.
 _OUTLIER = 4.0
+# Share of the time of passes bound by the link in which it may wait for drafting, over some rounds together.
+_MOST_IDLE = 0.03
 
 
 class ChildProbabilities:
@@ -111,21 +114,36 @@ class MatchRates:
         return self._logs[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
 
 
+@dataclass(frozen=True)
+class LinkTimes:
+    """How long the link is busy with passes over a streamed target; zeros where nothing is streamed.
+
+    Attributes:
+        free_s: Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins
+            with.
+        bound_s: Seconds of a pass that takes no less because of its copies; 0 where something else takes longer.
+    """
+
+    free_s: float = 0.0
+    bound_s: float = 0.0
+
+
 class StepWorth:
     """Whether another step of drafting pays while no pass runs: the tokens that it adds to a window against those that
     the time it takes is worth, at the rate at which tokens have come lately.
 
+    Where passes are bound by the link it is kept busy all the same: what is not drafted now is drafted behind the pass.
+
     Args:
-        free_s: Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins
-            with.
+        link: How long it is busy.
         clock: In seconds.
     """
 
-    def __init__(self, free_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._free_s, self._clock = free_s, clock
+    def __init__(self, link: LinkTimes | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.link, self._clock = link or LinkTimes(), clock
         self._began_s: float | None = None
         self._step_s: float | None = None
-        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
+        self.forget()
 
     @property
     def tok_per_s(self) -> float | None:
@@ -135,7 +153,9 @@ class StepWorth:
     def forget(self) -> None:
         """What comes next is not another round of what was before."""
         self.pause()
-        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
+        self._late_s = 0.0  # by which steps of this round delay its pass, one that captured something not in full
+        self._idle_s, self._begun = 0.0, 0.0  # of rounds before, and all rounds; both decayed
 
     def pause(self) -> None:
         """What is played until rounds begin again is not counted."""
@@ -151,19 +171,32 @@ class StepWorth:
             self._new_tokens = _KEPT * self._new_tokens + weight * new_tokens
             self._round_s = _KEPT * self._round_s + weight * round_s
             self._rounds = _KEPT * self._rounds + 1
-        self._began_s = now_s
+        self._idle_s = _KEPT * (self._idle_s + self._late_s)
+        self._begun = _KEPT * self._begun + 1
+        self._late_s, self._began_s = 0.0, now_s
 
     def stepped(self, seconds: float) -> None:
         """A step of drafting that no pass hid took so long."""
-        if self._step_s is None or _OUTLIER * seconds < self._step_s:
-            self._step_s = seconds  # nothing is known, or of the first one only
+        if self._step_s is None:
+            self._step_s = seconds
+            return
+        usual_s = min(seconds, _OUTLIER * self._step_s)
+        if _OUTLIER * seconds < self._step_s:
+            self._step_s = seconds  # nothing was known but of a first one
         else:
-            self._step_s += (1 - _KEPT) * (min(seconds, _OUTLIER * self._step_s) - self._step_s)
+            self._step_s += (1 - _KEPT) * (usual_s - self._step_s)
+        if self._began_s is not None:
+            self._late_s += max(0.0, min(usual_s, self._clock() - self._began_s - self.link.free_s))
 
     def pays(self, gain: float) -> bool:
         """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives."""
-        rate = self.tok_per_s
-        if self._began_s is None or self._step_s is None or rate is None:
+        if self._began_s is None or self._step_s is None:
             return True
-        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self._free_s)
-        return delay_s <= 0 or gain >= rate * delay_s
+        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self.link.free_s)
+        if delay_s <= 0:
+            return True
+        idle_s = self._idle_s + self._late_s + delay_s
+        if self.link.bound_s and idle_s > _MOST_IDLE * self.link.bound_s * self._begun:
+            return False
+        rate = self.tok_per_s
+        return rate is None or gain >= rate * delay_s

@@ -28,8 +28,8 @@ from offload_runtime.speculation.ngrams import NgramProposer
 from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Proposer, Turn
 
-# Less probable than this is not drafted past a window: it would hardly ever be of use.
-_NEGLIGIBLE = math.log(1e-4)
+# Less probable than this is not drafted past a window, or taken from n-grams: it would hardly ever be of use.
+_NEGLIGIBLE, _NEGLIGIBLE_GUESS = math.log(1e-5), math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
 # A window hardly ever brings more tokens than so many, for which steps are made ready.
@@ -42,15 +42,15 @@ class TreeDraftProposer:
     """Grows trees for turns that ask for them, and leaves the others to a proposer of chains.
 
     On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
-    starts: draft and target share nothing that either of them writes.
+    starts: draft and target share nothing that either of them writes. It goes first where the target waits for its
+    weights anyway.
 
     Args:
         chains: Of the same draft.
         model: Of the same draft.
         device: Where it computes.
         ngrams: Whose guesses join the trees; None for nobody's.
-        worth: Says when a step is not worth the wait any more; None for one that knows of no time in which drafting is
-            free.
+        worth: Says when a step is not worth the wait any more; None for one that knows of no link.
     """
 
     name = "draft"
@@ -62,7 +62,8 @@ class TreeDraftProposer:
         self._chains, self._model, self._ngrams = chains, model, ngrams
         self._worth = worth or StepWorth()
         self._device = device
-        self._stream = _drafting_stream(device) if device.type == "cuda" else None
+        foremost = self._worth.link.bound_s > 0
+        self._stream = _drafting_stream(device, foremost) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
         self._probabilities = ChildProbabilities()
         self._grown: dict[int, GrownTree] = {}
@@ -222,7 +223,7 @@ class TreeDraftProposer:
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self._ngrams is not None
-        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE, self._expected_bar(one.turn.sequence)))
+        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE_GUESS, self._expected_bar(one.turn.sequence)))
         guess, nodes = guesses.proposal, list[int]()
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             above = nodes[parent] if parent >= 0 else one.tree.root
@@ -306,6 +307,6 @@ class TreeDraftProposer:
 
 
 @cache
-def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
+def _drafting_stream(device: torch.device, foremost: bool) -> torch.cuda.Stream:
     """One for all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1 if foremost else 0)

@@ -48,6 +48,7 @@ def test_no_sequence_of_copies_is_faster_than_the_link(copies: list[tuple[int, i
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_stream_is_held_up_for_as_long_as_asked() -> None:
     deadline = torch.zeros(1, dtype=torch.int64, device="cuda")
     pace_link(deadline, 0)  # compiles, and starts the clock
