@@ -140,7 +140,7 @@ class StepWorth:
     """
 
     def __init__(self, link: LinkTimes | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.link, self._clock = link or LinkTimes(), clock
+        self._link, self._clock = link or LinkTimes(), clock
         self._began_s: float | None = None
         self._step_s: float | None = None
         self.forget()
@@ -186,17 +186,17 @@ class StepWorth:
         else:
             self._step_s += (1 - _KEPT) * (usual_s - self._step_s)
         if self._began_s is not None:
-            self._late_s += max(0.0, min(usual_s, self._clock() - self._began_s - self.link.free_s))
+            self._late_s += max(0.0, min(usual_s, self._clock() - self._began_s - self._link.free_s))
 
     def pays(self, gain: float) -> bool:
         """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives."""
         if self._began_s is None or self._step_s is None:
             return True
-        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self.link.free_s)
+        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self._link.free_s)
         if delay_s <= 0:
             return True
         idle_s = self._idle_s + self._late_s + delay_s
-        if self.link.bound_s and idle_s > _MOST_IDLE * self.link.bound_s * self._begun:
+        if self._link.bound_s and idle_s > _MOST_IDLE * self._link.bound_s * self._begun:
             return False
         rate = self.tok_per_s
         return rate is None or gain >= rate * delay_s

@@ -42,8 +42,7 @@ class TreeDraftProposer:
     """Grows trees for turns that ask for them, and leaves the others to a proposer of chains.
 
     On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
-    starts: draft and target share nothing that either of them writes. It goes first where the target waits for its
-    weights anyway.
+    starts: draft and target share nothing that either of them writes.
 
     Args:
         chains: Of the same draft.
@@ -62,8 +61,7 @@ class TreeDraftProposer:
         self._chains, self._model, self._ngrams = chains, model, ngrams
         self._worth = worth or StepWorth()
         self._device = device
-        foremost = self._worth.link.bound_s > 0
-        self._stream = _drafting_stream(device, foremost) if device.type == "cuda" else None
+        self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._params: SamplingParams | None = None
         self._probabilities = ChildProbabilities()
         self._grown: dict[int, GrownTree] = {}
@@ -307,6 +305,6 @@ class TreeDraftProposer:
 
 
 @cache
-def _drafting_stream(device: torch.device, foremost: bool) -> torch.cuda.Stream:
+def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
-    return torch.cuda.Stream(device, priority=-1 if foremost else 0)
+    return torch.cuda.Stream(device)
