@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from tests.helpers.card import one_card
+
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,28 +38,22 @@ def draft(target: Path) -> Path:
     return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
-@pytest.fixture(autouse=True)
-def card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and before time is counted
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Workers share a GPU, but for tests that measure its time or memory: they have it for themselves (`alone`)."""
-    node = request.node
-    if "PYTEST_XDIST_WORKER" not in os.environ or node.get_closest_marker("gpu") is None:
-        yield
-        return
-    import fcntl
-
-    of_all = tmp_path_factory.getbasetemp().parent
-    with open(of_all / "gpu.next", "w") as turn, open(of_all / "gpu.lock", "w") as lock:
-        # Who waits for the card to be free keeps others from taking it.
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        fcntl.flock(lock, fcntl.LOCK_EX if node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        yield
+    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_available():
+        return (yield)
+    with one_card(alone=item.get_closest_marker("alone") is not None):
+        answer = yield
         gc.collect()
         torch.cuda.empty_cache()
+    return answer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests, with the reason, on machines without CUDA."""
+    for item in items:
+        assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")

@@ -401,8 +401,8 @@ def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
 
 def test_while_the_link_is_busy_any_step_pays() -> None:
     watched = Watched(LinkTimes(free_s=0.05))
-    watched.rounds(3, tokens=6, seconds=0.2)
     watched.worth.stepped(0.01)
+    watched.rounds(3, tokens=6, seconds=0.2)
     assert watched.least_gain() == 0
     watched.now_s += 0.045  # half of a step would delay the pass
     assert watched.least_gain() == pytest.approx(0.15, abs=0.011)
@@ -410,45 +410,76 @@ def test_while_the_link_is_busy_any_step_pays() -> None:
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
 
 
+def drafted_s(watched: Watched, *, rows: int = 200, least_s: float = 0.0) -> float:
+    """How long steps of 2 ms that bring much are made in a round of 0.3 s."""
+    watched.worth.begin(10, rows)
+    began_s = watched.now_s
+    for _ in range(120):
+        if not watched.worth.pays(5.0) and watched.now_s - began_s >= least_s:
+            break
+        watched.now_s += 0.002
+        watched.worth.stepped(0.002)
+    watched.worth.proposed()
+    taken_s, watched.now_s = watched.now_s - began_s, began_s + 0.3
+    return taken_s
+
+
 def test_drafting_keeps_a_link_waiting_for_a_small_share_of_the_time() -> None:
     """Whatever it would bring; of some rounds together, so that a tree may grow deep again after quiet ones."""
-
-    def drafted_s(watched: Watched, least_s: float = 0.0) -> float:
-        """How long steps of 2 ms that bring much are made in a round of 0.3 s."""
-        watched.worth.begin(10)
-        began_s = watched.now_s
-        while watched.worth.pays(5.0) or watched.now_s - began_s < least_s:
-            watched.now_s += 0.002
-            watched.worth.stepped(0.002)
-        taken_s, watched.now_s = watched.now_s - began_s, began_s + 0.3
-        return taken_s
-
-    link = LinkTimes(free_s=0.05, bound_s=0.3)
-    watched = Watched(link)
+    watched = Watched(LinkTimes(free_s=0.05, pass_s=0.3, most_rows=200))
     watched.worth.stepped(0.002)
-    assert drafted_s(watched) == pytest.approx(0.05 + 0.03 * 0.3, abs=0.003)  # the first round has but its own share
+    first_s = drafted_s(watched)
+    assert first_s == pytest.approx(0.05 + 0.03 * 0.3, abs=0.003)  # the first round has but its own share
     always = [drafted_s(watched) - 0.05 for _ in range(30)]
     assert sum(always) / 30 == pytest.approx(0.03 * 0.3, rel=0.2) and max(always[5:]) < 0.012
     for _ in range(10):
-        watched.worth.begin(10)
+        watched.worth.begin(10, 200)
+        watched.worth.proposed()
         watched.now_s += 0.3
     after_rest = [drafted_s(watched) - 0.05 for _ in range(30)]
     assert after_rest[0] == pytest.approx(5 * 0.03 * 0.3, abs=0.006)  # what counts is decayed
     assert max(after_rest[1:]) < 0.3 * after_rest[0]
-    # Made all the same, as without a first step nothing is proposed; one that captures a graph does not count in full.
+    # Made all the same, as without a first step nothing is proposed.
     assert drafted_s(watched, least_s=0.1) > 0.1
     assert drafted_s(watched) == pytest.approx(0.05, abs=0.003)
-    watched.worth.forget()
-    drafted_s(watched)
-    watched.worth.stepped(3.0)
-    for _ in range(4):
+    # What came before is none of the next generation's business, for better or worse.
+    for least_s in (0.1, 0.0):
+        drafted_s(watched, least_s=least_s)
+        watched.worth.forget()
+        assert drafted_s(watched) == pytest.approx(first_s, abs=0.0021)
+    # Nor does the link wait for rows that take longer to compute than to bring.
+    assert drafted_s(watched, rows=201) == pytest.approx(0.24)
+
+
+def test_the_link_waits_by_the_share_of_the_rounds_there_are() -> None:
+    """Of a short text much less is streamed than at the full context."""
+    watched = Watched(LinkTimes(free_s=0.05, pass_s=3.0, most_rows=200))
+    watched.worth.stepped(0.002)
+    for _ in range(5):
         drafted_s(watched)
-    assert drafted_s(watched) > 0.05
-    free = Watched(LinkTimes(free_s=0.05))  # something else takes longer than the link
-    free.worth.stepped(0.002)
-    free.worth.begin(10)
-    free.now_s += 0.2
-    assert free.worth.pays(0.0), "nothing is known of what tokens are worth"
+    late = [drafted_s(watched) - 0.05 for _ in range(30)]
+    assert sum(late) / 30 < 1.3 * 0.03 * 0.3
+
+
+def test_a_step_that_captured_something_does_not_end_drafting() -> None:
+    link = LinkTimes(free_s=0.05, pass_s=0.3, most_rows=200)
+    for captured_s in (0.06, 0.15, 0.4, 3.0):
+        watched = Watched(link)
+        watched.worth.begin(0, 200)
+        watched.now_s += captured_s
+        watched.worth.stepped(captured_s)  # the first one there is
+        watched.worth.proposed()
+        watched.now_s += 0.3
+        watched.worth.stepped_behind(0.003)
+        assert drafted_s(watched) >= 0.05
+        for _ in range(5):
+            drafted_s(watched)
+        watched.worth.begin(10, 200)
+        watched.now_s += captured_s
+        watched.worth.stepped(captured_s)  # a later one
+        watched.worth.proposed()
+        watched.now_s += 0.3
+        assert drafted_s(watched) >= 0.04
 
 
 def test_exceptional_steps_and_rounds_do_not_decide_for_long() -> None:

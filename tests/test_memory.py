@@ -144,7 +144,6 @@ def test_the_allocator_is_held_to_the_limit() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 def test_a_limit_beyond_the_card_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"is more than the .* has free"):
         DeviceBudget(torch.device("cuda", 0), 1 << 50)

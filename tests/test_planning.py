@@ -344,10 +344,28 @@ def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
         assert speed.link_times(locked, gbps).free_s == pytest.approx(rings / (gbps * GB) - 0.015)
     slow, fast = (speed.link_times(staged, gbps) for gbps in (12.0, 50.0))
     assert slow == fast and slow.free_s > speed.link_times(locked, 12.0).free_s > 0
-    assert speed.link_times(locked, None) == speed.link_times(locked, 1e6) == LinkTimes()
+    assert speed.link_times(locked, None) == LinkTimes()
+    assert speed.link_times(locked, 1e6).free_s == speed.link_times(locked, 1e6).most_rows == 0
     streamed = pass_costs(locked, length_tokens=511, rows=1).streamed_bytes
-    assert speed.link_times(locked, 12.0).bound_s == pytest.approx(streamed / (12.0 * GB), rel=0.01)
-    assert slow.bound_s > speed.link_times(locked, 12.0).bound_s
+    assert speed.link_times(locked, 12.0).pass_s == pytest.approx(streamed / (12.0 * GB), rel=0.01)
+    assert slow.pass_s > speed.link_times(locked, 12.0).pass_s
+
+
+def test_windows_up_to_some_size_are_bound_by_the_link() -> None:
+    """Rows cost arithmetic: on a fast link few of them take as long as the copies, and of a small part any does."""
+    request = PlanRequest(
+        describe_model(CONFIGS / "llama-2-13b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=2048,
+        tree_nodes=1024,
+    )  # fmt: skip
+    rows = []
+    for tflops in (60.0, 165.0, 900.0):
+        machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": tflops}, None)
+        speed = planned_speed(request, machine)
+        placed = plan_run(request, machine).placed
+        rows.append(speed.link_times(placed, 25.0).most_rows)
+        assert speed.link_times(placed, 1e5).most_rows == 0
+    assert 1 < rows[0] < rows[1] <= rows[2] == 1025
+    assert rows[0] == pytest.approx(rows[1] * 60 / 165, rel=0.2) or rows[1] == 1025
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:

@@ -6,6 +6,7 @@ counts with the acceptance that it usually finds.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -58,6 +59,11 @@ def tree_steps(nodes: float) -> float:
     """Steps of a draft that grow a tree before its pass: one for every level of the most probable path that is not
     there yet, and one for every so many nodes."""
     return _PATH_STEPS + nodes / STEP_ROWS
+
+
+def _slack_s(passed: PassPrediction) -> float:
+    """By how much something else takes longer than the copies of a pass; 0 or less where they bind it."""
+    return max(passed.compute_s, passed.launch_s) - passed.copies_s
 
 
 def lookahead_s(placed: PlacedLevels, costs: PassCosts, passed: PassPrediction) -> float:
@@ -131,12 +137,18 @@ class Speed:
         if link_gbps is None:
             return LinkTimes()
         machine, length = replace(self.machine, link_gbps=link_gbps), placed.plans.target.context_tokens - 1
-        costs = pass_costs(placed, length_tokens=length, rows=1)
-        free_s = max(0.0, lookahead_s(placed, costs, predict_pass(costs, machine)) - _BETWEEN_S)
-        rows = max(self.tree_nodes_of(placed), self.gamma_of(placed)) + 1
-        widest = predict_pass(pass_costs(placed, length_tokens=length - rows + 1, rows=rows), machine)
-        bound = widest.copies_s >= max(widest.compute_s, widest.launch_s)
-        return LinkTimes(free_s, widest.copies_s if bound else 0.0)
+
+        def predicted(rows: int) -> tuple[PassCosts, PassPrediction]:
+            costs = pass_costs(placed, length_tokens=length - rows + 1, rows=rows)
+            return costs, predict_pass(costs, machine)
+
+        costs, passed = predicted(1)
+        free_s = max(0.0, lookahead_s(placed, costs, passed) - _BETWEEN_S)
+        widest = max(self.tree_nodes_of(placed), self.gamma_of(placed)) + 1
+        # Windows of sizes like these are what is played.
+        rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
+        bound = bisect_right(rows, 0.0, key=lambda rows: _slack_s(predicted(rows)[1]))
+        return LinkTimes(free_s, passed.copies_s, rows[bound - 1] if bound else 0)
 
     def round_at(self, placed: PlacedLevels, acceptance: float) -> RoundPrediction:
         """A round whose proposals the target accepts with this probability."""

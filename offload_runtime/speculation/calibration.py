@@ -121,11 +121,13 @@ class LinkTimes:
     Attributes:
         free_s: Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins
             with.
-        bound_s: Seconds of a pass that takes no less because of its copies; 0 where something else takes longer.
+        pass_s: Seconds that the link takes for a pass at the full context.
+        most_rows: Rows of a sequence in a pass up to which nothing else takes longer; 0 where something always does.
     """
 
     free_s: float = 0.0
-    bound_s: float = 0.0
+    pass_s: float = 0.0
+    most_rows: int = 0
 
 
 class StepWorth:
@@ -135,15 +137,19 @@ class StepWorth:
     Where passes are bound by the link it is kept busy all the same: what is not drafted now is drafted behind the pass.
 
     Args:
-        link: How long it is busy.
+        link: For how long it is busy with and behind passes; None for nothing streamed.
         clock: In seconds.
     """
 
     def __init__(self, link: LinkTimes | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._link, self._clock = link or LinkTimes(), clock
-        self._began_s: float | None = None
         self._step_s: float | None = None
-        self.forget()
+        self._began_s: float | None = None
+        self._rows = 0  # of the window that is proposed
+        self._exceptional_s = 0.0  # of this round, what steps took that captured something
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
+        self._late_s = 0.0  # by which proposing has delayed the newest pass
+        self._idle_s, self._begun = 0.0, 0.0  # the same of rounds before, and all rounds; both decayed
 
     @property
     def tok_per_s(self) -> float | None:
@@ -153,16 +159,15 @@ class StepWorth:
     def forget(self) -> None:
         """What comes next is not another round of what was before."""
         self.pause()
-        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
-        self._late_s = 0.0  # by which steps of this round delay its pass, one that captured something not in full
-        self._idle_s, self._begun = 0.0, 0.0  # of rounds before, and all rounds; both decayed
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0
+        self._late_s, self._idle_s, self._begun = 0.0, 0.0, 0.0
 
     def pause(self) -> None:
         """What is played until rounds begin again is not counted."""
         self._began_s = None
 
-    def begin(self, new_tokens: int) -> None:
-        """Proposals for another round begin; the one before gave so many tokens."""
+    def begin(self, new_tokens: int, rows: int = 1) -> None:
+        """Proposals for another round begin, of windows of so many rows; the round before gave so many tokens."""
         now_s = self._clock()
         if self._began_s is not None:
             round_s, weight = now_s - self._began_s, 1.0
@@ -173,30 +178,49 @@ class StepWorth:
             self._rounds = _KEPT * self._rounds + 1
         self._idle_s = _KEPT * (self._idle_s + self._late_s)
         self._begun = _KEPT * self._begun + 1
-        self._late_s, self._began_s = 0.0, now_s
+        self._late_s, self._exceptional_s = 0.0, 0.0
+        self._began_s, self._rows = now_s, rows
 
     def stepped(self, seconds: float) -> None:
         """A step of drafting that no pass hid took so long."""
         if self._step_s is None:
-            self._step_s = seconds
-            return
-        usual_s = min(seconds, _OUTLIER * self._step_s)
-        if _OUTLIER * seconds < self._step_s:
-            self._step_s = seconds  # nothing was known but of a first one
+            self._step_s, usual_s = seconds, 0.0
+        elif _OUTLIER * seconds < self._step_s:
+            self._step_s = usual_s = seconds  # nothing was known but of a first one
         else:
+            usual_s = min(seconds, _OUTLIER * self._step_s)
             self._step_s += (1 - _KEPT) * (usual_s - self._step_s)
-        if self._began_s is not None:
-            self._late_s += max(0.0, min(usual_s, self._clock() - self._began_s - self._link.free_s))
+        self._exceptional_s += seconds - usual_s
+
+    def stepped_behind(self, seconds: float) -> None:
+        """A step behind a pass took so long: no less than one that nothing runs beside, so one that took far longer was
+        an exception."""
+        if self._step_s is None or _OUTLIER * seconds < self._step_s:
+            self._step_s = seconds
+
+    def proposed(self) -> None:
+        """This round's proposals are made."""
+        self._late_s = max(0.0, -self._free_left_s())
+
+    def _free_left_s(self) -> float:
+        """Seconds in which drafting delays nothing yet; negative when it has delayed its pass."""
+        if self._began_s is None:
+            return 0.0
+        return self._link.free_s + self._exceptional_s - (self._clock() - self._began_s)
 
     def pays(self, gain: float) -> bool:
-        """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives."""
+        """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives.
+
+        Never beyond the share of the time for which the link may wait for drafting.
+        """
         if self._began_s is None or self._step_s is None:
             return True
-        delay_s = min(self._step_s, self._clock() - self._began_s + self._step_s - self._link.free_s)
-        if delay_s <= 0:
+        left_s = self._free_left_s()
+        if self._step_s <= left_s:
             return True
-        idle_s = self._idle_s + self._late_s + delay_s
-        if self._link.bound_s and idle_s > _MOST_IDLE * self._link.bound_s * self._begun:
-            return False
+        if self._rows <= self._link.most_rows:
+            round_s = min(self._link.pass_s, self._round_s / self._rounds) if self._rounds else self._link.pass_s
+            if self._idle_s + self._step_s - left_s > _MOST_IDLE * round_s * self._begun:
+                return False
         rate = self.tok_per_s
-        return rate is None or gain >= rate * delay_s
+        return rate is None or gain >= rate * min(self._step_s, self._step_s - left_s)

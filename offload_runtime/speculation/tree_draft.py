@@ -28,8 +28,8 @@ from offload_runtime.speculation.ngrams import NgramProposer
 from offload_runtime.speculation.proposal import Proposal
 from offload_runtime.speculation.proposers import Proposer, Turn
 
-# Less probable than this is not drafted past a window, or taken from n-grams: it would hardly ever be of use.
-_NEGLIGIBLE, _NEGLIGIBLE_GUESS = math.log(1e-5), math.log(1e-4)
+# Less probable than this is not drafted past a window: it would hardly ever be of use.
+_NEGLIGIBLE = math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
 # A window hardly ever brings more tokens than so many, for which steps are made ready.
@@ -109,11 +109,13 @@ class TreeDraftProposer:
                 answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
                 self._worth.pause()  # what a chain brings is not seen here
             if trees:
-                self._worth.begin(sum(self._new_tokens(turn) for turn in trees))
+                rows = 1 + max(turn.most_nodes for turn in trees)
+                self._worth.begin(sum(self._new_tokens(turn) for turn in trees), rows)
                 grown = [self._follow(turn) for turn in trees]
                 self._fill_windows(grown)
                 answers |= {one.turn.sequence: one.window()[0] for one in grown}
                 self._going_on = [turn.sequence for turn in trees]
+                self._worth.proposed()
         return [answers[turn.sequence] for turn in turns]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
@@ -135,7 +137,9 @@ class TreeDraftProposer:
                         asked[sequence] = probable
                 if not asked:
                     return
+                started_s = time.perf_counter()
                 self._expand(asked)
+                self._worth.stepped_behind(time.perf_counter() - started_s)
 
     def _get_ready(self) -> bool:
         """Whether there was another step to prepare for the text behind the pass that runs."""
@@ -221,7 +225,7 @@ class TreeDraftProposer:
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self._ngrams is not None
-        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE_GUESS, self._expected_bar(one.turn.sequence)))
+        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE, self._expected_bar(one.turn.sequence)))
         guess, nodes = guesses.proposal, list[int]()
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             above = nodes[parent] if parent >= 0 else one.tree.root
