@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
-from offload_runtime.engine import Runtime, playing
-from offload_runtime.speculation import PLAIN, Choice, Chooser, NgramProposer, Proposal, Tally, Turn, rounds
+from offload_runtime.engine import Runtime, hierarchy, playing
+from offload_runtime.speculation import (
+    PLAIN,
+    Choice,
+    Chooser,
+    LinkTimes,
+    NgramProposer,
+    Proposal,
+    StepWorth,
+    Tally,
+    Turn,
+    rounds,
+)
 from tests.helpers.engine import load, one_thread  # noqa: F401
 from tests.helpers.trees import TreeScript
 from tests.test_cli_fakes import make_stats
@@ -200,3 +211,21 @@ def test_the_printed_summary() -> None:
     ]  # fmt: skip
     assert depth_figure(make_stats(accepted_by_depth=tuple(range(20, 0, -1)))).endswith("14, 13, ...")
     assert source_figure(make_stats(accepted_by_source={"ngram": 7})) == depth_figure(make_stats()) == ""
+
+
+def test_who_grows_trees_knows_how_long_the_link_is_busy(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[LinkTimes | None] = []
+
+    class Told(StepWorth):
+        def __init__(self, link: LinkTimes | None = None) -> None:
+            told.append(link)
+            super().__init__(link)
+
+    monkeypatch.setattr(hierarchy, "StepWorth", Told)
+    for resident_layers in (0, "auto"):
+        with load(target, draft=draft, tree_nodes=16, resident_layers=resident_layers):
+            pass
+    streamed, resident = told
+    assert streamed is not None and streamed.pass_s > 0 and resident == LinkTimes()
