@@ -23,8 +23,9 @@ import torch
 from checks import check_prefill_chunk, check_short_warmups
 from sources import SHAPES, random_source, widened_source
 
-from offload_runtime.config import SamplingParams, format_bytes, parse_bytes, require_positive
-from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
+from offload_runtime.config import SamplingParams, parse_bytes, require_positive
+from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.memory import device_memory_used_by_others
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
@@ -43,7 +44,8 @@ class PeerOptions:
     generation lets it propose, each setting measured (None: transformers' own schedule). `vram_bytes` None is all of
     the device; `resident_layers` None as many as fit it. Of warm-ups, `warmup_prompt_tokens` says how much of a prompt
     they read and `warmup_new_tokens` how much they generate; None is all. `prefill_chunk_asked` tokens of a prompt are
-    read at a time by transformers, 0 for all of it at once, None for what suits its length.
+    read at a time by transformers, 0 for all of it at once, None for what suits its length. `others_bytes` are held on
+    the device by other programs, a desktop's above all, and count for no system.
     """
 
     source: CheckpointSource
@@ -65,6 +67,7 @@ class PeerOptions:
     warmup_prompt_tokens: int | None = None
     warmup_new_tokens: int | None = None
     prefill_chunk_asked: int | None = None
+    others_bytes: int = 0
 
     def __post_init__(self) -> None:
         require_positive("repeats", self.repeats)
@@ -185,6 +188,7 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         raise OptionError(f"--device {arguments.device!r} is not a device: use cuda, cuda:N or cpu") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
+    others_bytes = _used_by_others(device)  # before weights are drawn there
     source = _source(arguments, device)
     return PeerOptions(
         source=source,
@@ -206,7 +210,15 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         warmup_prompt_tokens=arguments.warmup_prompt_tokens,
         warmup_new_tokens=arguments.warmup_new_tokens,
         prefill_chunk_asked=arguments.prefill_chunk,
+        others_bytes=others_bytes,
     )
+
+
+def _used_by_others(device: torch.device) -> int:
+    """0 where it cannot be told: all that is in use then counts as this process's."""
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        return 0
+    return device_memory_used_by_others(device.index or 0) or 0
 
 
 def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
@@ -255,33 +267,6 @@ def _assistant_tokens(text: str) -> tuple[int | None, ...]:
     for count in found:
         require_positive("assistant_tokens", 1 if count is None else count)
     return tuple(found)
-
-
-def open_device(options: PeerOptions) -> int:
-    """Make the device current and cap torch's allocator so that the process as a whole stays within `vram_bytes`.
-
-    Returns the bytes of VRAM already in use, CUDA's context above all (0 on the CPU).
-    Raises `DeviceError` without the device, `BudgetError` when CUDA's context alone exceeds the cap.
-    """
-    if options.device.type == "cpu":
-        return 0
-    if options.device.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(f"{options.device} is not there: run on a machine with a CUDA GPU, or try with --device cpu")
-    index, count = options.device.index or 0, torch.cuda.device_count()
-    if index >= count:
-        raise DeviceError(f"{options.device} is not there: this machine has {count} CUDA devices, numbered from 0")
-    torch.cuda.set_device(index)
-    torch.cuda.synchronize()
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    in_use_bytes = total_bytes - free_bytes
-    limit_bytes = total_bytes if options.vram_bytes is None else min(options.vram_bytes, total_bytes)
-    if limit_bytes <= in_use_bytes:
-        raise BudgetError(
-            f"{format_bytes(in_use_bytes)} of VRAM is in use before any weight is loaded, the cap is "
-            f"{format_bytes(limit_bytes)}: raise --vram or free the GPU"
-        )
-    torch.cuda.set_per_process_memory_fraction((limit_bytes - in_use_bytes) / total_bytes)
-    return in_use_bytes
 
 
 @contextmanager

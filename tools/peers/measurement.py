@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from bench_report import emit, measure_link_gbps, provenance
-from common import PeerOptions, open_device, options_from
+from common import PeerOptions, options_from
 from generations import Asked, asked_generations, num_differing_of
 from long_prompts import read_in_chunks
 from models import load_draft
 from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
 from runs import KVTraffic, Run, answers, figures
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from vram import open_device
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
@@ -65,11 +66,13 @@ class RoundClock:
     assisted generation the accepted ones and the target's own. They come as CPU tensors, so the device is done with
     them. (Stopping criteria would not do: some versions also ask them about what is only proposed.)
 
-    `sample_memory` also notes the bytes in use on the whole device, a query too slow for a measured generation.
+    `sample_memory` also notes the bytes in use on the device beyond the `others_bytes` of other programs, a query too
+    slow for a measured generation.
     """
 
     device: torch.device
     sample_memory: bool
+    others_bytes: int = 0
     stamps_s: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     driver_bytes: int = 0
@@ -85,7 +88,7 @@ class RoundClock:
         self.counts.append(value.numel())
         if self.sample_memory and self.device.type == "cuda":
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes)
+            self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes - self.others_bytes)
 
     def end(self) -> None:
         """Nothing is kept back."""
@@ -176,7 +179,7 @@ def measure(
         set_assistant(draft, tokens)
     runs, driver_bytes = [], 0
     for asked in asked_generations(options):
-        clock = RoundClock(options.device, sample_memory=not asked.measured)
+        clock = RoundClock(options.device, sample_memory=not asked.measured, others_bytes=options.others_bytes)
         runs.append(generate_once(prepared, options, asked, draft, clock))
         driver_bytes = max(driver_bytes, clock.driver_bytes)
     return Measurement(tokens, runs[options.warmup :], num_differing_of(options, runs)), driver_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import psutil
 import torch
 from common import PeerOptions, default_dtype
 from sources import NamedWeights
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from vram import free_bytes
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError
@@ -95,15 +95,6 @@ def load_draft(options: PeerOptions) -> PreTrainedModel | None:
     if options.temperature:
         draft.lm_head.register_forward_hook(lambda module, inputs, logits: logits * options.temperature)
     return draft
-
-
-def free_bytes(options: PeerOptions) -> int:
-    """Device memory that this process may still take; on a CPU the free RAM, within the same cap."""
-    if options.device.type == "cpu":
-        free = psutil.virtual_memory().available
-        return free if options.vram_bytes is None else min(free, options.vram_bytes)
-    free, total = torch.cuda.mem_get_info(options.device)
-    return free if options.vram_bytes is None else free - max(0, total - options.vram_bytes)
 
 
 def prefill_bytes(config: ModelConfig, options: PeerOptions) -> int:
