@@ -39,6 +39,7 @@ def written(words: list[str]) -> list[str]:
 
 COMMANDS = [words for page in PAGES for words in commands(page) if "draw" not in words]
 TREES = [words for words in COMMANDS if words[0] == "tools/bench_trees.py"]
+COMPARISONS = [words for words in COMMANDS if words[0] == "tools/compare.py"]
 LONG = [words for words in COMMANDS if words[0] == "tools/bench_long_context.py"]
 
 
@@ -83,19 +84,17 @@ def test_long_contexts_were_measured_by_their_command(words: list[str]) -> None:
     assert_same(said, result(written(words)[0])["settings"])
 
 
-def test_the_comparison_was_measured_by_its_command() -> None:
-    (words,) = [words for words in COMMANDS if words[0] == "tools/compare.py"]
+@pytest.mark.parametrize("words", COMPARISONS, ids=lambda words: written(words)[0])
+def test_comparisons_were_measured_by_their_command(words: list[str]) -> None:
     arguments = compare.make_parser().parse_args(words[1:])
-    assert [path.name for path in arguments.prompt_file] == result("compare-13b-h200.json")["configuration"][
-        "prompt_file"
-    ]
+    asked = result(written(words)[0])["configuration"]
+    assert [path.name for path in arguments.prompt_file] == asked["prompt_file"]
     said = {
         key: str(value)
         for key, value in vars(arguments).items()
         if key not in ("prompt_file", "out", "commit", "title")
     }
-    measured = {key: str(value) for key, value in result("compare-13b-h200.json")["configuration"].items()}
-    assert_same(said, measured)
+    assert_same(said, {key: str(value) for key, value in asked.items()})
 
 
 def test_plans_and_exactness_were_measured_by_their_commands() -> None:
