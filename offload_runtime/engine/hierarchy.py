@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload_runtime.config import SamplingParams
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
@@ -14,7 +15,7 @@ from offload_runtime.kv_cache.retrieval import (
 )
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import DraftTree
+from offload_runtime.runners import WARM_UP_TOKENS, DraftTree, ModelRunner, warm_up_batches
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
@@ -27,6 +28,7 @@ from offload_runtime.speculation import (
     StepWorth,
     TreeDraftProposer,
     TriForceProposer,
+    Turn,
     WithNgrams,
 )
 from offload_runtime.tracing import TraceRecorder
@@ -54,6 +56,8 @@ def make_proposer(
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    if budget.device.type == "cuda":
+        chains.model.warm_up()
     chains.model.recorder = recorder
     ngrams = NgramProposer()
     if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
@@ -98,10 +102,41 @@ def _make_triforce(
             draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
         first.recorder = recorder
-    return TriForceProposer(
+    proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         capacity_tokens=source.capacity_tokens,
     )  # fmt: skip
+    if budget.device.type == "cuda":
+        warm_up_levels(proposer, target.runner, gamma=gamma, batch=batch)
+        if first is not None:
+            first.forget()
+    return proposer
+
+
+def warm_up_levels(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+    """Compile the kernels of all levels' steps, which would hold up the first proposals. Leaves the target's cache
+    empty.
+
+    Args:
+        proposer: Of the target.
+        target: All of its layers are resident.
+        gamma: Tokens that the draft proposes to a step of the middle level.
+        batch: Sequences.
+    """
+    for num_sequences in warm_up_batches(batch):
+        for length in WARM_UP_TOKENS:
+            if length >= target.cache.capacity_tokens:
+                continue
+            # Two steps of the middle level, of which one chooses chunks.
+            turns = [Turn(sequence, [0] * length, gamma=2 * gamma + 3) for sequence in range(num_sequences)]
+            for turn in turns:
+                if length > 1:
+                    target.prefill(turn.sequence, turn.tokens[:-1])
+            for temperature in (0.0, 1.0):
+                proposer.start(SamplingParams(temperature=temperature), num_sequences)
+                proposer.propose(turns)
+            for turn in turns:
+                target.cache.truncate(turn.sequence, 0)
 
 
 def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:

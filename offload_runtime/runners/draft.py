@@ -19,7 +19,7 @@ from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow, Known
 from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import StepGraphs, graph_reach
+from offload_runtime.runners.step_graph import WARM_UP_TOKENS, StepGraphs, graph_reach, warm_up_batches
 from offload_runtime.sampling import sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
@@ -58,7 +58,7 @@ class DraftModel:
         self, runner: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         window: DeviceWindow | None = None,
     ) -> None:  # fmt: skip
-        self._runner = runner
+        self._runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
@@ -81,6 +81,21 @@ class DraftModel:
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [[0, 0]] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all steps, which would hold up the first proposals. Leaves the cache empty."""
+        for num_sequences in warm_up_batches(self._batch):
+            for length in WARM_UP_TOKENS:
+                texts = {sequence: [0] * length for sequence in range(num_sequences)}
+                for temperature in (0.0, 1.0):
+                    self.start(SamplingParams(temperature=temperature), num_sequences)
+                    self.propose(texts, dict.fromkeys(texts, 2))  # a first step and a later one
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        for sequence in range(self._batch):
+            self.catch_up(sequence, [])
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Choose tokens this way from now on, for the first `num_sequences` sequences."""

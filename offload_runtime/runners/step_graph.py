@@ -18,6 +18,9 @@ MOST_GRAPHS = 24
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
 _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
+# Texts whose steps need other kernels: within a block, beyond it, and so long that a cache which keeps a part of a text
+# lets go of some.
+WARM_UP_TOKENS = (1, BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
 class StepGraphs:
@@ -115,6 +118,11 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def warm_up_batches(batch: int) -> list[int]:
+    """Numbers of sequences, up to `batch`, whose steps need other kernels: these are made for powers of two of rows."""
+    return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 
 def graph_reach(reach_tokens: int, capacity_tokens: int) -> int:
