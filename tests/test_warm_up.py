@@ -141,5 +141,3 @@ def test_no_answer_compiles_a_kernel(target: Path, draft: Path, compiled: list[s
                 for prompt in prompts:
                     run.generate(prompt, max_new_tokens=24, ignore_eos=True, **window, **sampling)
                     assert not compiled, f"{window}, {sampling}, behind {len(prompt)} tokens"
-
-
