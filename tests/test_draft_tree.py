@@ -234,6 +234,16 @@ def test_warming_up_makes_the_kernels_of_all_steps_about_one_text(tmp_path: Path
     draft.made.close()
 
 
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> None:
+    """Behind the tokens that it was done with, too."""
+    tree, _ = with_replays(draft)
+    tree.start(params)
+    tree.warm_up()
+    text = [0, 0, 0, 7]
+    check(draft, text, [()], tree.expand({0: Asked(text, [Branch(7)])})[0], params, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, params: SamplingParams) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.hierarchy import warm_up_levels
 from offload_runtime.runners import DraftModel, warm_up_batches
+from offload_runtime.sampling import DIFFERENT_WAYS
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
@@ -65,14 +67,13 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Pat
 
         def noted(key: Any, step: Any, played: set[Any] = played, run: Any = run) -> None:
             first, num_rows, *_, params = key
-            played.add((first, num_rows, params.temperature > 0))
+            played.add((first, num_rows, params))
             run(key, step)
 
         model.graphs.run = noted  # type: ignore[method-assign]
         if warm:
             model.warm_up()
-            every = {(first, rows, noisy) for first in (True, False) for rows in (1, 2, 3) for noisy in (True, False)}
-            assert played == every
+            assert played == set(product((True, False), (1, 2, 3), DIFFERENT_WAYS))
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
         model.start(NOISY, BATCH)
         said.append(model.propose(texts, {0: 9, 2: 5}))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import ModelConfig
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.engine.caches import make_cache
 from offload_runtime.engine.plans import ModelPlan, Plans
@@ -24,7 +24,7 @@ from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.page_locking import CountedRegistrar, make_registrar
 from offload_runtime.planner import Placement, all_resident
 from offload_runtime.runners import ModelRunner
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights import (
     CheckpointSource,
@@ -285,8 +285,8 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     runner.prefill(0, [0] * tokens)
     logits = runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])[0]
     positions = torch.arange(len(logits), device=logits.device)
-    for temperature in (0.0, 1.0):
-        sample(logits, SamplingParams(temperature=temperature), positions, torch.zeros_like(positions))
+    for params in DIFFERENT_WAYS:
+        sample(logits, params, positions, torch.zeros_like(positions))
     if trees and cache.capacity_tokens > 2:
         cache.truncate(0, max(0, tokens - 2))
         runner.verify([Window((0, 0, 1), (-1, 0, 0))], [0])

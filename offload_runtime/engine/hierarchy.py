@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
@@ -19,6 +18,7 @@ from offload_runtime.runners import WARM_UP_TOKENS, DraftTree, ModelRunner, warm
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
     DraftProposer,
     LinkTimes,
@@ -132,8 +132,8 @@ def warm_up_levels(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
             for turn in turns:
                 if length > 1:
                     target.prefill(turn.sequence, turn.tokens[:-1])
-            for temperature in (0.0, 1.0):
-                proposer.start(SamplingParams(temperature=temperature), num_sequences)
+            for params in DIFFERENT_WAYS:
+                proposer.start(params, num_sequences)
                 proposer.propose(turns)
             for turn in turns:
                 target.cache.truncate(turn.sequence, 0)

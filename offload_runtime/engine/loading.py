@@ -146,8 +146,9 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
+            branches = tree_nodes != 0 and kind != "none" and middle is None  # n-grams do without room for trees
             models = assembly.load_models(
-                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=plan.tree_room > 0
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory

@@ -20,7 +20,7 @@ from offload_runtime.runners.device_window import DeviceWindow, Known
 from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import WARM_UP_TOKENS, StepGraphs, graph_reach, warm_up_batches
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
 
@@ -83,12 +83,15 @@ class DraftModel:
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals. Leaves the cache empty."""
+        """Compile the kernels of all steps, which would hold up the first proposals. `start` has to follow.
+
+        Leaves the cache empty.
+        """
         for num_sequences in warm_up_batches(self._batch):
             for length in WARM_UP_TOKENS:
                 texts = {sequence: [0] * length for sequence in range(num_sequences)}
-                for temperature in (0.0, 1.0):
-                    self.start(SamplingParams(temperature=temperature), num_sequences)
+                for params in DIFFERENT_WAYS:
+                    self.start(params, num_sequences)
                     self.propose(texts, dict.fromkeys(texts, 2))  # a first step and a later one
         self.forget()
 
