@@ -94,22 +94,22 @@ def _make_triforce(
         target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
         target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
     )  # fmt: skip
-    middle.recorder = recorder
     first = None
     if draft is not None:
         draft_vocab = draft.runner.decoder.config.vocab_size
         first = DraftModel(
             draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
-        first.recorder = recorder
     proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         capacity_tokens=source.capacity_tokens,
     )  # fmt: skip
     if budget.device.type == "cuda":
         warm_up_levels(proposer, target.runner, gamma=gamma, batch=batch)
-        if first is not None:
-            first.forget()
+    middle.recorder = recorder
+    if first is not None:
+        first.forget()
+        first.recorder = recorder
     return proposer
 
 
