@@ -14,9 +14,9 @@ import pytest
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime
-from offload_runtime.engine.hierarchy import warm_up_levels
-from offload_runtime.runners import DraftModel, warm_up_batches
+from offload_runtime.engine import Runtime, placing
+from offload_runtime.engine.hierarchy import warm_up_middle
+from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
 from offload_runtime.sampling import DIFFERENT_WAYS
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
@@ -31,20 +31,28 @@ LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_siz
 RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "plain, streamed": ({"draft": "none", "resident_layers": 1}, [{}]),
     "n-grams, all streamed": ({"draft": "ngram", "kv": "host", "resident_layers": 0}, [{"gamma": 5}, {}]),
+    "n-grams without trees": ({"draft": "ngram", "tree_nodes": 0}, [{}, {"tree_nodes": 7}]),
     "trees and chains": (
         {"tree_nodes": 96, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
-        [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}],
+        [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
+    "trees for three": (
+        {"tree_nodes": 96, "max_batch": 3, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
+        [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
     ),
     "a draft that retrieves": (
-        {"tree_nodes": 0, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{"gamma": 6}],
+        {"context": 9300, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{"gamma": 6}, {}],
     ),
-    "a draft that streams": (
-        {"tree_nodes": 0, "speculation": SpeculationOptions("chain", "streaming", **LEVELS)}, [{"gamma": 6}],
-    ),
+    "a draft that streams": ({"speculation": SpeculationOptions("chain", "streaming", **LEVELS)}, [{"gamma": 6}, {}]),
     "TriForce, KV streamed": (
-        {"kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)}, [{"gamma": 12}],
+        {"context": 9300, "kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
+        [{"gamma": 12}],
+    ),
+    "TriForce for three": (
+        {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
 }  # fmt: skip
+LENGTHS = (1, 3, 12, 20, 34, 200, 300, 505, 1100, 2000)
 
 
 def small_draft(kind: str, directory: Path) -> tuple[DraftModel, Any, Any]:
@@ -73,7 +81,9 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Pat
         model.graphs.run = noted  # type: ignore[method-assign]
         if warm:
             model.warm_up()
-            assert played == set(product((True, False), (1, 2, 3), DIFFERENT_WAYS))
+            assert played == {
+                *product((True, False), (1,), DIFFERENT_WAYS), *product((True, False), (2, 3), DIFFERENT_WAYS[:1])
+            }  # fmt: skip
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
         model.start(NOISY, BATCH)
         said.append(model.propose(texts, {0: 9, 2: 5}))
@@ -81,25 +91,27 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Pat
     assert said[0] == said[1] and [len(said[0][sequence]) for sequence in (0, 2)] == [9, 5]
 
 
-def test_batches_that_need_other_kernels() -> None:
+def test_what_needs_other_kernels() -> None:
     assert [warm_up_batches(batch) for batch in (1, 2, 3, 4, 9)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 9]]
+    assert [warm_up_lengths(longest) for longest in (0, 1, 9, 700, 5000)] == [[], [], [9], [257, 700], [257, 1025]]
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_warming_up_the_levels_leaves_nothing(tmp_path: Path, kv: str) -> None:
+@pytest.mark.parametrize("context", [CONTEXT, 40])
+def test_warming_up_the_middle_level_leaves_nothing(tmp_path: Path, kv: str, context: int) -> None:
     target = write_checkpoint(tmp_path / "target", context=1200)
-    options = SpeculationOptions("triforce", "streaming", **SMALL)
-    loaded = {"draft": target, "context": CONTEXT, "kv": kv, "max_batch": 2, "speculation": options}
+    options = SpeculationOptions("triforce", "streaming", **{**SMALL, "budget_tokens": 32, "recent_tokens": 16})
+    loaded = {"draft": target, "context": context, "kv": kv, "max_batch": 2, "speculation": options}
     asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 12, "temperature": 0.6, "seed": 5}
-    prompts, answers = [LONG_PROMPT, [0] * 30], []
+    prompts, answers = [LONG_PROMPT[: context - 30], [0] * 7], []
     for warm in (False, True):
         with load(target, **loaded) as runtime:
             if warm:
                 proposer, runner = runtime._parts.proposer, runtime._models.target.runner
-                warm_up_levels(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
+                warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 assert [runner.cache.length(sequence) for sequence in (0, 1)] == [0, 0]
-                steps = proposer._middle.counts  # type: ignore[union-attr]
-                assert len(steps) == 2 and all(count >= 2 for count, _ in steps), "one that chooses chunks, one not"
+                ((steps, _), _) = proposer._middle.counts  # type: ignore[union-attr]
+                assert steps == 1, "behind the longest text, too"
             results = runtime.generate_batch(prompts, **asked)
             answers.append([(result.tokens, result.stats.passes, result.stats.acceptance) for result in results])
     assert answers[0] == answers[1]
@@ -107,7 +119,7 @@ def test_warming_up_the_levels_leaves_nothing(tmp_path: Path, kv: str) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=4096, hidden_size=512)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=9600, hidden_size=512)
 
 
 @pytest.fixture
@@ -131,14 +143,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RUNS))
-def test_no_answer_compiles_a_kernel(target: Path, draft: Path, compiled: list[str], name: str) -> None:
-    options, asked = RUNS[name]
-    prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in (1, 3, 200, 300, 1100, 2000)]
-    with Runtime.load(target, **{"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}) as run:
+def test_no_answer_compiles_a_kernel(
+    target: Path, draft: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options, windows = RUNS[name]
+    options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
+    # No layer keeps its keys on the device only because there is room for all of them.
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    lengths = (*LENGTHS, *(length for length in (5000, 9000) if length < options["context"]))
+    prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
+    batch = options.get("max_batch", 1)
+    with Runtime.load(target, **options) as runtime:
         assert compiled, "loading compiles them"
         compiled.clear()
-        for window in asked:
+        for window in windows:
             for sampling in ({}, {"temperature": 0.7, "seed": 4}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}):
-                for prompt in prompts:
-                    run.generate(prompt, max_new_tokens=24, ignore_eos=True, **window, **sampling)
-                    assert not compiled, f"{window}, {sampling}, behind {len(prompt)} tokens"
+                for first in range(0, len(prompts), batch):
+                    asked = {"max_new_tokens": 24, "ignore_eos": True, **window, **sampling}
+                    runtime.generate_batch(prompts[first : first + batch], **asked)
+                    assert not compiled, f"{asked}, behind {lengths[first : first + batch]} tokens"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from offload_runtime_kernels._jit import triton_available
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
@@ -281,15 +282,21 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
     """
     runner, cache = model.runner, model.runner.cache
-    tokens = min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - 1)
+    most = runner.shape.window_rows
+    tokens = max(1, min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - most))
     runner.prefill(0, [0] * tokens)
-    logits = runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])[0]
+    rows = min(most, cache.capacity_tokens - tokens)
+    windows = [Window((0,) * rows)]
+    if trees and rows > 2:
+        tree = Window((0,) * rows, (-1, 0, 0, *range(2, rows - 1)))
+        # Behind a whole block the pass of a tree runs the kernels of other passes too.
+        windows = [tree] if tokens >= BLOCK_TOKENS else [*windows, tree]
+    for window in windows:
+        logits = runner.verify([window], [0])[0]
+    if windows[-1].parents is not None:
+        cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), device=logits.device)
     for params in DIFFERENT_WAYS:
         sample(logits, params, positions, torch.zeros_like(positions))
-    if trees and cache.capacity_tokens > 2:
-        cache.truncate(0, max(0, tokens - 2))
-        runner.verify([Window((0, 0, 1), (-1, 0, 0))], [0])
-        cache.commit_path(0, [0, 2])
     cache.truncate(0, 0)
     torch.cuda.synchronize(logits.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+from offload_runtime.config import SamplingParams
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
@@ -14,7 +17,7 @@ from offload_runtime.kv_cache.retrieval import (
 )
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import WARM_UP_TOKENS, DraftTree, ModelRunner, warm_up_batches
+from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
@@ -105,38 +108,42 @@ def _make_triforce(
         capacity_tokens=source.capacity_tokens,
     )  # fmt: skip
     if budget.device.type == "cuda":
-        warm_up_levels(proposer, target.runner, gamma=gamma, batch=batch)
+        with middle.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
+            warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
+        policy.warm_up()
+        if first is not None:
+            first.warm_up()
     middle.recorder = recorder
     if first is not None:
-        first.forget()
         first.recorder = recorder
     return proposer
 
 
-def warm_up_levels(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
-    """Compile the kernels of all levels' steps, which would hold up the first proposals. Leaves the target's cache
-    empty.
+def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+    """Compile the kernels of the middle level's steps, which would hold up the first proposals. `start` has to follow.
+
+    Leaves the target's cache empty, and the draft's with what was played.
 
     Args:
         proposer: Of the target.
         target: All of its layers are resident.
-        gamma: Tokens that the draft proposes to a step of the middle level.
+        gamma: Tokens that the draft proposes to a step.
         batch: Sequences.
     """
+
+    def play(num_sequences: int, length: int, params: SamplingParams) -> None:
+        turns = [Turn(sequence, [0] * length, gamma=1) for sequence in range(num_sequences)]
+        proposer.start(params, num_sequences)
+        proposer.propose(turns)
+
+    for params in DIFFERENT_WAYS:
+        play(1, 1, params)
     for num_sequences in warm_up_batches(batch):
-        for length in WARM_UP_TOKENS:
-            if length >= target.cache.capacity_tokens:
-                continue
-            # Two steps of the middle level, of which one chooses chunks.
-            turns = [Turn(sequence, [0] * length, gamma=2 * gamma + 3) for sequence in range(num_sequences)]
-            for turn in turns:
-                if length > 1:
-                    target.prefill(turn.sequence, turn.tokens[:-1])
-            for params in DIFFERENT_WAYS:
-                proposer.start(params, num_sequences)
-                proposer.propose(turns)
-            for turn in turns:
-                target.cache.truncate(turn.sequence, 0)
+        play(num_sequences, 1, SamplingParams())
+    for length in warm_up_lengths(target.cache.capacity_tokens - gamma - 2):  # a step puts so many behind a text
+        target.prefill(0, [0] * (length - 1))
+        play(1, length, SamplingParams())
+        target.cache.truncate(0, 0)
 
 
 def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:

@@ -146,7 +146,8 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
-            branches = tree_nodes != 0 and kind != "none" and middle is None  # n-grams do without room for trees
+            # Those of n-grams may branch in any window, which needs no room for trees of a draft.
+            branches = middle is None and (kind == "ngram" or (kind != "none" and tree_nodes != 0))
             models = assembly.load_models(
                 sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches
             )

@@ -54,7 +54,7 @@ class RetrievedDraftCache:
             config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
             name=f"{name}: retrieved",
         )  # fmt: skip
-        policy = RetrievalPolicy(
+        self._policy = policy = RetrievalPolicy(
             config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, capacity_tokens=capacity_tokens,
             batch=batch, budget=budget,
         )  # fmt: skip
@@ -100,6 +100,10 @@ class RetrievedDraftCache:
         """
         self._view.begin_pass(refresh=first)
         return self._view.shape
+
+    def warm_up(self) -> None:
+        """Compile what chooses, however long a text is."""
+        self._policy.warm_up()
 
     def attend(
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool

@@ -6,16 +6,15 @@ from offload_runtime.runners.draft_texts import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.passes import ModelRunner, PassShape
 from offload_runtime.runners.step_graph import (
-    WARM_UP_TOKENS,
     StepGraphs,
     step_activation_bytes,
     step_graph_bytes,
     warm_up_batches,
+    warm_up_lengths,
 )
 from offload_runtime.runners.tree_rows import tree_buffer_bytes, tree_slots
 
 __all__ = [
-    "WARM_UP_TOKENS",
     "Asked",
     "Branch",
     "Children",
@@ -34,4 +33,5 @@ __all__ = [
     "tree_buffer_bytes",
     "tree_slots",
     "warm_up_batches",
+    "warm_up_lengths",
 ]

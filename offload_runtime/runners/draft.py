@@ -17,9 +17,9 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow, Known
-from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, DraftTexts
+from offload_runtime.runners.draft_texts import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import WARM_UP_TOKENS, StepGraphs, graph_reach, warm_up_batches
+from offload_runtime.runners.step_graph import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
@@ -31,6 +31,9 @@ class ChoosingCache(Protocol):
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> None:
         """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
         still."""
+
+    def warm_up(self) -> None:
+        """Compile what chooses, however long a text is."""
 
     def begin_step(self, *, first: bool) -> Hashable:
         """The next pass is the first of the announced steps, or a later one.
@@ -87,13 +90,34 @@ class DraftModel:
 
         Leaves the cache empty.
         """
-        for num_sequences in warm_up_batches(self._batch):
-            for length in WARM_UP_TOKENS:
-                texts = {sequence: [0] * length for sequence in range(num_sequences)}
-                for params in DIFFERENT_WAYS:
-                    self.start(params, num_sequences)
-                    self.propose(texts, dict.fromkeys(texts, 2))  # a first step and a later one
+        with self.graphs.eager():
+            for params in DIFFERENT_WAYS:
+                self._play(1, 1, params)
+            for num_sequences in warm_up_batches(self._batch):
+                self._play(num_sequences, 1)
+            for length in warm_up_lengths(self._capacity_tokens - 1):
+                self._play(1, length)
+                self._play_catching_up(length)
+        if self._choosing is not None:
+            self._choosing.warm_up()
         self.forget()
+
+    def _play(self, num_sequences: int, length: int, params: SamplingParams | None = None) -> None:
+        """Make a first step and a later one behind texts of so many tokens."""
+        self.start(params or SamplingParams(), num_sequences)
+        texts = {sequence: [0] * length for sequence in range(num_sequences)}
+        self.propose(texts, dict.fromkeys(texts, 2))
+
+    def _play_catching_up(self, length: int) -> None:
+        """Feed what rounds bring that others have proposed, behind a text of so many tokens and behind none."""
+        for begin in (0, length):
+            known = begin + REWRITTEN_TOKENS  # which a first step feeds itself
+            self.forget()
+            self.catch_up(0, [0] * known)
+            for power in range(CATCH_UP_TOKENS.bit_length()):
+                known += 1 << power
+                if known <= self._capacity_tokens:
+                    self.catch_up(0, [0] * known)
 
     def forget(self) -> None:
         """Empty the cache."""

@@ -133,13 +133,14 @@ class DraftTree:
         if not self._shapes.rounded:
             return
         before = self._params
-        for length, path in self._shapes.samples():
-            if path <= self.num_slots:
-                for count in (1, STEP_ROWS):
-                    self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
+        with self._graphs.eager():
+            for length, path in self._shapes.samples():
+                if path <= self.num_slots:
+                    for count in (1, STEP_ROWS):
+                        self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
             for params in DIFFERENT_WAYS:
                 self.start(params)
-                self.expand({0: Asked([0] * length, [Branch(0)])})
+                self.expand({0: Asked([0], [Branch(0)])})
         self.start(before)
         self.texts.catch_up_but(0, [], 0)
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)

@@ -25,7 +25,6 @@ from sources import SHAPES, random_source, widened_source
 
 from offload_runtime.config import SamplingParams, parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.memory import device_memory_used_by_others
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
@@ -45,7 +44,7 @@ class PeerOptions:
     the device; `resident_layers` None as many as fit it. Of warm-ups, `warmup_prompt_tokens` says how much of a prompt
     they read and `warmup_new_tokens` how much they generate; None is all. `prefill_chunk_asked` tokens of a prompt are
     read at a time by transformers, 0 for all of it at once, None for what suits its length. `others_bytes` are held on
-    the device by other programs, a desktop's above all, and count for no system.
+    the device by other programs, a desktop's above all, and do not count; `open_device` measures them.
     """
 
     source: CheckpointSource
@@ -188,7 +187,6 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         raise OptionError(f"--device {arguments.device!r} is not a device: use cuda, cuda:N or cpu") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
-    others_bytes = _used_by_others(device)  # before weights are drawn there
     source = _source(arguments, device)
     return PeerOptions(
         source=source,
@@ -210,15 +208,7 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         warmup_prompt_tokens=arguments.warmup_prompt_tokens,
         warmup_new_tokens=arguments.warmup_new_tokens,
         prefill_chunk_asked=arguments.prefill_chunk,
-        others_bytes=others_bytes,
     )
-
-
-def _used_by_others(device: torch.device) -> int:
-    """0 where it cannot be told: all that is in use then counts as this process's."""
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        return 0
-    return device_memory_used_by_others(device.index or 0) or 0
 
 
 def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:

@@ -240,7 +240,7 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
     """Build, time and report one peer. Raises `BudgetError` when it does not fit the VRAM it was given."""
     if offloads_cache(options):
         require_host_memory(options)
-    context_bytes = open_device(options)
+    options, context_bytes = open_device(options)
     peak_gbps = measure_link_gbps(options.device)
     start_s = time.perf_counter()
     try:
