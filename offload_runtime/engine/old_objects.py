@@ -10,6 +10,9 @@ from __future__ import annotations
 import gc
 import threading
 
+# Fewer are collected in a few milliseconds.
+_MANY_OBJECTS = 50_000
+
 # Of the process, as its garbage collector is.
 _lock = threading.RLock()  # a collection may end a runtime that was dropped
 _asking: set[OldObjects] = set()
@@ -28,7 +31,9 @@ class OldObjects:
 
         global _frozen_here
         with _lock:
-            if not _asking and gc.get_freeze_count() < len(gc.get_objects()):
+            objects = len(gc.get_objects())
+            # Counting the frozen ones goes through all of them.
+            if not _asking and objects > _MANY_OBJECTS and gc.get_freeze_count() < objects:
                 gc.collect()
                 _frozen_here = True  # first: after an interrupt between the two `take_back` knows of it
                 gc.freeze()
