@@ -98,8 +98,10 @@ class Replays:
     @contextmanager
     def eager(self) -> Iterator[None]:
         self._eager = True
-        yield
-        self._eager = False
+        try:
+            yield
+        finally:
+            self._eager = False
 
     def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
         if self._eager:

@@ -24,14 +24,23 @@ class Card:
     """A GPU of 24 GB where there is none, of which `used_gb` are in use, `others_gb` of them before CUDA begins."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, used_gb: int, others_gb: int | None) -> None:
-        self.used_gb = used_gb
+        self.used_gb, self._others_gb, self._begun = used_gb, others_gb, False
         self.allocator_share: list[float] = []
-        for name, answer in (("is_available", True), ("device_count", 1), ("set_device", None), ("synchronize", None)):
+        for name, answer in (("is_available", True), ("device_count", 1)):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        for name in ("set_device", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, self.begin)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((24 - self.used_gb) * GB, 24 * GB))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.allocator_share.append)
-        others_bytes = None if others_gb is None else others_gb * GB
-        monkeypatch.setattr(vram, "device_memory_used_by_others", lambda index: others_bytes)
+        monkeypatch.setattr(vram, "device_memory_used_by_others", self.others)
+
+    def begin(self, *_: object) -> None:
+        """CUDA makes its context."""
+        self._begun = True
+
+    def others(self, index: int) -> int | None:
+        """What others hold can be told before only."""
+        return None if self._begun or self._others_gb is None else self._others_gb * GB
 
 
 @pytest.fixture

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import offload_runtime_kernels
 import pytest
+import torch
+from offload_runtime_kernels import select_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime, placing
 from offload_runtime.engine.hierarchy import warm_up_middle
+from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.sampling import DIFFERENT_WAYS
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
@@ -31,6 +34,17 @@ LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_siz
 RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "plain, streamed": ({"draft": "none", "resident_layers": 1}, [{}]),
     "n-grams, all streamed": ({"draft": "ngram", "kv": "host", "resident_layers": 0}, [{"gamma": 5}, {}]),
+    "n-grams, a short context": ({"draft": "ngram", "context": 40}, [{}]),
+    "trees, a short context": (
+        {"context": 300, "tree_nodes": 20, "speculation": SpeculationOptions("chain", "full", **LEVELS)}, [{}],
+    ),
+    "a draft that retrieves, a short context": (
+        {"context": 1024, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{}],
+    ),
+    "TriForce without a draft": (
+        {"draft": "none", "kv": "host", "speculation": SpeculationOptions("triforce", policy="topk", **LEVELS)},
+        [{"gamma": 12}],
+    ),
     "n-grams without trees": ({"draft": "ngram", "tree_nodes": 0}, [{}, {"tree_nodes": 7}]),
     "trees and chains": (
         {"tree_nodes": 96, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
@@ -52,7 +66,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
 }  # fmt: skip
-LENGTHS = (1, 3, 12, 20, 34, 200, 300, 505, 1100, 2000)
+LENGTHS = (1, 3, 9, 12, 20, 34, 200, 300, 505, 1100, 2000, 5000, 9000)
 
 
 def small_draft(kind: str, directory: Path) -> tuple[DraftModel, Any, Any]:
@@ -65,26 +79,57 @@ def small_draft(kind: str, directory: Path) -> tuple[DraftModel, Any, Any]:
     return draft.model, draft.runner.cache, made
 
 
+class Played:
+    """What a draft is asked from now on, and what it plays for that."""
+
+    def __init__(self, model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: set[tuple[int, int, SamplingParams]] = set()  # sequences, tokens of each, way of sampling
+        self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
+        self.fed: set[int] = set()  # tokens of passes that catch up
+        self.choices = 0
+        propose, run, run_rows = model.propose, model.graphs.run, model._runner.run_rows
+
+        def proposed(texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
+            self.asked |= {(len(texts), len(text), model._params) for text in texts.values()}
+            return propose(texts, counts)
+
+        def ran(key: Any, step: Any) -> None:
+            self.firsts.add(key[0])
+            run(key, step)
+
+        def fed(rows: PassRows) -> torch.Tensor:
+            self.fed.add(rows.shape[1])
+            return run_rows(rows)
+
+        monkeypatch.setattr(model, "propose", proposed)
+        monkeypatch.setattr(model.graphs, "run", ran)
+        monkeypatch.setattr(model._runner, "run_rows", fed)
+        if model._choosing is not None:
+            monkeypatch.setattr(model._choosing, "warm_up", self.chosen)
+
+    def chosen(self) -> None:
+        """What chooses is compiled."""
+        self.choices += 1
+
+
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
-def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
     said = []
     for warm in (False, True):
         model, cache, made = small_draft(kind, tmp_path / str(warm))
-        played, run = set(), model.graphs.run
-
-        def noted(key: Any, step: Any, played: set[Any] = played, run: Any = run) -> None:
-            first, num_rows, *_, params = key
-            played.add((first, num_rows, params))
-            run(key, step)
-
-        model.graphs.run = noted  # type: ignore[method-assign]
         if warm:
+            played = Played(model, monkeypatch)
             model.warm_up()
-            assert played == {
-                *product((True, False), (1,), DIFFERENT_WAYS), *product((True, False), (2, 3), DIFFERENT_WAYS[:1])
-            }  # fmt: skip
+            longest = cache.capacity_tokens - 1
+            every = {(1, 1, way) for way in DIFFERENT_WAYS} | {(number, 1, DIFFERENT_WAYS[0]) for number in (2, 3)}
+            assert played.asked == every | {(1, min(length, longest), DIFFERENT_WAYS[0]) for length in (257, 1025)}
+            assert played.firsts == {True, False} and played.fed >= {1, 2, 4, 8, 16, 32}
+            assert played.choices == (kind == "retrieval")
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
+            monkeypatch.undo()
         model.start(NOISY, BATCH)
         said.append(model.propose(texts, {0: 9, 2: 5}))
         made.close()
@@ -96,9 +141,36 @@ def test_what_needs_other_kernels() -> None:
     assert [warm_up_lengths(longest) for longest in (0, 1, 9, 700, 5000)] == [[], [], [9], [257, 700], [257, 1025]]
 
 
+def test_choices_among_any_number_of_chunks_are_played() -> None:
+    def kernels(count: int) -> tuple[int, int]:
+        columns, parts = select_chunks._parts(count)
+        return columns, select_chunks._power_of_2(parts)
+
+    for most in (1, 2, 511, 512, 513, 700, 5000, 40_000):
+        played = select_chunks.different_counts(most)
+        assert max(played) == most and len(played) < 10
+        assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
+
+
+def played_by(middle: RetrievalTarget, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool]]:
+    """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose."""
+    played: set[tuple[int, int, bool]] = set()
+    begin = middle.begin
+
+    def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
+        answer = begin(lengths, counts)
+        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0))
+        return answer
+
+    monkeypatch.setattr(middle, "begin", begun)
+    return played
+
+
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
-def test_warming_up_the_middle_level_leaves_nothing(tmp_path: Path, kv: str, context: int) -> None:
+def test_warming_up_the_middle_level_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, context: int
+) -> None:
     target = write_checkpoint(tmp_path / "target", context=1200)
     options = SpeculationOptions("triforce", "streaming", **{**SMALL, "budget_tokens": 32, "recent_tokens": 16})
     loaded = {"draft": target, "context": context, "kv": kv, "max_batch": 2, "speculation": options}
@@ -108,10 +180,12 @@ def test_warming_up_the_middle_level_leaves_nothing(tmp_path: Path, kv: str, con
         with load(target, **loaded) as runtime:
             if warm:
                 proposer, runner = runtime._parts.proposer, runtime._models.target.runner
+                played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
                 warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
+                lengths = [(257, False), (context - 5, True)] if context > 300 else [(context - 5, False)]
+                assert played == {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
                 assert [runner.cache.length(sequence) for sequence in (0, 1)] == [0, 0]
-                ((steps, _), _) = proposer._middle.counts  # type: ignore[union-attr]
-                assert steps == 1, "behind the longest text, too"
+                monkeypatch.undo()
             results = runtime.generate_batch(prompts, **asked)
             answers.append([(result.tokens, result.stats.passes, result.stats.acceptance) for result in results])
     assert answers[0] == answers[1]
@@ -150,7 +224,7 @@ def test_no_answer_compiles_a_kernel(
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
     # No layer keeps its keys on the device only because there is room for all of them.
     monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
-    lengths = (*LENGTHS, *(length for length in (5000, 9000) if length < options["context"]))
+    lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
     batch = options.get("max_batch", 1)
     with Runtime.load(target, **options) as runtime:
@@ -160,5 +234,8 @@ def test_no_answer_compiles_a_kernel(
             for sampling in ({}, {"temperature": 0.7, "seed": 4}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}):
                 for first in range(0, len(prompts), batch):
                     asked = {"max_new_tokens": 24, "ignore_eos": True, **window, **sampling}
-                    runtime.generate_batch(prompts[first : first + batch], **asked)
+                    if batch == 1:
+                        runtime.generate(prompts[first], **asked)
+                    else:
+                        runtime.generate_batch(prompts[first : first + batch], **asked)
                     assert not compiled, f"{asked}, behind {lengths[first : first + batch]} tokens"

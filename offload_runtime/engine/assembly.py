@@ -277,7 +277,7 @@ def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
-    """Compile kernels, load library modules and let the allocator take its blocks, with the largest shapes.
+    """Compile kernels, load library modules and let the allocator take its blocks, with products of their full height.
 
     With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
     """
@@ -286,14 +286,13 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     tokens = max(1, min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - most))
     runner.prefill(0, [0] * tokens)
     rows = min(most, cache.capacity_tokens - tokens)
-    windows = [Window((0,) * rows)]
-    if trees and rows > 2:
-        tree = Window((0,) * rows, (-1, 0, 0, *range(2, rows - 1)))
-        # Behind a whole block the pass of a tree runs the kernels of other passes too.
-        windows = [tree] if tokens >= BLOCK_TOKENS else [*windows, tree]
-    for window in windows:
-        logits = runner.verify([window], [0])[0]
-    if windows[-1].parents is not None:
+    window, branches = Window((0,) * rows), trees and rows > 2
+    if branches:
+        if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
+            runner.verify([window], [0])
+        window = Window(window.tokens, (-1, *(0,) * (rows - 1)))
+    logits = runner.verify([window], [0])[0]
+    if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), device=logits.device)
     for params in DIFFERENT_WAYS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.assembly import LoadedModels
@@ -108,7 +108,9 @@ def _make_triforce(
         capacity_tokens=source.capacity_tokens,
     )  # fmt: skip
     if budget.device.type == "cuda":
-        with middle.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
+        with ExitStack() as eager:
+            for graphs in [middle.graphs] if first is None else [middle.graphs, first.graphs]:
+                eager.enter_context(graphs.eager())
             warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
         policy.warm_up()
         if first is not None:
@@ -136,13 +138,13 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         proposer.start(params, num_sequences)
         proposer.propose(turns)
 
-    for params in DIFFERENT_WAYS:
+    for params in DIFFERENT_WAYS[1:]:
         play(1, 1, params)
     for num_sequences in warm_up_batches(batch):
-        play(num_sequences, 1, SamplingParams())
+        play(num_sequences, 1, DIFFERENT_WAYS[0])
     for length in warm_up_lengths(target.cache.capacity_tokens - gamma - 2):  # a step puts so many behind a text
         target.prefill(0, [0] * (length - 1))
-        play(1, length, SamplingParams())
+        play(1, length, DIFFERENT_WAYS[0])
         target.cache.truncate(0, 0)
 
 

@@ -146,7 +146,7 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
-            # Those of n-grams may branch in any window, which needs no room for trees of a draft.
+            # Windows of n-grams may branch without room for a draft's trees.
             branches = middle is None and (kind == "ngram" or (kind != "none" and tree_nodes != 0))
             models = assembly.load_models(
                 sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches

@@ -31,9 +31,11 @@ class OldObjects:
 
         global _frozen_here
         with _lock:
-            objects = len(gc.get_objects())
-            # Counting the frozen ones goes through all of them.
-            if not _asking and objects > _MANY_OBJECTS and gc.get_freeze_count() < objects:
+            if (
+                not _asking
+                and (objects := len(gc.get_objects())) > _MANY_OBJECTS
+                and gc.get_freeze_count() < objects  # goes through all that are frozen
+            ):
                 gc.collect()
                 _frozen_here = True  # first: after an interrupt between the two `take_back` knows of it
                 gc.freeze()

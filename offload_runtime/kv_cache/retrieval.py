@@ -15,7 +15,7 @@ from offload_runtime_kernels.chunk_scores import Counts, chunk_scores, row_count
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
-from offload_runtime_kernels.select_chunks import select_chunks
+from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import OptionError
@@ -288,8 +288,8 @@ class StreamingPolicy:
 
 
 def _play_choices(num_kv_heads: int, most_chunks: int, budget_chunks: int, device: torch.device) -> None:
-    """Choose among every power of two of chunks: the kernels' constants are made for these."""
-    for count in (*(1 << power for power in range((most_chunks - 1).bit_length())), most_chunks):
+    """Choose among as many chunks as need kernels of their own."""
+    for count in different_counts(most_chunks):
         scores = torch.zeros(1, num_kv_heads, count, device=device)
         select_chunks(scores, count, budget_chunks=budget_chunks)
 

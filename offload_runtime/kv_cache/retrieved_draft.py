@@ -54,11 +54,12 @@ class RetrievedDraftCache:
             config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
             name=f"{name}: retrieved",
         )  # fmt: skip
-        self._policy = policy = RetrievalPolicy(
+        policy = RetrievalPolicy(
             config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, capacity_tokens=capacity_tokens,
             batch=batch, budget=budget,
         )  # fmt: skip
         self._full.observers.append(policy)
+        self.warm_up = policy.warm_up
         self._view = RetrievalCache(self._full, self._chunks, policy, batch=batch, device=budget.device)
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.store, self.length = self._full.store, self._full.length
@@ -100,10 +101,6 @@ class RetrievedDraftCache:
         """
         self._view.begin_pass(refresh=first)
         return self._view.shape
-
-    def warm_up(self) -> None:
-        """Compile what chooses, however long a text is."""
-        self._policy.warm_up()
 
     def attend(
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool

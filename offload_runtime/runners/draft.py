@@ -32,15 +32,15 @@ class ChoosingCache(Protocol):
         """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
         still."""
 
-    def warm_up(self) -> None:
-        """Compile what chooses, however long a text is."""
-
     def begin_step(self, *, first: bool) -> Hashable:
         """The next pass is the first of the announced steps, or a later one.
 
         Returns:
             All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
         """
+
+    def warm_up(self) -> None:
+        """Compile what chooses, however long a text is."""
 
 
 class DraftModel:
@@ -91,33 +91,33 @@ class DraftModel:
         Leaves the cache empty.
         """
         with self.graphs.eager():
-            for params in DIFFERENT_WAYS:
+            for params in DIFFERENT_WAYS[1:]:
                 self._play(1, 1, params)
             for num_sequences in warm_up_batches(self._batch):
-                self._play(num_sequences, 1)
+                self._play(num_sequences, 1, DIFFERENT_WAYS[0])
             for length in warm_up_lengths(self._capacity_tokens - 1):
-                self._play(1, length)
+                self._play(1, length, DIFFERENT_WAYS[0])
+            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._play_catching_up(length)
         if self._choosing is not None:
             self._choosing.warm_up()
         self.forget()
 
-    def _play(self, num_sequences: int, length: int, params: SamplingParams | None = None) -> None:
+    def _play(self, num_sequences: int, length: int, params: SamplingParams) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
-        self.start(params or SamplingParams(), num_sequences)
+        self.start(params, num_sequences)
         texts = {sequence: [0] * length for sequence in range(num_sequences)}
         self.propose(texts, dict.fromkeys(texts, 2))
 
     def _play_catching_up(self, length: int) -> None:
-        """Feed what rounds bring that others have proposed, behind a text of so many tokens and behind none."""
-        for begin in (0, length):
-            known = begin + REWRITTEN_TOKENS  # which a first step feeds itself
-            self.forget()
-            self.catch_up(0, [0] * known)
-            for power in range(CATCH_UP_TOKENS.bit_length()):
-                known += 1 << power
-                if known <= self._capacity_tokens:
-                    self.catch_up(0, [0] * known)
+        """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
+        self.forget()
+        known = length + REWRITTEN_TOKENS  # which a first step feeds itself
+        self.catch_up(0, [0] * known)
+        for power in range(CATCH_UP_TOKENS.bit_length()):
+            known += 1 << power
+            if known <= self._capacity_tokens:
+                self.catch_up(0, [0] * known)
 
     def forget(self) -> None:
         """Empty the cache."""

@@ -18,8 +18,7 @@ MOST_GRAPHS = 24
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
 _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
-# Texts whose steps need other kernels: beyond a block, and so long that a cache which keeps a part of a text lets go of
-# some.
+# Texts whose steps need other kernels than one of a token: beyond a block, and so long that chunks are chosen.
 _WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
