@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation import NgramLookup, NgramProposer, NoProposer, Proposal, Turn, WithNgrams
 from offload_runtime.speculation.calibration import MatchRates
+from tests.helpers.trees import pruned
 
 MOST_OCCURRENCES = 32
 
@@ -105,7 +106,7 @@ def test_a_tree_holds_the_most_probable_continuations(shown: list[list[int]], de
 @given(growing_sequences(), st.integers(1, 40))
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one(shown: list[list[int]], nodes: int) -> None:
     small, large = (NgramLookup().tree(shown[-1], 1000, count).proposal for count in (nodes, 60))
-    assert small == large.pruned(nodes)
+    assert small == pruned(large, nodes)
 
 
 @given(st.lists(st.integers(0, 1), min_size=60, max_size=160), st.integers(1, 3))

@@ -52,13 +52,6 @@ def test_depths_and_what_is_a_chain(tree: Proposal) -> None:
     assert tree.is_chain == (sorted(tree.depths) == list(range(1, len(tree) + 1)))
 
 
-@given(proposals(), st.integers(-1, 16))
-def test_pruning_keeps_the_first_nodes_and_the_paths_to_them(tree: Proposal, count: int) -> None:
-    pruned = tree.pruned(count)
-    assert said(pruned) == said(tree)[: max(0, count)]
-    assert all(path[:-1] in said(pruned) for path in said(pruned) if len(path) > 1)
-
-
 paths_of_tokens = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,31 +120,61 @@ def trees() -> Iterator[str]:
     for noise in ("0.02", "0.05", "0.1"):
         found = result(f"trees-noise-{noise}-h200")
         plain_tokens, tokens = found["settings"]["plain_tokens"], found["settings"]["tokens"]
+        chain_tokens = found["settings"]["chain_tokens"]
         yield f"{tokens} tokens each, all of them those of plain decoding as far as that was run"
-        yield f"({plain_tokens} tokens), which takes 0.355 s / token"
+        yield f"({plain_tokens} tokens, and {chain_tokens} of chains), which takes 0.355 s / token"
+        chain: Any = None
         for row in found["streamed"]:
             if row["how"] == "plain":
                 assert f"{row['s_per_pass']:.3f}" == "0.355"
             assert row.get("identical", True)
+            if row["how"] == "chain 16":
+                chain = row
             if row["how"] == "auto":
+                assert (chain["prompt"], chain["temperature"]) == (row["prompt"], row["temperature"])
+                assert row["identical_tokens"] == chain["tokens"] == int(chain_tokens)
                 longest = max(longest, row["times_link"])
                 yield (
-                    f"| {noise} | {row['temperature']:g} | {row['prompt']} | {row['tokens_per_pass']:.1f} "
-                    f"| {row['tok_per_s']:.1f} | {row['times_plain']:.1f} x "
+                    f"| {noise} | {row['temperature']:g} | {row['prompt']} | {chain['tokens_per_pass']:.1f} "
+                    f"| {chain['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} | {row['tok_per_s']:.1f} "
+                    f"| {row['times_plain']:.1f} x "
                     f"| {percent(row['hidden_draft_share'], 0)} | {percent(row['link_idle_share'])} |"
                 )
     yield f"A round takes at most {longest:.2f} times what its bytes take over the link"
+    small, *others = (round(100 * share) for share in tree_shares())
+    assert small < 50
+    yield (
+        "With noise 0.02 more than half of the rounds were chains and n-grams, "
+        f"with the others {others[0]} and {others[1]} % of them trees"
+    )
+
+
+def tree_shares() -> list[float]:
+    """Of the rounds of chosen windows, by noise."""
+    shares = []
+    for noise in ("0.02", "0.05", "0.1"):
+        windows: Counter[str] = Counter()
+        for row in result(f"trees-noise-{noise}-h200")["streamed"]:
+            for name, count in row["windows"].items() if row["how"] == "auto" else ():
+                windows[name.split()[0]] += count
+        shares.append(windows["tree"] / windows.total())
+    return shares
 
 
 def tree_sizes() -> Iterator[str]:
+    firsts: dict[str, list[str]] = {"prose": [], "code": []}
     for noise in ("0.02", "0.05", "0.1"):
         rows = result(f"tree-sizes-noise-{noise}-h200")["sizes"]
         assert all(row["identical"] and row["tokens"] == 256 for row in rows)
         for start in range(0, len(rows), 6):
             sizes = rows[start : start + 6]
+            if sizes[0]["temperature"] == 0.6:
+                firsts[sizes[0]["prompt"]].append(f"{sizes[0]['hits_by_rank'][0]:.2f}")
             assert [row["nodes"] for row in sizes] == [1, 4, 16, 64, 256, 1024]
             cells = [f"{row['tokens_per_pass']:.1f} ({row['predicted_tokens_per_pass']:.1f})" for row in sizes]
             yield f"| {sizes[0]['temperature']:g} | {sizes[0]['prompt']} | {noise} | {' | '.join(cells)} |"
+    told = {prompt: f"{', '.join(rates[:2])} and {rates[2]}" for prompt, rates in firsts.items()}
+    yield f"the target's token {told['prose']} of the time in the prose and {told['code']} in the code (T = 0.6)"
 
 
 def beside_deepspeed() -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, playing
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs
 from offload_runtime.engine.planning import PlannedDevice
@@ -21,7 +22,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import DeviceKVCache, block_bytes
 from offload_runtime.runners import tree_slots
-from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
+from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams, rounds
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_noisy_copy  # noqa: F401
 
@@ -63,6 +64,50 @@ def test_trees_change_nothing_but_the_passes(
     assert set(result.stats.accepted_by_source) <= {"draft", "ngram"} and "draft" in result.stats.accepted_by_source
     said = trees.generate_batch(PROMPTS, gamma=gamma, tree_nodes=tree_nodes, **options)
     assert [one.tokens for one in said] == [one.tokens for one in plain.generate_batch(PROMPTS, **options)]
+
+
+class LongPasses:
+    """Passes that last as long as a few steps of the draft, which on a CPU they never do."""
+
+    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> None:
+        self.steps_beside = 0  # that were made while a pass ran
+        self._steps, self._running = steps, False
+        honest, model = rounds.play_round, drafting(runtime)._model  # type: ignore[attr-defined]
+        expand = model.expand
+
+        def counted(asked: Any) -> Any:
+            self.steps_beside += self._running
+            return expand(asked)
+
+        monkeypatch.setattr(playing, "play_round", partial(honest, watch=self._watch))
+        monkeypatch.setattr(model, "expand", counted)
+
+    def _watch(self, logits: torch.Tensor) -> Callable[[], bool]:
+        left = iter(range(self._steps))
+
+        def pending() -> bool:
+            self._running = next(left, None) is not None
+            return self._running
+
+        return pending
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("resident_layers", [1, "auto"])
+def test_running_ahead_changes_nothing(
+    plain: Runtime, target: Path, draft: Path, kv: str, resident_layers: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights streamed, keys and values, both and neither."""
+    options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "tree_nodes": 24, "max_batch": 3}
+    with load(target, draft=draft, **options) as runtime:
+        passes = LongPasses(runtime, monkeypatch, steps=4)
+        for sampling in SAMPLINGS:
+            asked = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
+            passes.steps_beside = 0
+            said = runtime.generate_batch(PROMPTS, **asked)
+            assert passes.steps_beside > max(result.stats.passes for result in said)
+            expected = plain.generate_batch(PROMPTS, **asked)  # proposes nothing and never asks
+            assert [result.tokens for result in said] == [result.tokens for result in expected]
 
 
 def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) -> None:

@@ -24,7 +24,7 @@ from offload_runtime.speculation import (
     rounds,
 )
 from tests.helpers.engine import load, one_thread  # noqa: F401
-from tests.helpers.trees import TreeScript
+from tests.helpers.trees import TreeScript, pruned
 from tests.test_cli_fakes import make_stats
 
 PROMPTS = [[5 + (3 * i * i + i // 7) % 60 for i in range(length)] for length in (230, 30, 470)]
@@ -136,11 +136,14 @@ class Oracle(NgramProposer):
         if not self._branches:
             return [Proposal.chain(tokens, "script") for tokens in said]
         return [
-            Proposal(
-                tuple(said for token in tokens for said in ((token + 1) % 50, token)),
-                tuple(parent for node in range(len(tokens)) for parent in (2 * node - 1, 2 * node - 1)),
-                ("script",) * (2 * len(tokens)),
-            ).pruned(turn.most_nodes)
+            pruned(
+                Proposal(
+                    tuple(said for token in tokens for said in ((token + 1) % 50, token)),
+                    tuple(parent for node in range(len(tokens)) for parent in (2 * node - 1, 2 * node - 1)),
+                    ("script",) * (2 * len(tokens)),
+                ),
+                turn.most_nodes,
+            )
             for tokens, turn in zip(said, turns, strict=True)
         ]
 

@@ -68,10 +68,3 @@ class Proposal:
     def depths(self) -> tuple[int, ...]:
         """Of every node its distance from the committed end, 1 for what follows it directly."""
         return tuple(depth + 1 for depth in depths_of(self.parents))
-
-    def pruned(self, count: int) -> Proposal:
-        """The first `count` nodes: with every node the path to it stays."""
-        if count >= len(self.tokens):
-            return self
-        count = max(0, count)
-        return Proposal(self.tokens[:count], self.parents[:count], self.sources[:count])

@@ -24,6 +24,11 @@ from offload_runtime.speculation import (
 from tests.helpers.models import VOCAB_SIZE
 
 
+def pruned(tree: Proposal, count: int) -> Proposal:
+    """The first `count` nodes: with every node the path to it stays."""
+    return Proposal(tree.tokens[:count], tree.parents[:count], tree.sources[:count])
+
+
 class TreeScript:
     """Proposes the true continuation up to a depth that takes every value in turn, among wrong branches that leave it
     at every depth, all in any order.
@@ -75,7 +80,7 @@ class TreeScript:
         self._random.shuffle(paths)
         tree = Proposal.of_paths(((path, self.name) for path in paths), 1 << 30)
         if len(tree) > turn.most_nodes:
-            tree = tree.pruned(turn.most_nodes)
+            tree = pruned(tree, turn.most_nodes)
             said = {path_of(tree, node) for node in range(len(tree))}
             agreed = max((depth for depth in range(1, agreed + 1) if tuple(trunk[:depth]) in said), default=0)
         self.agreeing[turn.sequence] = agreed
