@@ -116,7 +116,7 @@ def steps() -> Iterator[str]:
 
 
 def trees() -> Iterator[str]:
-    longest = 0.0
+    longest, tree_shares = 0.0, list[int]()
     for noise in ("0.02", "0.05", "0.1"):
         found = result(f"trees-noise-{noise}-h200")
         plain_tokens, tokens = found["settings"]["plain_tokens"], found["settings"]["tokens"]
@@ -124,6 +124,7 @@ def trees() -> Iterator[str]:
         yield f"{tokens} tokens each, all of them those of plain decoding as far as that was run"
         yield f"({plain_tokens} tokens, and {chain_tokens} of chains), which takes 0.355 s / token"
         chain: Any = None
+        families: Counter[str] = Counter()
         for row in found["streamed"]:
             if row["how"] == "plain":
                 assert f"{row['s_per_pass']:.3f}" == "0.355"
@@ -134,31 +135,22 @@ def trees() -> Iterator[str]:
                 assert (chain["prompt"], chain["temperature"]) == (row["prompt"], row["temperature"])
                 assert row["identical_tokens"] == chain["tokens"] == int(chain_tokens)
                 longest = max(longest, row["times_link"])
+                for window, count in row["windows"].items():
+                    families[window.split()[0]] += count
                 yield (
                     f"| {noise} | {row['temperature']:g} | {row['prompt']} | {chain['tokens_per_pass']:.1f} "
                     f"| {chain['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} | {row['tok_per_s']:.1f} "
                     f"| {row['times_plain']:.1f} x "
                     f"| {percent(row['hidden_draft_share'], 0)} | {percent(row['link_idle_share'])} |"
                 )
+        tree_shares.append(round(100 * families["tree"] / families.total()))
     yield f"A round takes at most {longest:.2f} times what its bytes take over the link"
-    small, *others = (round(100 * share) for share in tree_shares())
+    small, *others = tree_shares
     assert small < 50
     yield (
         "With noise 0.02 more than half of the rounds were chains and n-grams, "
         f"with the others {others[0]} and {others[1]} % of them trees"
     )
-
-
-def tree_shares() -> list[float]:
-    """Of the rounds of chosen windows, by noise."""
-    shares = []
-    for noise in ("0.02", "0.05", "0.1"):
-        windows: Counter[str] = Counter()
-        for row in result(f"trees-noise-{noise}-h200")["streamed"]:
-            for name, count in row["windows"].items() if row["how"] == "auto" else ():
-                windows[name.split()[0]] += count
-        shares.append(windows["tree"] / windows.total())
-    return shares
 
 
 def tree_sizes() -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime, placing, playing
+from offload_runtime.engine import Runtime, placing
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs
 from offload_runtime.engine.planning import PlannedDevice
@@ -22,7 +21,7 @@ from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import DeviceKVCache, block_bytes
 from offload_runtime.runners import tree_slots
-from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams, rounds
+from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread, write_noisy_copy  # noqa: F401
 
@@ -32,7 +31,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
-COUNT = 30
+COUNT, BRIEFLY = 30, 12
 
 
 @pytest.fixture(scope="module")
@@ -66,30 +65,25 @@ def test_trees_change_nothing_but_the_passes(
     assert [one.tokens for one in said] == [one.tokens for one in plain.generate_batch(PROMPTS, **options)]
 
 
-class LongPasses:
-    """Passes that last as long as a few steps of the draft, which on a CPU they never do."""
+def run_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> list[int]:
+    """Let every pass last as long as so many steps, which on a CPU it never does; of each pass those made beside it."""
+    proposer, made, beside = drafting(runtime), 0, list[int]()
+    assert isinstance(proposer, TreeDraftProposer)
+    expand, ahead = proposer._model.expand, proposer.ahead
 
-    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> None:
-        self.steps_beside = 0  # that were made while a pass ran
-        self._steps, self._running = steps, False
-        honest, model = rounds.play_round, drafting(runtime)._model  # type: ignore[attr-defined]
-        expand = model.expand
+    def counted(asked: Any) -> Any:
+        nonlocal made
+        made += 1
+        return expand(asked)
 
-        def counted(asked: Any) -> Any:
-            self.steps_beside += self._running
-            return expand(asked)
+    def lasting(pending: Callable[[], bool]) -> None:
+        before, left = made, iter(range(steps))
+        ahead(lambda: next(left, None) is not None)
+        beside.append(made - before)
 
-        monkeypatch.setattr(playing, "play_round", partial(honest, watch=self._watch))
-        monkeypatch.setattr(model, "expand", counted)
-
-    def _watch(self, logits: torch.Tensor) -> Callable[[], bool]:
-        left = iter(range(self._steps))
-
-        def pending() -> bool:
-            self._running = next(left, None) is not None
-            return self._running
-
-        return pending
+    monkeypatch.setattr(proposer._model, "expand", counted)
+    monkeypatch.setattr(proposer, "ahead", lasting)
+    return beside
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -105,7 +99,7 @@ def said_plainly(target: Path, device: str) -> list[list[list[int]]]:
 
 
 def say_briefly(runtime: Runtime, sampling: dict[str, Any]) -> list[list[int]]:
-    results = runtime.generate_batch(PROMPTS, max_new_tokens=12, ignore_eos=True, **sampling)
+    results = runtime.generate_batch(PROMPTS, max_new_tokens=BRIEFLY, ignore_eos=True, **sampling)
     return [result.tokens for result in results]
 
 
@@ -120,11 +114,11 @@ def test_running_ahead_changes_nothing(
     monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
     options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "tree_nodes": 24, "max_batch": 3}
     with Runtime.load(target, draft=draft, device=device, dtype="fp32", **options) as runtime:
-        passes = LongPasses(runtime, monkeypatch, steps=4)
+        beside = run_ahead(runtime, monkeypatch, steps=4)
         for sampling, expected in zip(SAMPLINGS, said_plainly, strict=True):
-            passes.steps_beside = 0
+            beside.clear()
             assert say_briefly(runtime, sampling) == expected
-            assert passes.steps_beside > 12 / 2, "hardly any pass was used"
+            assert sum(beside) > BRIEFLY / 2, "hardly any pass was used"
 
 
 def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) -> None:

@@ -147,9 +147,7 @@ class StepWorth:
         self._began_s: float | None = None
         self._rows = 0  # of the window that is proposed
         self._exceptional_s = 0.0  # of this round, what steps took that captured something
-        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
-        self._late_s = 0.0  # by which proposing has delayed the newest pass
-        self._idle_s, self._begun = 0.0, 0.0  # the same of rounds before, and all rounds; both decayed
+        self.forget()
 
     @property
     def tok_per_s(self) -> float | None:
@@ -159,8 +157,9 @@ class StepWorth:
     def forget(self) -> None:
         """What comes next is not another round of what was before."""
         self.pause()
-        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0
-        self._late_s, self._idle_s, self._begun = 0.0, 0.0, 0.0
+        self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
+        self._late_s = 0.0  # by which proposing has delayed the newest pass
+        self._idle_s, self._begun = 0.0, 0.0  # the same of rounds before, and all rounds; both decayed
 
     def pause(self) -> None:
         """What is played until rounds begin again is not counted."""
