@@ -24,6 +24,8 @@ from offload_runtime.config import SamplingParams
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
 _MAX_VOCAB_SIZE = 1 << 22
+# Ways to sample of which each runs kernels of its own.
+DIFFERENT_WAYS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 # Rows that are filtered together when a token is chosen for each.
 MOST_FILTERED_ROWS = 32
 _LEAST_PART_ROWS = 2

@@ -329,7 +329,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
         for sequence in TASKS:
             assert together[sequence].tokens == alone[sequence].tokens
         # With far keys or without, and up to four recent blocks: whose they are makes no difference.
-        assert 0 < middle_of(runtime)._graphs.num_graphs <= 8
+        assert 0 < middle_of(runtime).graphs.num_graphs <= 8
         runtime._parts.proposer.start(params, 3)
         for sequence in range(3):
             runtime._parts.target.prefill(sequence, PROMPTS[sequence][:-1])

@@ -226,7 +226,8 @@ def chunk_scores_triton(
     scores = torch.empty(batch, num_kv_heads, chunks, dtype=torch.float32, device=q.device)
     part = min(batch * num_kv_heads, max(1, workspace_bytes // (num_rows * group * tiles * tile * 4)))
     logits = torch.empty(part * num_rows * group * tiles * tile, dtype=torch.float32, device=q.device)
-    tile_max, tile_sum = torch.empty(2, part * num_rows * group * tiles, dtype=torch.float32, device=q.device)
+    tile_max = torch.empty(part * num_rows * group * tiles, dtype=torch.float32, device=q.device)
+    tile_sum = torch.empty_like(tile_max)  # apart, as a kernel is made for where its pointers are aligned
     used = num_chunks if rows_used is None else rows_used
     with torch.cuda.device_of(q):
         for first in range(0, batch * num_kv_heads, part):

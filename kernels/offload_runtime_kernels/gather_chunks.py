@@ -144,7 +144,7 @@ def _assign_kernel(
     tl.store(num_moved_ptr + head, num_moved)
 
 
-@jit(do_not_specialize=("num_places", "pointers_stride"))
+@jit(do_not_specialize=("pointers_ptr", "num_places", "pointers_stride"))
 def _gather_kernel(
     pointers_ptr, data_ptr, resident_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_places, pointers_stride,
     stride_batch, stride_block, stride_kv,

@@ -131,6 +131,23 @@ def _write_chosen_kernel(
     tl.store(out_ptr + head * budget_chunks + place, chunk, mask=chosen)
 
 
+def _power_of_2(number: int) -> int:
+    """The first that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _parts(chunks: int) -> tuple[int, int]:
+    """How the chunks of a head are shared: chunks of a part, and parts."""
+    columns = max(_PART_CHUNKS, _power_of_2(-(-chunks // _MOST_PARTS)))
+    return columns, -(-chunks // columns)
+
+
+def different_counts(most: int) -> list[int]:
+    """Numbers of chunks, up to `most`, among which to choose takes kernels of their own."""
+    first, last = (_PART_CHUNKS.bit_length() - 1), (most - 1).bit_length()
+    return [*(1 << power for power in range(first, last)), most]
+
+
 def select_chunks_triton(
     scores: torch.Tensor, limits: torch.Tensor, *, budget_chunks: int, held: torch.Tensor | None = None,
     held_margin: float = 0.0,
@@ -139,8 +156,7 @@ def select_chunks_triton(
     require_triton("select_chunks")
     batch, num_kv_heads, chunks = scores.shape
     heads = batch * num_kv_heads
-    columns = max(_PART_CHUNKS, triton.next_power_of_2(triton.cdiv(chunks, _MOST_PARTS)))
-    parts = triton.cdiv(chunks, columns)
+    columns, parts = _parts(chunks)
     selected = torch.empty(batch, num_kv_heads, budget_chunks, dtype=torch.int32, device=scores.device)
     counted = torch.empty(heads, parts, _NUM_BINS, dtype=torch.int32, device=scores.device)
     plan = torch.empty(heads, parts, 3, dtype=torch.int32, device=scores.device)
@@ -155,7 +171,7 @@ def select_chunks_triton(
         )
         _threshold_kernel[(heads,)](
             counted, limits, plan, selected, chunks, budget_chunks, parts,
-            NUM_KV_HEADS=num_kv_heads, PARTS=triton.next_power_of_2(parts),
+            NUM_KV_HEADS=num_kv_heads, PARTS=_power_of_2(parts),
             K_BLOCK=triton.next_power_of_2(budget_chunks), num_warps=8,
         )  # fmt: skip
         _write_chosen_kernel[(heads, parts)](

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from offload_runtime_kernels._jit import triton_available
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import ModelConfig
 from offload_runtime.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.engine.caches import make_cache
 from offload_runtime.engine.plans import ModelPlan, Plans
@@ -24,7 +25,7 @@ from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.page_locking import CountedRegistrar, make_registrar
 from offload_runtime.planner import Placement, all_resident
 from offload_runtime.runners import ModelRunner
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights import (
     CheckpointSource,
@@ -276,20 +277,25 @@ def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
-    """Compile kernels, load library modules and let the allocator take its blocks, with the largest shapes.
+    """Compile kernels, load library modules and let the allocator take its blocks, with products of their full height.
 
     With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
     """
     runner, cache = model.runner, model.runner.cache
-    tokens = min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - 1)
+    most = runner.shape.window_rows
+    tokens = max(1, min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - most))
     runner.prefill(0, [0] * tokens)
-    logits = runner.verify([Window((0,) * min(runner.shape.window_rows, cache.capacity_tokens - tokens))], [0])[0]
-    positions = torch.arange(len(logits), device=logits.device)
-    for temperature in (0.0, 1.0):
-        sample(logits, SamplingParams(temperature=temperature), positions, torch.zeros_like(positions))
-    if trees and cache.capacity_tokens > 2:
-        cache.truncate(0, max(0, tokens - 2))
-        runner.verify([Window((0, 0, 1), (-1, 0, 0))], [0])
+    rows = min(most, cache.capacity_tokens - tokens)
+    window, branches = Window((0,) * rows), trees and rows > 2
+    if branches:
+        if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
+            runner.verify([window], [0])
+        window = Window(window.tokens, (-1, *(0,) * (rows - 1)))
+    logits = runner.verify([window], [0])[0]
+    if branches:
         cache.commit_path(0, [0, 2])
+    positions = torch.arange(len(logits), device=logits.device)
+    for params in DIFFERENT_WAYS:
+        sample(logits, params, positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
     torch.cuda.synchronize(logits.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+from offload_runtime.config import SamplingParams
 from offload_runtime.engine.assembly import LoadedModels
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
@@ -14,10 +17,11 @@ from offload_runtime.kv_cache.retrieval import (
 )
 from offload_runtime.kv_cache.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import DraftTree
+from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
     DraftProposer,
     LinkTimes,
@@ -27,6 +31,7 @@ from offload_runtime.speculation import (
     StepWorth,
     TreeDraftProposer,
     TriForceProposer,
+    Turn,
     WithNgrams,
 )
 from offload_runtime.tracing import TraceRecorder
@@ -54,6 +59,8 @@ def make_proposer(
     runner = models.draft.runner
     target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    if budget.device.type == "cuda":
+        chains.model.warm_up()
     chains.model.recorder = recorder
     ngrams = NgramProposer()
     if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
@@ -90,18 +97,55 @@ def _make_triforce(
         target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
         target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
     )  # fmt: skip
-    middle.recorder = recorder
     first = None
     if draft is not None:
         draft_vocab = draft.runner.decoder.config.vocab_size
         first = DraftModel(
             draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
         )
-        first.recorder = recorder
-    return TriForceProposer(
+    proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         capacity_tokens=source.capacity_tokens,
     )  # fmt: skip
+    if budget.device.type == "cuda":
+        with ExitStack() as eager:
+            for graphs in [middle.graphs] if first is None else [middle.graphs, first.graphs]:
+                eager.enter_context(graphs.eager())
+            warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
+        policy.warm_up()
+        if first is not None:
+            first.warm_up()
+    middle.recorder = recorder
+    if first is not None:
+        first.recorder = recorder
+    return proposer
+
+
+def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+    """Compile the kernels of the middle level's steps, which would hold up the first proposals. `start` has to follow.
+
+    Leaves the target's cache empty, and the draft's with what was played.
+
+    Args:
+        proposer: Of the target.
+        target: All of its layers are resident.
+        gamma: Tokens that the draft proposes to a step.
+        batch: Sequences.
+    """
+
+    def play(num_sequences: int, length: int, params: SamplingParams) -> None:
+        turns = [Turn(sequence, [0] * length, gamma=1) for sequence in range(num_sequences)]
+        proposer.start(params, num_sequences)
+        proposer.propose(turns)
+
+    for params in DIFFERENT_WAYS[1:]:
+        play(1, 1, params)
+    for num_sequences in warm_up_batches(batch):
+        play(num_sequences, 1, DIFFERENT_WAYS[0])
+    for length in warm_up_lengths(target.cache.capacity_tokens - gamma - 2):  # a step puts so many behind a text
+        target.prefill(0, [0] * (length - 1))
+        play(1, length, DIFFERENT_WAYS[0])
+        target.cache.truncate(0, 0)
 
 
 def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:

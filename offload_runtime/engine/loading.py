@@ -146,8 +146,10 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
+            # Windows of n-grams may branch without room for a draft's trees.
+            branches = middle is None and (kind == "ngram" or (kind != "none" and tree_nodes != 0))
             models = assembly.load_models(
-                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=plan.tree_room > 0
+                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory

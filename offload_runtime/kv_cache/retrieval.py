@@ -15,7 +15,7 @@ from offload_runtime_kernels.chunk_scores import Counts, chunk_scores, row_count
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
-from offload_runtime_kernels.select_chunks import select_chunks
+from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import OptionError
@@ -154,6 +154,9 @@ class ChunkPolicy(Protocol):
         Enqueues on the current stream and never synchronises.
         """
 
+    def warm_up(self) -> None:
+        """Compile what chooses, however many chunks there are to choose from."""
+
 
 class RetrievalPolicy:
     """Chunks whose keys promise the largest softmax score, and the first chunk (TriForce, arXiv 2404.11912).
@@ -203,6 +206,10 @@ class RetrievalPolicy:
             scores, counts, budget_chunks=self._budget_chunks, held=held, held_margin=_HELD_MARGIN / self._budget_chunks
         )
 
+    def warm_up(self) -> None:
+        codes = self._summaries[0].codes
+        _play_choices(codes.shape[1], codes.shape[2], self._budget_chunks, codes.device)
+
 
 class TopKPolicy:
     """Chunks whose keys get the most attention from the queries, exactly: what every other policy is measured against.
@@ -238,6 +245,10 @@ class TopKPolicy:
         scores = masses.unflatten(2, (-1, size)).sum(-1)
         return select_chunks(scores, counts, budget_chunks=self._budget_chunks)
 
+    def warm_up(self) -> None:
+        num_kv_heads, tokens = self._keys.shape[2:4]
+        _play_choices(num_kv_heads, tokens // self._chunk_size, self._budget_chunks, self._keys.device)
+
 
 class StreamingPolicy:
     """The first chunks and the most recent ones, whatever the queries (StreamingLLM, arXiv 2309.17453).
@@ -271,6 +282,16 @@ class StreamingPolicy:
         chunk = place + skipped * (place >= self._sink_chunks)
         chunk = chunk.masked_fill(place >= counts, -1)  # [B, K]
         return chunk[:, None].expand(-1, self._num_kv_heads, -1).contiguous()
+
+    def warm_up(self) -> None:
+        pass
+
+
+def _play_choices(num_kv_heads: int, most_chunks: int, budget_chunks: int, device: torch.device) -> None:
+    """Choose among as many chunks as need kernels of their own."""
+    for count in different_counts(most_chunks):
+        scores = torch.zeros(1, num_kv_heads, count, device=device)
+        select_chunks(scores, count, budget_chunks=budget_chunks)
 
 
 def _most(available: Counts, most: int) -> int:

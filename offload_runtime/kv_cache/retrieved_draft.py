@@ -59,6 +59,7 @@ class RetrievedDraftCache:
             batch=batch, budget=budget,
         )  # fmt: skip
         self._full.observers.append(policy)
+        self.warm_up = policy.warm_up
         self._view = RetrievalCache(self._full, self._chunks, policy, batch=batch, device=budget.device)
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.store, self.length = self._full.store, self._full.length

@@ -5,7 +5,13 @@ from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_texts import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.passes import ModelRunner, PassShape
-from offload_runtime.runners.step_graph import StepGraphs, step_activation_bytes, step_graph_bytes
+from offload_runtime.runners.step_graph import (
+    StepGraphs,
+    step_activation_bytes,
+    step_graph_bytes,
+    warm_up_batches,
+    warm_up_lengths,
+)
 from offload_runtime.runners.tree_rows import tree_buffer_bytes, tree_slots
 
 __all__ = [
@@ -26,4 +32,6 @@ __all__ = [
     "step_graph_bytes",
     "tree_buffer_bytes",
     "tree_slots",
+    "warm_up_batches",
+    "warm_up_lengths",
 ]

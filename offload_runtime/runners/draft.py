@@ -17,10 +17,10 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.device_window import DeviceWindow, Known
-from offload_runtime.runners.draft_texts import REWRITTEN_TOKENS, DraftRunner, DraftTexts
+from offload_runtime.runners.draft_texts import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import StepGraphs, graph_reach
-from offload_runtime.sampling import sample
+from offload_runtime.runners.step_graph import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
 
@@ -38,6 +38,9 @@ class ChoosingCache(Protocol):
         Returns:
             All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
         """
+
+    def warm_up(self) -> None:
+        """Compile what chooses, however long a text is."""
 
 
 class DraftModel:
@@ -58,7 +61,7 @@ class DraftModel:
         self, runner: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         window: DeviceWindow | None = None,
     ) -> None:  # fmt: skip
-        self._runner = runner
+        self._runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
@@ -81,6 +84,45 @@ class DraftModel:
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [[0, 0]] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all steps, which would hold up the first proposals. `start` has to follow.
+
+        Leaves the cache empty.
+        """
+        with self.graphs.eager():
+            for params in DIFFERENT_WAYS[1:]:
+                self._play(1, 1, params)
+            for num_sequences in warm_up_batches(self._batch):
+                self._play(num_sequences, 1, DIFFERENT_WAYS[0])
+            for length in warm_up_lengths(self._capacity_tokens - 1):
+                self._play(1, length, DIFFERENT_WAYS[0])
+            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
+                self._play_catching_up(length)
+        if self._choosing is not None:
+            self._choosing.warm_up()
+        self.forget()
+
+    def _play(self, num_sequences: int, length: int, params: SamplingParams) -> None:
+        """Make a first step and a later one behind texts of so many tokens."""
+        self.start(params, num_sequences)
+        texts = {sequence: [0] * length for sequence in range(num_sequences)}
+        self.propose(texts, dict.fromkeys(texts, 2))
+
+    def _play_catching_up(self, length: int) -> None:
+        """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
+        self.forget()
+        known = length + REWRITTEN_TOKENS  # which a first step feeds itself
+        self.catch_up(0, [0] * known)
+        for power in range(CATCH_UP_TOKENS.bit_length()):
+            known += 1 << power
+            if known <= self._capacity_tokens:
+                self.catch_up(0, [0] * known)
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        for sequence in range(self._batch):
+            self.catch_up(sequence, [])
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Choose tokens this way from now on, for the first `num_sequences` sequences."""

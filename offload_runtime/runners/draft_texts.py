@@ -11,7 +11,7 @@ from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_position
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
-_CATCH_UP_TOKENS = 32
+CATCH_UP_TOKENS = 32
 # The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
 # its cache, and the rest is written a second time.
 REWRITTEN_TOKENS = 2
@@ -137,7 +137,7 @@ class DraftTexts:
         if start < cache.start(sequence) or (start and known < start + cache.sink_tokens):
             return True
         # A prompt is rotated by its indices.
-        return start > 0 and length - known > _CATCH_UP_TOKENS
+        return start > 0 and length - known > CATCH_UP_TOKENS
 
     def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Prefill what a streaming cache keeps of `tokens`, and nothing else."""
@@ -161,7 +161,7 @@ class DraftTexts:
     def _feed(self, sequence: int, tokens: Sequence[int]) -> None:
         """Put tokens behind those in the cache."""
         cache, new = self._runner.cache, self._clamped(tokens)
-        if len(new) > _CATCH_UP_TOKENS:
+        if len(new) > CATCH_UP_TOKENS:
             self._runner.prefill(sequence, new)
         elif new:
             self._begin_pass(sequence, len(new))

@@ -26,7 +26,7 @@ from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
 from offload_runtime.runners.tree_rows import CHILDREN, STEP_ROWS, StepLine, cut, input_words, packed
 from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
-from offload_runtime.sampling import perturbed_logits, sample
+from offload_runtime.sampling import DIFFERENT_WAYS, perturbed_logits, sample
 from offload_runtime.tracing import DRAFT, TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
@@ -132,11 +132,18 @@ class DraftTree:
         """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
         if not self._shapes.rounded:
             return
-        for length, path in self._shapes.samples():
-            if path <= self.num_slots:
-                for count in (1, STEP_ROWS):
-                    self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
-        self._cache.truncate(0, 0)
+        before = self._params
+        with self._graphs.eager():
+            for length, path in self._shapes.samples():
+                if path <= self.num_slots:
+                    for count in (1, STEP_ROWS):
+                        self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
+            for params in DIFFERENT_WAYS:
+                self.start(params)
+                self.expand({0: Asked([0], [Branch(0)])})
+        self.start(before)
+        self.texts.catch_up_but(0, [], 0)
+        self._cache.adopt(0, self._cache.spare_slots[:1], 0)
         self._deepest = DEPTHS[0]
 
     @torch.inference_mode()

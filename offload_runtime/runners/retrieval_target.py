@@ -52,7 +52,7 @@ class RetrievalTarget:
         self._decoder = decoder
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
-        self._graphs = StepGraphs(device)
+        self.graphs = StepGraphs(device)
         self._params = SamplingParams()
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
         self._rotation = StepRotation(rope.frequencies(1).repeat(batch, 1), rope.scaling)
@@ -96,7 +96,7 @@ class RetrievalTarget:
         started = None if self.recorder is None else self.recorder.mark()
         self.cache.begin_pass(refresh=refresh)
         key = num_proposals, self.cache.shape, self._params
-        self._graphs.run(key, partial(self._step, num_proposals, self._params))
+        self.graphs.run(key, partial(self._step, num_proposals, self._params))
         if self.recorder is not None:
             told = {"proposals": num_proposals, "refresh": refresh}
             self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), told)

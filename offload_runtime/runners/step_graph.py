@@ -18,6 +18,8 @@ MOST_GRAPHS = 24
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
 _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
+# Texts whose steps need other kernels than one of a token: beyond a block, and so long that chunks are chosen.
+_WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
 class StepGraphs:
@@ -39,6 +41,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
         self._device = device
         self._on_cuda = device.type == "cuda"
+        self._eager = False
         if self._on_cuda:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
@@ -55,7 +58,7 @@ class StepGraphs:
             key: Equal keys mean the same launches with the same arguments.
             step: Enqueues the work; must not depend on anything but `key` and the contents of device memory.
         """
-        if not self._on_cuda:
+        if not self._on_cuda or self._eager:
             step()
         elif key not in self._graphs:
             step()
@@ -73,11 +76,20 @@ class StepGraphs:
         Returns:
             Whether it was not there yet; on the CPU there never is anything to do.
         """
-        if not self._on_cuda or self._graphs.get(key) is not None:
+        if not self._on_cuda or self._eager or self._graphs.get(key) is not None:
             return False
         self._graphs.pop(key, None)
         self._keep(key, self._captured(step))
         return True
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Meanwhile every run is an ordinary one, and nothing is kept: what is played once needs no graph."""
+        self._eager = True
+        try:
+            yield
+        finally:
+            self._eager = False
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph
@@ -115,6 +127,16 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def warm_up_batches(batch: int) -> list[int]:
+    """Numbers of sequences, up to `batch`, whose steps need other kernels: these are made for powers of two of rows."""
+    return [*(1 << power for power in range((batch - 1).bit_length())), batch]
+
+
+def warm_up_lengths(longest: int) -> list[int]:
+    """Tokens of texts, up to `longest`, whose steps need other kernels than those of a text of one token."""
+    return sorted({min(length, longest) for length in _WARM_UP_TOKENS if longest > 1})
 
 
 def graph_reach(reach_tokens: int, capacity_tokens: int) -> int:

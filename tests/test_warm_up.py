@@ -1,0 +1,241 @@
+"""Loading plays every kind of step: it leaves nothing behind, and on a GPU no answer has to compile a kernel."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import offload_runtime_kernels
+import pytest
+import torch
+from offload_runtime_kernels import select_chunks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime, placing
+from offload_runtime.engine.hierarchy import warm_up_middle
+from offload_runtime.model import PassRows
+from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.sampling import DIFFERENT_WAYS
+from tests.helpers.assembly import CPU, make_runner
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
+from tests.helpers.models import random_model, random_tokens
+from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
+from tests.test_draft_retrieval import Base
+from tests.test_triforce import CONTEXT, SMALL
+from tests.test_triforce import PROMPT as LONG_PROMPT
+
+LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
+# What a runtime is loaded with, and what its answers ask for.
+RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "plain, streamed": ({"draft": "none", "resident_layers": 1}, [{}]),
+    "n-grams, all streamed": ({"draft": "ngram", "kv": "host", "resident_layers": 0}, [{"gamma": 5}, {}]),
+    "n-grams, a short context": ({"draft": "ngram", "context": 40}, [{}]),
+    "trees, a short context": (
+        {"context": 300, "tree_nodes": 20, "speculation": SpeculationOptions("chain", "full", **LEVELS)}, [{}],
+    ),
+    "a draft that retrieves, a short context": (
+        {"context": 1024, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{}],
+    ),
+    "TriForce without a draft": (
+        {"draft": "none", "kv": "host", "speculation": SpeculationOptions("triforce", policy="topk", **LEVELS)},
+        [{"gamma": 12}],
+    ),
+    "n-grams without trees": ({"draft": "ngram", "tree_nodes": 0}, [{}, {"tree_nodes": 7}]),
+    "trees and chains": (
+        {"tree_nodes": 96, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
+        [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
+    "trees for three": (
+        {"tree_nodes": 96, "max_batch": 3, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
+        [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
+    ),
+    "a draft that retrieves": (
+        {"context": 9300, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{"gamma": 6}, {}],
+    ),
+    "a draft that streams": ({"speculation": SpeculationOptions("chain", "streaming", **LEVELS)}, [{"gamma": 6}, {}]),
+    "TriForce, KV streamed": (
+        {"context": 9300, "kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
+        [{"gamma": 12}],
+    ),
+    "TriForce for three": (
+        {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
+    ),
+}  # fmt: skip
+LENGTHS = (1, 3, 9, 12, 20, 34, 200, 300, 505, 1100, 2000, 5000, 9000)
+
+
+def small_draft(kind: str, directory: Path) -> tuple[DraftModel, Any, Any]:
+    """A chain's draft over a cache of this kind, its cache, and what is to be closed."""
+    if kind == "streaming":
+        made = make_draft("llama-gqa", directory)
+        return made.model(NOISY), made.cache, made.made
+    made = make_runner(random_model("llama-gqa", seed=7), directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    draft = Base(made, CPU).draft(96 if kind == "retrieval" else None)
+    return draft.model, draft.runner.cache, made
+
+
+class Played:
+    """What a draft is asked from now on, and what it plays for that."""
+
+    def __init__(self, model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: set[tuple[int, int, SamplingParams]] = set()  # sequences, tokens of each, way of sampling
+        self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
+        self.fed: set[int] = set()  # tokens of passes that catch up
+        self.choices = 0
+        propose, run, run_rows = model.propose, model.graphs.run, model._runner.run_rows
+
+        def proposed(texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
+            self.asked |= {(len(texts), len(text), model._params) for text in texts.values()}
+            return propose(texts, counts)
+
+        def ran(key: Any, step: Any) -> None:
+            self.firsts.add(key[0])
+            run(key, step)
+
+        def fed(rows: PassRows) -> torch.Tensor:
+            self.fed.add(rows.shape[1])
+            return run_rows(rows)
+
+        monkeypatch.setattr(model, "propose", proposed)
+        monkeypatch.setattr(model.graphs, "run", ran)
+        monkeypatch.setattr(model._runner, "run_rows", fed)
+        if model._choosing is not None:
+            monkeypatch.setattr(model._choosing, "warm_up", self.chosen)
+
+    def chosen(self) -> None:
+        """What chooses is compiled."""
+        self.choices += 1
+
+
+@pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
+def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
+    said = []
+    for warm in (False, True):
+        model, cache, made = small_draft(kind, tmp_path / str(warm))
+        if warm:
+            played = Played(model, monkeypatch)
+            model.warm_up()
+            longest = cache.capacity_tokens - 1
+            every = {(1, 1, way) for way in DIFFERENT_WAYS} | {(number, 1, DIFFERENT_WAYS[0]) for number in (2, 3)}
+            assert played.asked == every | {(1, min(length, longest), DIFFERENT_WAYS[0]) for length in (257, 1025)}
+            assert played.firsts == {True, False} and played.fed >= {1, 2, 4, 8, 16, 32}
+            assert played.choices == (kind == "retrieval")
+            assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
+            monkeypatch.undo()
+        model.start(NOISY, BATCH)
+        said.append(model.propose(texts, {0: 9, 2: 5}))
+        made.close()
+    assert said[0] == said[1] and [len(said[0][sequence]) for sequence in (0, 2)] == [9, 5]
+
+
+def test_what_needs_other_kernels() -> None:
+    assert [warm_up_batches(batch) for batch in (1, 2, 3, 4, 9)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 9]]
+    assert [warm_up_lengths(longest) for longest in (0, 1, 9, 700, 5000)] == [[], [], [9], [257, 700], [257, 1025]]
+
+
+def test_choices_among_any_number_of_chunks_are_played() -> None:
+    def kernels(count: int) -> tuple[int, int]:
+        columns, parts = select_chunks._parts(count)
+        return columns, select_chunks._power_of_2(parts)
+
+    for most in (1, 2, 511, 512, 513, 700, 5000, 40_000):
+        played = select_chunks.different_counts(most)
+        assert max(played) == most and len(played) < 10
+        assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
+
+
+def played_by(middle: RetrievalTarget, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool]]:
+    """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose."""
+    played: set[tuple[int, int, bool]] = set()
+    begin = middle.begin
+
+    def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
+        answer = begin(lengths, counts)
+        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0))
+        return answer
+
+    monkeypatch.setattr(middle, "begin", begun)
+    return played
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("context", [CONTEXT, 40])
+def test_warming_up_the_middle_level_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, context: int
+) -> None:
+    target = write_checkpoint(tmp_path / "target", context=1200)
+    options = SpeculationOptions("triforce", "streaming", **{**SMALL, "budget_tokens": 32, "recent_tokens": 16})
+    loaded = {"draft": target, "context": context, "kv": kv, "max_batch": 2, "speculation": options}
+    asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 12, "temperature": 0.6, "seed": 5}
+    prompts, answers = [LONG_PROMPT[: context - 30], [0] * 7], []
+    for warm in (False, True):
+        with load(target, **loaded) as runtime:
+            if warm:
+                proposer, runner = runtime._parts.proposer, runtime._models.target.runner
+                played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
+                warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
+                lengths = [(257, False), (context - 5, True)] if context > 300 else [(context - 5, False)]
+                assert played == {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
+                assert [runner.cache.length(sequence) for sequence in (0, 1)] == [0, 0]
+                monkeypatch.undo()
+            results = runtime.generate_batch(prompts, **asked)
+            answers.append([(result.tokens, result.stats.passes, result.stats.acceptance) for result in results])
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=9600, hidden_size=512)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are compiled from now on, as if none had been before in this process."""
+    import triton
+
+    kernels = [
+        member
+        for module in pkgutil.iter_modules(offload_runtime_kernels.__path__)
+        for member in vars(importlib.import_module(f"offload_runtime_kernels.{module.name}")).values()
+        if isinstance(member, triton.JITFunction)
+    ]
+    assert len(kernels) > 10
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    names: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name))
+    yield names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(RUNS))
+def test_no_answer_compiles_a_kernel(
+    target: Path, draft: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options, windows = RUNS[name]
+    options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
+    # No layer keeps its keys on the device only because there is room for all of them.
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    lengths = [length for length in LENGTHS if length <= options["context"] - 30]
+    prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
+    batch = options.get("max_batch", 1)
+    with Runtime.load(target, **options) as runtime:
+        assert compiled, "loading compiles them"
+        compiled.clear()
+        for window in windows:
+            for sampling in ({}, {"temperature": 0.7, "seed": 4}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}):
+                for first in range(0, len(prompts), batch):
+                    asked = {"max_new_tokens": 24, "ignore_eos": True, **window, **sampling}
+                    if batch == 1:
+                        runtime.generate(prompts[first], **asked)
+                    else:
+                        runtime.generate_batch(prompts[first : first + batch], **asked)
+                    assert not compiled, f"{asked}, behind {lengths[first : first + batch]} tokens"
