@@ -74,7 +74,8 @@ def test_a_closed_runtime_leaves_no_device_memory(target: Path, draft: Path) -> 
     names = ("both streamed, n-grams", "a draft's trees", "a draft that retrieves", "TriForce", "TriForce for three")
     for _ in range(2):  # what libraries take once for all stays after the first time
         for run in (RUNS[name] for name in names):
-            with Runtime.load(target, **{"draft": draft, "device": "cuda", "context": 2048, **run}) as runtime:
+            options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **run}
+            with Runtime.load(target, **options) as runtime:
                 runtime.generate(PROMPT[:1200], max_new_tokens=8, ignore_eos=True)
         left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert left[0] == left[1]

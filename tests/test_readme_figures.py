@@ -192,6 +192,36 @@ def beside_deepspeed() -> Iterator[str]:
     yield f"beside that rate ours is {times:.1f} x at {sampled['configuration']['temperature']:g}"
 
 
+def all_systems() -> Iterator[str]:
+    found = result("compare-7b-h200")
+    asked, agreed, rows = found["configuration"], found["agreement"]["systems"], found["results"]
+    assert agreed["ours"]["leading"] == agreed["ours"]["of"] and asked["temperature"] == 0
+    yield f"{asked['new_tokens']} tokens each, `--vram {asked['vram']}` for all but the last"
+    names = {
+        "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, windows chosen",
+        "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8",
+        "deepspeed-assistant": "DeepSpeed with the draft as `assistant_model`",
+        "accelerate": "accelerate 1.15 `cpu_offload`, weights pinned by hand",
+        "transformers-offloaded-cache": "transformers 5.17, KV cache offloaded, weights on the GPU",
+        "resident": "transformers 5.17, all on the GPU",
+    }  # fmt: skip
+    assert rows.keys() == names.keys()
+    for key, row in rows.items():
+        times = found["times_ours_over"].get(key)
+        yield (
+            f"| {names[key]} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} | {row['link_gbps']:.1f} GB/s "
+            f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {'' if times is None else f'{times:.1f} x '}|"
+        )
+        if not key.startswith("ours"):
+            assert min(agreed[key]["leading"]) == 8
+    ours = rows["ours"]
+    yield f"reach {percent(ours['bound']['share'])} of the link's peak with {ours['tokens_per_pass']:.1f} tokens in each"
+    by_prompt = {key: [f"{run['tok_per_s']:.1f}" for run in row["runs"]] for key, row in rows.items()}
+    yield f"({' and '.join(by_prompt['resident'])} tokens/s for the two prompts)"
+    above = 1 / result("streaming-h200")["results"]["deepspeed"]["s_per_token"]["median"]
+    yield f"({' and '.join(by_prompt['deepspeed'])} tokens/s for the two prompts, {above:.1f} in the table above)"
+
+
 def plans() -> Iterator[str]:
     rows, emulated = result("plan-h200")["rows"], result("emulation-h200")
     assert not result("plan-h200")["failures"] and emulated["holds"]
@@ -203,7 +233,7 @@ def plans() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "claims", [streaming, long_context, on_chip, steps, trees, tree_sizes, beside_deepspeed, plans]
+    "claims", [streaming, long_context, on_chip, steps, trees, tree_sizes, beside_deepspeed, all_systems, plans]
 )
 def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
     text = " ".join(README.split())
