@@ -61,6 +61,33 @@ def test_a_useless_draft_costs_one_percent_at_most(cost: Cost, limits: str, know
         assert run.share("chain", 64) + run.share("tree", 64) < (0.15 if cost is resident else 1)
 
 
+def test_finding_out_that_a_draft_is_useless_takes_half_a_round_of_a_short_answer() -> None:
+    """On average of the first 25 rounds, where drafting costs; a round within 256. Passes that hide it hide this."""
+    for count, rounds in ((25, 0.6), (256, 1.4)):
+        runs = [
+            play(
+                [(USELESS, count)], resident, LIMITS["trees"], seed=seed, times=times_of(resident, "known"), noise=0.02
+            )
+            for seed in range(3 * len(SEEDS))
+        ]
+        lost = [sum(seconds for _, seconds, _ in run.rounds) / resident(PLAIN) - count for run in runs]
+        assert 0 < mean(lost) < rounds and max(lost) < 2
+    run = play([(USELESS, 25)], streamed, LIMITS["trees"], seed=1, times=times_of(streamed, "known"))
+    assert run.speed() == pytest.approx(1 / streamed(PLAIN))
+
+
+def test_one_window_without_a_hit_does_not_keep_the_best_family_off() -> None:
+    """Seeds beyond those of the other tests, among them some whose first chain is rejected from its first token on."""
+    text, unlucky = TEXTS[0.95], 0
+    for seed in range(60):
+        run = play([(text, 200)], streamed, LIMITS["trees"], seed=seed, times=times_of(streamed, "known"))
+        chains = [said for (choice, *_), said in zip(run.rounds, run.said, strict=True) if choice.family == "chain"]
+        unlucky += chains[0] == 1
+        best = best_fixed(text, streamed, LIMITS["trees"], idea_share=mean(run.ideas[50:]))
+        assert run.speed(50) > 0.9 * best
+    assert unlucky > 0
+
+
 @pytest.mark.parametrize("cost", [resident, streamed])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.3, 0.95), (0.95, 0.3), (0.0, 0.9)])
 def test_another_text_is_followed(cost: Cost, before: float, after: float) -> None:

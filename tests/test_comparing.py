@@ -40,18 +40,28 @@ def test_a_rounds_time_is_shared_by_its_tokens_and_the_first_round_is_the_prefil
     assert one.tok_per_s == 5 / 3
 
 
-def test_figures_are_medians_of_runs_and_percentiles_of_tokens() -> None:
+def test_figures_are_of_the_median_run_of_every_prompt_and_percentiles_of_all_tokens() -> None:
     runs = [run([1.0, 2.0, 4.0], [1, 1, 1]), run([2.0, 3.0, 4.0], [1, 1, 1]), run([3.0, 4.0, 4.5], [1, 1, 3])]
     found = figures(runs, weight_bytes=2 * 10**9, peak_gbps=8.0)
     assert found["tok_per_s"] == 1.0 and found["time_to_first_token_s"] == 2.0
-    assert found["tokens_per_pass"] == pytest.approx(8 / 6)
-    assert found["link_gbps"] == pytest.approx(2.0)  # of 4/3, 2 and 8/3
+    assert found["tokens_per_pass"] == 1.0 and found["link_gbps"] == pytest.approx(2.0)
     assert found["bound"] == {"link_gbps": 8.0, "s_per_pass": 0.25, "share": pytest.approx(0.25)}
+    assert [one["decoded"] for one in found["runs"]] == [2, 2, 4]
     # Sorted: three times 1/6, four times 1, once 2.
     assert found["token_s"]["p50"] == 1.0 and found["s_per_token"]["median"] == 1.0
     assert found["token_s"]["p90"] == pytest.approx(1.3) and found["token_s"]["p99"] == pytest.approx(1.93)
     assert figures(runs, weight_bytes=0, peak_gbps=8.0)["bound"] is None
     assert figures(runs, weight_bytes=1, peak_gbps=None)["bound"] is None
+
+
+def test_a_slow_prompt_weighs_as_much_as_it_lasts() -> None:
+    slow, fast = run([0.0, 6.0], [1, 6]), run([1.0, 2.0], [1, 6], prompt=1)
+    found = figures([slow, fast], weight_bytes=7 * 10**9, peak_gbps=8.0)
+    assert found["tok_per_s"] == 12 / 7 and found["tokens_per_pass"] == 6.0
+    assert found["link_gbps"] == 2.0 == found["tok_per_s"] / found["tokens_per_pass"] * 7
+    slower = run([0.0, 12.0], [1, 6])
+    for runs in ([slow, slower, fast], [fast, slower, slower, slow]):  # of two, the slower
+        assert figures(runs, weight_bytes=1, peak_gbps=None)["tok_per_s"] == 12 / 13
 
 
 def test_answers_are_by_prompt_and_other_answers_to_a_prompt_are_counted() -> None:

@@ -174,7 +174,7 @@ def test_keys_and_values_count_for_the_link_and_its_bound_where_they_are_known()
     found = figures(runs, weight_bytes=2 * 10**9, peak_gbps=10.0)
     assert found["streamed"] == {"weights": 2 * 10**9, "kv": 7 * 10**9, "kv_to_host": 2 * 10**9}
     assert found["bytes_per_pass"] == 9 * 10**9 and found["bound"]["s_per_pass"] == pytest.approx(0.9)
-    assert found["link_gbps"] == pytest.approx((8 / 2 + 10 / 4) / 2)
+    assert found["link_gbps"] == 10 / 4
     unknown = figures([*runs, replace(runs[0], kv=None)], weight_bytes=2 * 10**9, peak_gbps=10.0)
     assert unknown["streamed"] == {"weights": 2 * 10**9, "kv": None, "kv_to_host": None}
     assert unknown["bytes_per_pass"] == 2 * 10**9

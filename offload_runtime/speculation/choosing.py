@@ -29,8 +29,9 @@ _FOR_OTHERS = 1.0
 _MARGIN = 0.02
 # So much better than a tree must look what it tells about, or there is nothing to find out.
 _WORTH_A_TRY = 0.1
-# Rounds of a family before its figures are believed, and more while they might still turn out the best.
-_TRIED, _WELL_TRIED = 3, 12
+# Rounds of a family before its figures are believed, and more while they might still turn out the best. A single one
+# without a hit may be bad luck: it does not end the trying.
+_TRIED, _WELL_TRIED, _BAD_LUCK = 3, 12, 1
 # Rounds until what lost is looked at again, each time twice as many up to a limit.
 _LOSER_ROUNDS, _MOST_LOSER_ROUNDS = 16, 128
 # At least so many where it is far behind: looking costs most of a round, and a short answer has hardly more than 20.
@@ -191,9 +192,12 @@ class Chooser:
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
                 found = self._best_of(family, times, limits[family], self._credit / _TRIED)
-                if found is not None and self._could_win(found) and not (rounds and self._is_far_behind(found, rounds)):
-                    # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
-                    return found.choice if rounds or times.is_sure else Choice(family, 1)
+                if found is None or not self._could_win(found):
+                    continue
+                if rounds > _BAD_LUCK and self._is_far_behind(found, rounds):
+                    continue
+                # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
+                return found.choice if rounds or times.is_sure else Choice(family, 1)
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
                 if self._best.advantage > 1 and not self._is_far_behind(standing, rounds) and self._pay(standing):

@@ -59,14 +59,18 @@ class Run:
         return self.stamps_s[-1] - self.stamps_s[0]
 
     @property
+    def decoded(self) -> int:
+        """Tokens after the first round."""
+        return sum(self.counts[1:])
+
+    @property
     def tok_per_s(self) -> float:
         """Tokens after the first round over the time after it."""
-        return sum(self.counts[1:]) / self.decode_s
+        return self.decoded / self.decode_s
 
-    def link_gbps(self, weight_bytes: int) -> float:
-        """Bytes that came to the device, `weight_bytes` of weights a pass, over the time after the first round."""
-        kv_bytes = 0 if self.kv is None else self.kv.to_device
-        return (weight_bytes * self.passes + kv_bytes) / self.decode_s / GB
+    def link_bytes(self, weight_bytes: int) -> int:
+        """Bytes that came to the device after the first round, `weight_bytes` of weights a pass."""
+        return weight_bytes * self.passes + (0 if self.kv is None else self.kv.to_device)
 
     def token_times_s(self) -> list[float]:
         """Seconds of every token after the first round: its round's time, shared among the round's tokens."""
@@ -88,34 +92,52 @@ def streamed_bytes(runs: Sequence[Run], weight_bytes: int) -> dict[str, int | No
     }
 
 
+def typical(runs: Sequence[Run]) -> list[Run]:
+    """Of every prompt the run with the median speed; the slower of the middle two where their number is even."""
+    by_prompt: dict[int, list[Run]] = {}
+    for run in runs:
+        by_prompt.setdefault(run.prompt, []).append(run)
+    return [sorted(same, key=lambda run: run.tok_per_s)[(len(same) - 1) // 2] for same in by_prompt.values()]
+
+
+def tok_per_s(runs: Sequence[Run]) -> float:
+    """All tokens over all time: of every prompt the median run, so that a slow prompt weighs as much as it lasts."""
+    counted = typical(runs)
+    return sum(run.decoded for run in counted) / sum(run.decode_s for run in counted)
+
+
 def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) -> dict[str, Any]:
     """The figures of measured runs, for a report.
 
-    Rates are those of whole runs, and of several runs the median; percentiles are over the tokens of all runs. `bound`
-    is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached.
+    Rates are all tokens, passes and bytes over all time after the first rounds, of every prompt's median run;
+    percentiles are over the tokens of all runs. `bound` is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached.
     `bytes_per_pass` are what `streamed` says to come to the device: `weight_bytes` and the known keys and values.
     """
     times_s = [seconds for run in runs for seconds in run.token_times_s()]
     streamed = streamed_bytes(runs, weight_bytes)
     bytes_per_pass = weight_bytes + (streamed["kv"] or 0)
-    link_gbps = percentiles([run.link_gbps(weight_bytes) for run in runs]).median
+    counted = typical(runs)
+    link_gbps = sum(run.link_bytes(weight_bytes) for run in counted) / sum(run.decode_s for run in counted) / GB
     bound = None
     if peak_gbps is not None and bytes_per_pass:
         bound = {
             "link_gbps": peak_gbps, "s_per_pass": bytes_per_pass / (peak_gbps * GB), "share": link_gbps / peak_gbps,
         }  # fmt: skip
     return {
-        "tok_per_s": percentiles([run.tok_per_s for run in runs]).median,
+        "tok_per_s": tok_per_s(runs),
         "s_per_token": percentiles(times_s).as_dict(),
         "token_s": {name: percentile(times_s, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "time_to_first_token_s": percentiles([run.first_token_s for run in runs]).median,
-        "tokens_per_pass": sum(sum(run.counts[1:]) for run in runs) / sum(run.passes for run in runs),
+        "tokens_per_pass": sum(run.decoded for run in counted) / sum(run.passes for run in counted),
         "bytes_per_pass": bytes_per_pass,
         "streamed": streamed,
         "link_gbps": link_gbps,
         "bound": bound,
         "runs": [
-            {"prompt": run.prompt, "tok_per_s": run.tok_per_s, "first_token_s": run.first_token_s, "passes": run.passes}
+            {
+                "prompt": run.prompt, "tok_per_s": run.tok_per_s, "first_token_s": run.first_token_s,
+                "passes": run.passes, "decoded": run.decoded,
+            }
             for run in runs
         ],
     }
