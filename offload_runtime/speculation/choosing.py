@@ -29,9 +29,8 @@ _FOR_OTHERS = 1.0
 _MARGIN = 0.02
 # So much better than a tree must look what it tells about, or there is nothing to find out.
 _WORTH_A_TRY = 0.1
-# Rounds of a family before its figures are believed, and more while they might still turn out the best. A single one
-# without a hit may be bad luck: it does not end the trying.
-_TRIED, _WELL_TRIED, _BAD_LUCK = 3, 12, 1
+# Rounds of a family before its figures are believed, and more while they might still turn out the best.
+_TRIED, _WELL_TRIED = 3, 12
 # Rounds until what lost is looked at again, each time twice as many up to a limit.
 _LOSER_ROUNDS, _MOST_LOSER_ROUNDS = 16, 128
 # At least so many where it is far behind: looking costs most of a round, and a short answer has hardly more than 20.
@@ -192,12 +191,9 @@ class Chooser:
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
                 found = self._best_of(family, times, limits[family], self._credit / _TRIED)
-                if found is None or not self._could_win(found):
-                    continue
-                if rounds > _BAD_LUCK and self._is_far_behind(found, rounds):
-                    continue
-                # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
-                return found.choice if rounds or times.is_sure else Choice(family, 1)
+                if found is not None and self._could_win(found, rounds):
+                    # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
+                    return found.choice if rounds or times.is_sure else Choice(family, 1)
             elif rounds < _WELL_TRIED and family in standings and family != self._best.choice.family:
                 standing = standings[family]
                 if self._best.advantage > 1 and not self._is_far_behind(standing, rounds) and self._pay(standing):
@@ -233,19 +229,24 @@ class Chooser:
         """Whether it is worse than the best even if it was unlucky in so many rounds."""
         return standing.advantage * (1 + _LUCK * rounds**-0.5) <= self._best.advantage
 
-    def _could_win(self, standing: _Standing) -> bool:
-        """Whether this might turn out better than a tree that is the best so far, which tells about others too: what
-        n-grams propose is among its nodes, so that alone they can only be cheaper, and its first node is a chain's."""
+    def _could_win(self, standing: _Standing, rounds: int) -> bool:
+        """Whether this, played in so many rounds, might turn out better than the best so far.
+
+        A tree tells about others too: what n-grams propose is among its nodes, so that alone they can only be cheaper,
+        and its first node is a chain's, which tells more than a first chain or two that were unlucky.
+        """
         best, family = self._best, standing.choice.family
+        behind = rounds > 0 and self._is_far_behind(standing, rounds)
         if best.choice.family != "tree" or family not in ("chain", "ngram"):
-            return True
+            return not behind
         tokens = best.tokens
         if family == "chain":
-            if self._gains["chain"].num_rounds:
-                return True
             rate = self._gains["tree"].first_rate
             tokens = sum(rate**depth for depth in range(standing.choice.size + 1))
-        return tokens / standing.cost > (1 + _WORTH_A_TRY) * best.advantage
+        promising = tokens / standing.cost > (1 + _WORTH_A_TRY) * best.advantage
+        if family == "chain" and rounds:
+            return promising or not behind
+        return promising and not behind
 
     def _neighbour(self, times: RoundTimes, limits: Mapping[str, int]) -> _Standing | None:
         """The next size above or below the best, in turns; None where there is none."""

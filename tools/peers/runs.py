@@ -110,8 +110,9 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
     """The figures of measured runs, for a report.
 
     Rates are all tokens, passes and bytes over all time after the first rounds, of every prompt's median run;
-    percentiles are over the tokens of all runs. `bound` is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached.
-    `bytes_per_pass` are what `streamed` says to come to the device: `weight_bytes` and the known keys and values.
+    percentiles are over the tokens of all runs. `bound` is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None
+    without a GPU), and the share of it that was reached. `bytes_per_pass` are what `streamed` says to come to the
+    device: `weight_bytes` and the known keys and values.
     """
     times_s = [seconds for run in runs for seconds in run.token_times_s()]
     streamed = streamed_bytes(runs, weight_bytes)
@@ -135,8 +136,11 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
         "bound": bound,
         "runs": [
             {
-                "prompt": run.prompt, "tok_per_s": run.tok_per_s, "first_token_s": run.first_token_s,
-                "passes": run.passes, "decoded": run.decoded,
+                "prompt": run.prompt,
+                "tok_per_s": run.tok_per_s,
+                "first_token_s": run.first_token_s,
+                "passes": run.passes,
+                "decoded": run.decoded,
             }
             for run in runs
         ],
