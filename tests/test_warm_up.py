@@ -85,7 +85,7 @@ class Played:
     def __init__(self, model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: set[tuple[int, int, SamplingParams]] = set()  # sequences, tokens of each, way of sampling
         self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
-        self.fed: set[int] = set()  # tokens of passes that catch up
+        self.fed: set[tuple[int, int]] = set()  # of passes that catch up, full blocks before them and tokens
         self.choices = 0
         propose, run, run_rows = model.propose, model.graphs.run, model._runner.run_rows
 
@@ -98,7 +98,7 @@ class Played:
             run(key, step)
 
         def fed(rows: PassRows) -> torch.Tensor:
-            self.fed.add(rows.shape[1])
+            self.fed.add((model._runner.cache.length(0) // BLOCK_TOKENS, rows.shape[1]))
             return run_rows(rows)
 
         monkeypatch.setattr(model, "propose", proposed)
@@ -126,7 +126,9 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(
             longest = cache.capacity_tokens - 1
             every = {(1, 1, way) for way in DIFFERENT_WAYS} | {(number, 1, DIFFERENT_WAYS[0]) for number in (2, 3)}
             assert played.asked == every | {(1, min(length, longest), DIFFERENT_WAYS[0]) for length in (257, 1025)}
-            assert played.firsts == {True, False} and played.fed >= {1, 2, 4, 8, 16, 32}
+            blocks = (0, 1) if longest < 1024 else (0, 1, 4)  # full ones behind which it is fed
+            assert played.firsts == {True, False}
+            assert played.fed == {(behind, tokens) for behind in blocks for tokens in (1, 2, 4, 8, 16, 32)}
             assert played.choices == (kind == "retrieval")
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
             monkeypatch.undo()
@@ -152,14 +154,15 @@ def test_choices_among_any_number_of_chunks_are_played() -> None:
         assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
 
 
-def played_by(middle: RetrievalTarget, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool]]:
-    """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose."""
-    played: set[tuple[int, int, bool]] = set()
+def played_by(middle: RetrievalTarget, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool, SamplingParams]]:
+    """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose, and
+    how tokens are."""
+    played: set[tuple[int, int, bool, SamplingParams]] = set()
     begin = middle.begin
 
     def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         answer = begin(lengths, counts)
-        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0))
+        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0, middle._params))
         return answer
 
     monkeypatch.setattr(middle, "begin", begun)
@@ -183,7 +186,9 @@ def test_warming_up_the_middle_level_leaves_nothing(
                 played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
                 warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context - 5, True)] if context > 300 else [(context - 5, False)]
-                assert played == {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
+                usual, *others = DIFFERENT_WAYS
+                plays = {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
+                assert played == {(*play, usual) for play in plays} | {(1, 1, False, way) for way in others}
                 assert [runner.cache.length(sequence) for sequence in (0, 1)] == [0, 0]
                 monkeypatch.undo()
             results = runtime.generate_batch(prompts, **asked)
