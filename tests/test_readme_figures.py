@@ -181,13 +181,15 @@ def circle(tokens: list[int]) -> tuple[int, int]:
     return most, -period
 
 
+OURS_AND_DEEPSPEED = {
+    "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, windows chosen",
+    "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8",
+    "deepspeed-assistant": "DeepSpeed with the draft as `assistant_model`",
+}  # fmt: skip
+
+
 def beside_deepspeed() -> Iterator[str]:
-    greedy, sampled = result("compare-13b-h200"), result("compare-13b-sampled-h200")
-    names = {
-        "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, windows chosen",
-        "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8",
-        "deepspeed-assistant": "DeepSpeed with the draft as `assistant_model`",
-    }  # fmt: skip
+    greedy, sampled, names = result("compare-13b-h200"), result("compare-13b-sampled-h200"), OURS_AND_DEEPSPEED
     circles = [circle(tokens) for tokens in greedy["results"]["ours"]["tokens"]]
     yield "the last {} tokens of the prose repeat {}, the last {} of the code {}".format(*circles[0], *circles[1])
     longer = [1 / found["results"]["ours"]["bound"]["share"] for found in (greedy, sampled)]
@@ -214,9 +216,7 @@ def all_systems() -> Iterator[str]:
     assert agreed["ours"]["leading"] == agreed["ours"]["of"] and asked["temperature"] == 0
     yield f"{asked['new_tokens']} tokens each, `--vram {asked['vram']}` for all but the last"
     names = {
-        "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, windows chosen",
-        "deepspeed": "DeepSpeed ZeRO-Inference 0.19.8",
-        "deepspeed-assistant": "DeepSpeed with the draft as `assistant_model`",
+        **OURS_AND_DEEPSPEED,
         "accelerate": "accelerate 1.15 `cpu_offload`, weights pinned by hand",
         "transformers-offloaded-cache": "transformers 5.17, KV cache offloaded, weights on the GPU",
         "resident": "transformers 5.17, all on the GPU",

@@ -146,7 +146,7 @@ def test_what_needs_other_kernels() -> None:
 def test_choices_among_any_number_of_chunks_are_played() -> None:
     def kernels(count: int) -> tuple[int, int]:
         columns, parts = select_chunks._parts(count)
-        return columns, select_chunks._power_of_2(parts)
+        return columns, select_chunks.triton.next_power_of_2(parts)
 
     for most in (1, 2, 511, 512, 513, 700, 5000, 40_000):
         played = select_chunks.different_counts(most)

@@ -131,15 +131,10 @@ def _write_chosen_kernel(
     tl.store(out_ptr + head * budget_chunks + place, chunk, mask=chosen)
 
 
-def _power_of_2(number: int) -> int:
-    """The first that is no less."""
-    return 1 << (number - 1).bit_length()
-
-
 def _parts(chunks: int) -> tuple[int, int]:
     """How the chunks of a head are shared: chunks of a part, and parts."""
-    columns = max(_PART_CHUNKS, _power_of_2(-(-chunks // _MOST_PARTS)))
-    return columns, -(-chunks // columns)
+    columns = max(_PART_CHUNKS, triton.next_power_of_2(triton.cdiv(chunks, _MOST_PARTS)))
+    return columns, triton.cdiv(chunks, columns)
 
 
 def different_counts(most: int) -> list[int]:
@@ -171,7 +166,7 @@ def select_chunks_triton(
         )
         _threshold_kernel[(heads,)](
             counted, limits, plan, selected, chunks, budget_chunks, parts,
-            NUM_KV_HEADS=num_kv_heads, PARTS=_power_of_2(parts),
+            NUM_KV_HEADS=num_kv_heads, PARTS=triton.next_power_of_2(parts),
             K_BLOCK=triton.next_power_of_2(budget_chunks), num_warps=8,
         )  # fmt: skip
         _write_chosen_kernel[(heads, parts)](

@@ -100,36 +100,31 @@ def typical(runs: Sequence[Run]) -> list[Run]:
     return [sorted(same, key=lambda run: run.tok_per_s)[(len(same) - 1) // 2] for same in by_prompt.values()]
 
 
-def tok_per_s(runs: Sequence[Run]) -> float:
-    """All tokens over all time: of every prompt the median run, so that a slow prompt weighs as much as it lasts."""
-    counted = typical(runs)
-    return sum(run.decoded for run in counted) / sum(run.decode_s for run in counted)
-
-
 def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) -> dict[str, Any]:
     """The figures of measured runs, for a report.
 
-    Rates are all tokens, passes and bytes over all time after the first rounds, of every prompt's median run;
-    percentiles are over the tokens of all runs. `bound` is the speed of a plain pinned memcpy, `peak_gbps` (GB/s; None
-    without a GPU), and the share of it that was reached. `bytes_per_pass` are what `streamed` says to come to the
-    device: `weight_bytes` and the known keys and values.
+    Rates are all tokens, passes and bytes over all time after the first rounds, of every prompt's median run, so that
+    a slow prompt weighs as much as it lasts; percentiles are over the tokens of all runs. `bound` is the speed of a
+    plain pinned memcpy, `peak_gbps` (GB/s; None without a GPU), and the share of it that was reached. `bytes_per_pass`
+    are what `streamed` says to come to the device: `weight_bytes` and the known keys and values.
     """
     times_s = [seconds for run in runs for seconds in run.token_times_s()]
     streamed = streamed_bytes(runs, weight_bytes)
     bytes_per_pass = weight_bytes + (streamed["kv"] or 0)
     counted = typical(runs)
-    link_gbps = sum(run.link_bytes(weight_bytes) for run in counted) / sum(run.decode_s for run in counted) / GB
+    decoded, seconds = sum(run.decoded for run in counted), sum(run.decode_s for run in counted)
+    link_gbps = sum(run.link_bytes(weight_bytes) for run in counted) / seconds / GB
     bound = None
     if peak_gbps is not None and bytes_per_pass:
         bound = {
             "link_gbps": peak_gbps, "s_per_pass": bytes_per_pass / (peak_gbps * GB), "share": link_gbps / peak_gbps,
         }  # fmt: skip
     return {
-        "tok_per_s": tok_per_s(runs),
+        "tok_per_s": decoded / seconds,
         "s_per_token": percentiles(times_s).as_dict(),
         "token_s": {name: percentile(times_s, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "time_to_first_token_s": percentiles([run.first_token_s for run in runs]).median,
-        "tokens_per_pass": sum(run.decoded for run in counted) / sum(run.passes for run in counted),
+        "tokens_per_pass": decoded / sum(run.passes for run in counted),
         "bytes_per_pass": bytes_per_pass,
         "streamed": streamed,
         "link_gbps": link_gbps,
