@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, placing
 from offload_runtime.engine.transcripts import loaded_proposers
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import NoProposer
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.trees import Foreknown
+from tests.test_chosen_windows import WorkClock
 
 CONTEXT, COUNT = 700, 40
 SAMPLINGS: list[dict[str, Any]] = [
@@ -55,6 +57,23 @@ def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterat
 @pytest.mark.parametrize("gamma", [None, 1, 5, 40])
 def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list[list[int]], gamma: int | None) -> None:
     assert generate(runtime, gamma=gamma) == expected
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.05])
+def test_what_n_grams_add_changes_no_token(
+    target: Path, draft: Path, expected: list[list[int]], step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where keys and values are streamed they fill windows, which are accepted along other branches than a chain."""
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=step_s)
+        for sampling, said in zip(SAMPLINGS, expected, strict=True):
+            Foreknown([[*PROMPT, *said]]).to(monkeypatch)
+            result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling)
+            assert result.tokens == said
+            assert {"ngram", "middle"} <= set(result.stats.accepted_by_source) and result.stats.passes < 0.5 * COUNT
+            assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
 
 
 def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:

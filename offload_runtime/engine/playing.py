@@ -79,6 +79,7 @@ class RoundPlayer:
                 window.tree_nodes,
                 family,
                 thrifty=family is not None,
+                beside=max(0, min(window.beside, text.most_in_a_row - window.gamma)),
             )
             for text in texts
         ]

@@ -159,7 +159,8 @@ def _proposals(proposer: Proposer, turns: Sequence[Turn]) -> list[Proposal]:
     proposed = {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
     for turn in asked:
         proposal = proposed[turn.sequence]
-        assert len(proposal) <= turn.most_nodes and max(proposal.depths, default=0) <= turn.gamma, "too many proposals"
+        nodes, depth = turn.most_nodes + turn.beside, turn.gamma + turn.beside
+        assert len(proposal) <= nodes and max(proposal.depths, default=0) <= depth, "too many proposals"
     return [proposed.get(turn.sequence, Proposal()) for turn in turns]
 
 
