@@ -63,6 +63,12 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"context": 9300, "kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
         [{"gamma": 12}, {}],
     ),
+    "TriForce for two, odd budgets": (
+        {
+            "max_batch": 2, "kv": "gpu",
+            "speculation": SpeculationOptions("triforce", "retrieval", **{**LEVELS, "budget_tokens": 520}),
+        }, [{"gamma": 12}],
+    ),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
