@@ -179,14 +179,6 @@ def test_gains_of_larger_windows_follow_from_smaller_ones() -> None:
     assert tree.curve()[4] == pytest.approx(1.5, rel=0.1) and 1.5 < tree.curve()[steps_within(64)] < 3
 
 
-def test_what_others_added_to_windows_tells_nothing_about_them() -> None:
-    filled, own = (Gains(64, first=0.5, in_depth=True) for _ in range(2))
-    for number in range(40):
-        filled.observe(4, [[0, 1] if number % 2 else [4, 5, 6, 7, 8, 9, 10, 11]], number=number)
-        own.observe(4, [[0, 1] if number % 2 else []], number=number)
-    assert filled.curve() == own.curve()
-
-
 def test_windows_tell_about_all_smaller_ones() -> None:
     gains = Gains(16, first=0.5, in_depth=True)
     for number in range(40):

@@ -24,6 +24,7 @@ from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
+    LinkTimes,
     NgramProposer,
     NoProposer,
     RoundTimes,
@@ -149,15 +150,31 @@ def test_chosen_windows_of_triforce(
     assert result.stats.tokens_per_pass > 1.4 and clock.draft_steps > COUNT
 
 
+def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the windows that are verified from now on."""
+    widths: list[int] = []
+    runner = runtime._models.target.runner
+    verify = runner.verify
+
+    def noted(windows: Any, sequences: Any) -> Any:
+        widths.extend(len(window.tokens) for window in windows)
+        return verify(windows, sequences)
+
+    patch.setattr(runner, "verify", noted)
+    return widths
+
+
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 def test_what_n_grams_add_to_chains_changes_no_token(
     target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a draft that streams, over streamed weights, alone and in a batch."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
+    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=41))
     prompts = [plain.encode(text) for text in PROMPTS]
     with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=step_s)
+        widths = window_widths(runtime, monkeypatch)
         for sampling, (alone, *together) in zip(SAMPLINGS, expected.said, strict=True):
             Foreknown([[*prompt, *answer] for prompt, answer in zip(prompts, together, strict=True)]).to(monkeypatch)
             asked = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
@@ -165,6 +182,7 @@ def test_what_n_grams_add_to_chains_changes_no_token(
             assert [result.tokens for result in results] == [*together, alone]
             assert all(result.stats.accepted_by_source["ngram"] > 0 for result in results)
             assert results[-1].stats.passes < 0.6 * COUNT
+            assert max(widths) <= 41
             bare = runtime.generate(PROMPT, tree_nodes=0, **asked)
             assert bare.tokens == alone and "ngram" not in bare.stats.accepted_by_source
 
@@ -327,7 +345,7 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     chains = WithNgrams(Named("chain"), NgramProposer(), alone=False)
     trees = WithNgrams(Named("chain", "tree"), NgramProposer())
     assert limits.settle(GenerationParams(), chains) == ChosenWindows({"chain": 20})
-    streamed = replace(limits, streamed=True)
+    streamed = replace(limits, free=20)
     filled = streamed.settle(GenerationParams(), chains)
     assert filled == ChosenWindows({"chain": 20}, free=20)
     assert filled.window(Choice("chain", 8)) == WindowSize(8, beside=12)

@@ -60,11 +60,6 @@ class LoadedModel:
         rings_bytes = 0 if self.staged is None else self.staged.pinned_bytes
         return rings_bytes + sum(arena.pinned_bytes for arena in self.weights.layers)
 
-    @property
-    def streams(self) -> bool:
-        """Whether passes bring weights, or keys and values, over the link."""
-        return self.runner.streamer.bytes_per_pass > 0 or self.link_peak_gbps is not None
-
     def close(self) -> None:
         """Give all memory back. Nothing may be copying any more."""
         self.runner.cache.close()

@@ -54,7 +54,8 @@ def make_proposer(
     """
     if middle is not None:
         hierarchy = _make_triforce(models, middle, budget, recorder)
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if models.target.streams else hierarchy
+        beside = link is not None and link.most_rows > 1
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if beside else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner

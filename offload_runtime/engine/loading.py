@@ -153,11 +153,11 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            link = speed.link_times(placed, models.target.link_peak_gbps)
+            link = speed.link_times(placed, models.target.link_peak_gbps, widest=max_gamma + 1)
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
                 max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room,
-                streamed=models.target.streams,
+                free=max(0, min(max_gamma, link.most_rows - 1)),
             )  # fmt: skip
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,

@@ -26,7 +26,7 @@ class ChosenWindows:
 
     limits: Mapping[str, int]
     branches: bool = True  # whether there may be any
-    free: int = 0  # proposals of a window that make a pass no longer; 0 where every one does
+    free: int = 0  # proposals of a window that make no pass longer
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
@@ -47,7 +47,7 @@ class WindowLimits:
         tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
             chosen.
         tree_room: Nodes of a tree that may be chosen; 0 where there is no room for trees of a draft.
-        streamed: Whether passes bring so much over the link that more proposals make them no longer.
+        free: Proposals of a window that make no pass longer, as the link takes longer than all of them.
     """
 
     max_gamma: int
@@ -55,7 +55,7 @@ class WindowLimits:
     gamma: int | None = None
     tree_nodes: int | None = None
     tree_room: int = 0
-    streamed: bool = False
+    free: int = 0
 
     @property
     def by_family(self) -> dict[str, int]:
@@ -99,5 +99,5 @@ class WindowLimits:
         if nodes == 0:
             limits = {family: min(largest, self.max_gamma) for family, largest in limits.items() if family != "tree"}
         # Trees are filled by who makes them.
-        free = 0 if "tree" in limits or not self.streamed else self.max_gamma
+        free = 0 if "tree" in limits else self.free
         return ChosenWindows(limits, branches=nodes != 0, free=free)

@@ -41,6 +41,11 @@ class Turn:
         return self.gamma if self.tree_nodes is None else self.tree_nodes
 
     @property
+    def room(self) -> int:
+        """Most proposals in all."""
+        return self.most_nodes + self.beside
+
+    @property
     def longest_chain(self) -> int:
         """Most proposals of one that makes chains."""
         return min(self.gamma, self.most_nodes)

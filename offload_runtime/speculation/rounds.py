@@ -159,8 +159,8 @@ def _proposals(proposer: Proposer, turns: Sequence[Turn]) -> list[Proposal]:
     proposed = {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
     for turn in asked:
         proposal = proposed[turn.sequence]
-        nodes, depth = turn.most_nodes + turn.beside, turn.gamma + turn.beside
-        assert len(proposal) <= nodes and max(proposal.depths, default=0) <= depth, "too many proposals"
+        deepest = max(proposal.depths, default=0)
+        assert len(proposal) <= turn.room and deepest <= turn.gamma + turn.beside, "too many proposals"
     return [proposed.get(turn.sequence, Proposal()) for turn in turns]
 
 

@@ -52,15 +52,14 @@ class Gains:
 
         Args:
             size: Proposals asked for, on the grid; what was not proposed counts as rejected.
-            windows: Of each sequence the numbers of those accepted, in the order in which they were proposed; from
-                `size` on they are others' and do not count.
+            windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
             number: Of the round, counted over all families.
         """
         idle = number - self._last_round - 1
         if idle > 0 and self.num_rounds:
             kept = (1 - 1 / _IDLE_MEMORY) ** idle
             self._weights = [max(weight * kept, min(weight, _LEAST_WEIGHT)) for weight in self._weights]
-        self._watch(size, sum(node < size for path in windows for node in path) / len(windows))
+        self._watch(size, sum(len(path) for path in windows) / len(windows))
         self._last_round, self._curve = number, None
         self.num_rounds += 1
         hits = [0] * (self.steps + 1)

@@ -53,7 +53,7 @@ class Foreknown:
         return Guesses(tree, [-1.0] * len(tree))
 
     def to(self, patch: pytest.MonkeyPatch) -> None:
-        """Let all n-grams say this."""
+        """Let all n-grams say this from now on."""
         patch.setattr(NgramProposer, "guesses", lambda *asked: self.guesses(*asked))
 
 
