@@ -88,6 +88,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
         WorkClock(runtime, monkeypatch, step_s=0.002)
         widths = window_widths(runtime, monkeypatch)
         stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
+        assert runtime._parts.proposer.families({0: [1, 2, 3, 1, 2]}) == ("chain",)
     assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}
     assert max(widths) > 1 + max(int(name.split()[1]) for name in stats.windows if name != "plain")
 

@@ -160,8 +160,6 @@ def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -
         return (grown + chains) * draft_step_s
     if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
         steps = answer.acceptance[0].verifications / answer.passes
-    elif answer.windows:  # not for what n-grams added
-        steps = min(steps, _asked_per_pass(answer, "chain")[1])
     gamma_draft = 0 if draft is None else middle.options.gamma_draft
     return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
 
