@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,17 @@ from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSi
 from offload_runtime.machine_profile import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_target import RetrievalTarget
-from offload_runtime.speculation import PLAIN, Choice, NgramProposer, NoProposer, RoundTimes
+from offload_runtime.speculation import (
+    PLAIN,
+    Choice,
+    LinkTimes,
+    NgramProposer,
+    NoProposer,
+    RoundTimes,
+    WithNgrams,
+)
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.trees import Foreknown
 from tests.test_cli_fakes import make_stats
 
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
@@ -139,6 +148,43 @@ def test_chosen_windows_of_triforce(
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
     assert result.stats.tokens_per_pass > 1.4 and clock.draft_steps > COUNT
+
+
+def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the windows that are verified from now on."""
+    widths: list[int] = []
+    runner = runtime._models.target.runner
+    verify = runner.verify
+
+    def noted(windows: Any, sequences: Any) -> Any:
+        widths.extend(len(window.tokens) for window in windows)
+        return verify(windows, sequences)
+
+    patch.setattr(runner, "verify", noted)
+    return widths
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.2])
+def test_what_n_grams_add_to_chains_changes_no_token(
+    target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft that streams, over streamed weights, alone and in a batch."""
+    options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
+    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=41))
+    prompts = [plain.encode(text) for text in PROMPTS]
+    with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=step_s)
+        widths = window_widths(runtime, monkeypatch)
+        for sampling, (alone, *together) in zip(SAMPLINGS, expected.said, strict=True):
+            Foreknown([[*prompt, *answer] for prompt, answer in zip(prompts, together, strict=True)]).to(monkeypatch)
+            asked = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
+            results = [*runtime.generate_batch(PROMPTS, **asked), runtime.generate(PROMPT, **asked)]
+            assert [result.tokens for result in results] == [*together, alone]
+            assert all(result.stats.accepted_by_source["ngram"] > 0 for result in results)
+            assert results[-1].stats.passes < 0.6 * COUNT
+            assert max(widths) <= 41
+            bare = runtime.generate(PROMPT, tree_nodes=0, **asked)
+            assert bare.tokens == alone and "ngram" not in bare.stats.accepted_by_source
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -282,6 +328,34 @@ def test_limits_of_what_is_chosen() -> None:
     for family in ("tree", "ngram", "unigram"):
         assert chosen.window(Choice(family, 48)) == WindowSize(48, 48)
         assert replace(chosen, branches=False).window(Choice(family, 8)) == WindowSize(8)
+
+
+class Named(NoProposer):
+    """Who could propose in these ways."""
+
+    def __init__(self, *families: str) -> None:
+        self._families = families
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return self._families
+
+
+def test_chains_are_filled_where_rows_cost_nothing() -> None:
+    limits = WindowLimits(20, 256, tree_room=256)
+    chains = WithNgrams(Named("chain"), NgramProposer(), alone=False)
+    trees = WithNgrams(Named("chain", "tree"), NgramProposer())
+    assert limits.settle(GenerationParams(), chains) == ChosenWindows({"chain": 20})
+    streamed = replace(limits, free=20)
+    filled = streamed.settle(GenerationParams(), chains)
+    assert filled == ChosenWindows({"chain": 20}, free=20)
+    assert filled.window(Choice("chain", 8)) == WindowSize(8, beside=12)
+    assert filled.window(Choice("chain", 20)) == WindowSize(20) and filled.window(PLAIN) == WindowSize(0)
+    # Where branches were refused, the window is fixed, or a tree takes them in.
+    bare = streamed.settle(GenerationParams(tree_nodes=0), chains)
+    assert isinstance(bare, ChosenWindows) and bare.window(Choice("chain", 8)) == WindowSize(8)
+    assert streamed.settle(GenerationParams(gamma=3), chains) == WindowSize(3)
+    of_trees = streamed.settle(GenerationParams(), trees)
+    assert isinstance(of_trees, ChosenWindows) and of_trees.window(Choice("chain", 8)) == WindowSize(8)
 
 
 def test_times_of_another_length_begin_in_proportion() -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import NgramLookup, NgramProposer, NoProposer, Proposal, Turn, WithNgrams
+from offload_runtime.speculation import (
+    NgramLookup,
+    NgramProposer,
+    NoProposer,
+    Proposal,
+    Turn,
+    WithNgrams,
+    accepted_path,
+)
 from offload_runtime.speculation.calibration import MatchRates
 from tests.helpers.trees import pruned
 
@@ -296,3 +304,25 @@ def test_families_say_how_much_of_the_endings_occurred_before() -> None:
     assert set(NgramProposer().families({})) == {"ngram", "unigram"}
     draft = WithNgrams(Chains(), NgramProposer())
     assert list(draft.families({0: known})) == ["ngram", "chain"] and list(draft.families({0: weak})) == ["chain"]
+
+
+class Sevens(Chains):
+    """A draft that always says seven."""
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [Proposal.chain([7] * turn.longest_chain, "draft") for turn in turns]
+
+
+def test_what_a_text_said_before_takes_the_room_beside_a_chain() -> None:
+    draft = WithNgrams(Sevens(), NgramProposer(), alone=False)
+    text = [1, 2, 3, 4, 5, 6, 9, 1, 2]
+    assert list(draft.families({0: text})) == ["chain"]
+    alone, beside = (
+        draft.propose([Turn(0, text, 2, family="chain", thrifty=True, beside=count)])[0] for count in (0, 5)
+    )
+    assert alone == Proposal.chain([7, 7], "draft")
+    assert len(beside) == 7 and beside.sources == ("draft",) * 2 + ("ngram",) * 5
+    # Further down than the chain, from where the text ends.
+    assert accepted_path(beside, [3, 0, 0, 4, 5, 6, 9, 0]) == [2, 3, 4, 5, 6] and beside.depths[2:] == (1, 2, 3, 4, 5)
+    new = draft.propose([Turn(0, [11, 12, 13], 2, family="chain", thrifty=True, beside=5)])[0]
+    assert new == alone

@@ -65,6 +65,16 @@ def test_paths_become_one_trie_until_there_is_no_more_room(paths: list[list[int]
     assert list(zip(said(tree), tree.sources, strict=True)) == list(first.items())[:count]
 
 
+@given(proposals(), proposals(), st.integers(0, 30))
+def test_joined_is_what_either_says_the_others_last(one: Proposal, other: Proposal, count: int) -> None:
+    other = Proposal(other.tokens, other.parents, ("b",) * len(other))
+    both = one.joined(other, count)
+    assert said(both)[: len(one)] == said(one) and both.sources == ("a",) * len(one) + ("b",) * (len(both) - len(one))
+    new = [path for path in said(other) if path not in said(one)]
+    room = max(0, count - len(one))
+    assert len(both) - len(one) == min(room, len(new)) and set(said(both)[len(one) :]) <= set(new)
+
+
 def test_no_more_paths_are_asked_for_than_there_is_room() -> None:
     asked = []
 

@@ -13,6 +13,7 @@ from offload_runtime.cli.answer_figures import depth_figure, source_figure, spee
 from offload_runtime.engine import Runtime, hierarchy, playing
 from offload_runtime.speculation import (
     PLAIN,
+    Acceptance,
     Choice,
     Chooser,
     LinkTimes,
@@ -200,10 +201,18 @@ def test_a_tally_counts_depths_and_sources() -> None:
     tally = Tally()
     assert (tally.accepted_by_depth, tally.accepted_by_source) == ((), {})
     for num_proposed, sources in ((5, ["draft", "ngram"]), (0, []), (3, []), (9, ["draft", "draft", "ngram"])):
-        tally.add(num_proposed, sources)
+        tally.add((["draft", "ngram"] * 5)[:num_proposed], sources)
     assert (tally.accepted_by_depth, tally.accepted_by_source) == ((2, 2, 1), {"draft": 3, "ngram": 2})
     (level,) = tally.levels("draft", ())
     assert (level.verifications, level.proposed, level.accepted) == (3, 17, 5)
+
+
+def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
+    tally = Tally()
+    tally.add(["middle"] * 4 + ["ngram"] * 6, ["middle", "ngram", "ngram"])
+    tally.add(["middle"] * 4, ["middle"] * 4)
+    *_, level = tally.levels("middle", (Acceptance("draft", "middle", 3, 9, 5),))
+    assert level == Acceptance("middle", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
 
 
 def test_the_printed_summary() -> None:

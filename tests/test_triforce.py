@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, placing
+from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.transcripts import loaded_proposers
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import NoProposer
+from offload_runtime.speculation import LinkTimes, NoProposer
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.trees import Foreknown
+from tests.test_chosen_windows import WorkClock, window_widths
 
 CONTEXT, COUNT = 700, 40
 SAMPLINGS: list[dict[str, Any]] = [
@@ -55,6 +58,39 @@ def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterat
 @pytest.mark.parametrize("gamma", [None, 1, 5, 40])
 def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list[list[int]], gamma: int | None) -> None:
     assert generate(runtime, gamma=gamma) == expected
+
+
+def test_what_n_grams_add_changes_no_token(
+    target: Path, draft: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes wait for the link they fill windows, which are accepted along other branches than a chain; never
+    beyond the end of a context or an answer."""
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=64))
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=len(PROMPT) + COUNT, kv="host", speculation=options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=0.002)
+        for sampling, said in zip(SAMPLINGS, expected, strict=True):
+            Foreknown([[*PROMPT, *said]]).to(monkeypatch)
+            widths = window_widths(runtime, monkeypatch)
+            result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling)
+            assert result.tokens == said and 8 < max(widths) < COUNT
+            assert {"ngram", "middle"} <= set(result.stats.accepted_by_source) and result.stats.passes < 0.5 * COUNT
+
+
+def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=64))
+    options = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=0.002)
+        widths = window_widths(runtime, monkeypatch)
+        stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
+        assert runtime._parts.proposer.families({0: [1, 2, 3, 1, 2]}) == ("chain",)
+    assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}
+    assert max(widths) > 1 + max(int(name.split()[1]) for name in stats.windows if name != "plain")
 
 
 def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:

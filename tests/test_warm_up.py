@@ -21,6 +21,7 @@ from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.sampling import DIFFERENT_WAYS
+from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
@@ -60,7 +61,13 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a draft that streams": ({"speculation": SpeculationOptions("chain", "streaming", **LEVELS)}, [{"gamma": 6}, {}]),
     "TriForce, KV streamed": (
         {"context": 9300, "kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
-        [{"gamma": 12}],
+        [{"gamma": 12}, {}],
+    ),
+    "TriForce for two, odd budgets": (
+        {
+            "max_batch": 2, "kv": "gpu",
+            "speculation": SpeculationOptions("triforce", "retrieval", **{**LEVELS, "budget_tokens": 520}),
+        }, [{"gamma": 12}],
     ),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
@@ -182,7 +189,7 @@ def test_warming_up_the_middle_level_leaves_nothing(
     for warm in (False, True):
         with load(target, **loaded) as runtime:
             if warm:
-                proposer, runner = runtime._parts.proposer, runtime._models.target.runner
+                proposer, runner = drafting(runtime._parts.proposer), runtime._models.target.runner
                 played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
                 warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context - 5, True)] if context > 300 else [(context - 5, False)]

@@ -100,7 +100,11 @@ def gather_chunks_reference(
     return (arrivals >= 0).sum(-1, dtype=torch.int32)
 
 
-@jit(do_not_specialize=("num_places",))
+# A kernel is made for where its pointers are aligned, and how many sequences and places there are decides about these.
+_ANYWHERE = ("resident_ptr", "places_ptr", "arrivals_ptr")
+
+
+@jit(do_not_specialize=("used_ptr", "num_places", *_ANYWHERE))
 def _assign_kernel(
     selected_ptr, resident_ptr, used_ptr, present_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_moved_ptr,
     num_places, NUM_KV_HEADS: tl.constexpr, K_BLOCK: tl.constexpr, STEPS: tl.constexpr, HAS_USED: tl.constexpr,
@@ -144,7 +148,7 @@ def _assign_kernel(
     tl.store(num_moved_ptr + head, num_moved)
 
 
-@jit(do_not_specialize=("pointers_ptr", "num_places", "pointers_stride"))
+@jit(do_not_specialize=("pointers_ptr", "num_places", "pointers_stride", *_ANYWHERE))
 def _gather_kernel(
     pointers_ptr, data_ptr, resident_ptr, places_ptr, arrivals_ptr, num_free_ptr, num_places, pointers_stride,
     stride_batch, stride_block, stride_kv,

@@ -47,7 +47,7 @@ def select_chunks_reference(
     return ordered.masked_fill(ordered == chunks, -1).int()
 
 
-@jit(do_not_specialize=("num_chunks", "num_held"))
+@jit(do_not_specialize=("held_ptr", "num_chunks", "num_held"))
 def _add_margin_kernel(scores_ptr, held_ptr, num_chunks, num_held, held_margin, H_BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, H_BLOCK)

@@ -161,7 +161,7 @@ class BatchGeneration:
         played = self._player.play(texts)
         for member, outcome in zip(active, played, strict=True):
             member.passes += 1
-            member.tally.add(outcome.num_proposed, outcome.accepted_sources, window=self._player.window)
+            member.tally.add(outcome.proposal.sources, outcome.accepted_sources, window=self._player.window)
             member.push(outcome.tokens)
             self._let_go_of_finished(member)
 

@@ -53,7 +53,9 @@ def make_proposer(
         link: How long it is busy with passes, and behind them; None for nothing streamed.
     """
     if middle is not None:
-        return _make_triforce(models, middle, budget, recorder)
+        hierarchy = _make_triforce(models, middle, budget, recorder)
+        beside = link is not None and link.most_rows > 1
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if beside else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner

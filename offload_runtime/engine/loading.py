@@ -146,18 +146,19 @@ def load_runtime(
             paced_link(back_gbps),
             traced_copies(recorder, LINK_BACK),
         ):
-            # Windows of n-grams may branch without room for a draft's trees.
-            branches = middle is None and (kind == "ngram" or (kind != "none" and tree_nodes != 0))
+            # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
+            branches = kind == "ngram" or ((kind != "none" or middle is not None) and tree_nodes != 0)
             models = assembly.load_models(
                 sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            link = speed.link_times(placed, models.target.link_peak_gbps)
+            link = speed.link_times(placed, models.target.link_peak_gbps, widest=max_gamma + 1)
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
-                max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room
-            )
+                max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room,
+                free=max(0, min(max_gamma, link.most_rows - 1)),
+            )  # fmt: skip
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
                 windows=windows,

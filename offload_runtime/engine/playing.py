@@ -9,6 +9,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.speculation import PLAIN, Choice, Proposer, Round, Turn, play_round
+from offload_runtime.speculation.ngrams import NGRAM
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -65,7 +66,7 @@ class RoundPlayer:
         needed = window.gamma if window.tree_nodes is None else min(_DEEP_ENOUGH, window.gamma)
         whole = [text.most_in_a_row >= needed for text in texts]
         chooser.learn(
-            times, choice, [played.path for played, fits in zip(rounds, whole, strict=True) if fits],
+            times, choice, [_own(played, choice) for played, fits in zip(rounds, whole, strict=True) if fits],
             tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
         )  # fmt: skip
         return rounds
@@ -79,6 +80,7 @@ class RoundPlayer:
                 window.tree_nodes,
                 family,
                 thrifty=family is not None,
+                beside=max(0, min(window.beside, text.most_in_a_row - window.gamma)),
             )
             for text in texts
         ]
@@ -96,3 +98,10 @@ class RoundPlayer:
         if window.tree_nodes is not None and "chain" in able:
             return Choice("tree", window.tree_nodes)
         return Choice("chain", window.gamma) if "chain" in able else Choice("ngram", window.tree_nodes or window.gamma)
+
+
+def _own(played: Round, choice: Choice) -> Sequence[int]:
+    """The accepted proposals of who was chosen: beside a chain there are n-grams, which tell nothing about it."""
+    if choice.family != "chain":
+        return played.path
+    return [node for node in played.path if played.proposal.sources[node] != NGRAM]

@@ -88,7 +88,7 @@ class Runtime:
             traced=traced,
             learnt=Learnt(
                 loaded.windows.by_family, None if loaded.machine is None else self._expected.seconds_of_round,
-                streamed=target.runner.streamer.bytes_per_pass > 0 or target.link_peak_gbps is not None,
+                streamed=target.link_peak_gbps is not None,
             ),
         )  # fmt: skip
 

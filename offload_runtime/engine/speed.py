@@ -127,12 +127,13 @@ class Speed:
         """Seconds of a step of the middle level; None without one."""
         return None if placed.middle is None else predict_step(middle_step_costs(placed), self.machine)
 
-    def link_times(self, placed: PlacedLevels, link_gbps: float | None) -> LinkTimes:
+    def link_times(self, placed: PlacedLevels, link_gbps: float | None, *, widest: int = 0) -> LinkTimes:
         """How long the link is busy with passes, and behind them.
 
         Args:
             placed: What lives where.
             link_gbps: As measured; None where nothing is streamed.
+            widest: Rows of the widest window, if it is wider than what is usual.
         """
         if link_gbps is None:
             return LinkTimes()
@@ -144,7 +145,7 @@ class Speed:
 
         costs, passed = predicted(1)
         free_s = max(0.0, lookahead_s(placed, costs, passed) - _BETWEEN_S)
-        widest = max(self.tree_nodes_of(placed), self.gamma_of(placed)) + 1
+        widest = max(widest, self.tree_nodes_of(placed) + 1, self.gamma_of(placed) + 1)
         # Windows of sizes like these are what is played.
         rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
         bound = bisect_right(rows, 0.0, key=lambda rows: _slack_s(predicted(rows)[1]))

@@ -38,7 +38,7 @@ class GenerationStats:
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
         accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
-            number is that of proposals.
+            number is that of proposals, n-grams beside a chain not counted.
     """
 
     prompt_tokens: int

@@ -113,7 +113,7 @@ class TokenStream:
                     return
             with self._own_cache():
                 (played,) = player.play([Text(0, self.sequence_tokens, self._answer.remaining)])
-            self._tally.add(played.num_proposed, played.accepted_sources, window=player.window)
+            self._tally.add(played.proposal.sources, played.accepted_sources, window=player.window)
             new_tokens = played.tokens
             self._passes += 1
 

@@ -107,7 +107,7 @@ class TracedProposer:
         """As `Proposer.propose`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
         proposals = self._proposer.propose(turns)
-        args = {"asked": [turn.most_nodes for turn in turns], "proposed": [len(proposal) for proposal in proposals]}
+        args = {"asked": [turn.room for turn in turns], "proposed": [len(proposal) for proposal in proposals]}
         self._told("propose", started_s, started, args)
         return proposals
 

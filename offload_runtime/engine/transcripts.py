@@ -31,7 +31,7 @@ from offload_runtime.speculation import (
     TreeDraftProposer,
     TriForceProposer,
     Turn,
-    WithNgrams,
+    drafting,
 )
 
 # Of the windows of a script with room for trees.
@@ -229,8 +229,7 @@ def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Seque
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
-    own = runtime._parts.proposer
-    own = own.draft if isinstance(own, WithNgrams) else own
+    own = drafting(runtime._parts.proposer)
     names: dict[type, str] = {DraftProposer: "draft", TreeDraftProposer: "draft", TriForceProposer: "triforce"}
     if type(own) in names:
         return {"ngram": NgramProposer(), names[type(own)]: own}

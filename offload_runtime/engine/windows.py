@@ -12,10 +12,12 @@ from offload_runtime.speculation import Choice, NoProposer, Proposer, makes_tree
 
 @dataclass(frozen=True)
 class WindowSize:
-    """Most tokens to propose per round and sequence: `gamma` in a row and `tree_nodes` in all, None for chains."""
+    """Most tokens to propose per round and sequence: `gamma` in a row and `tree_nodes` in all, None for chains, and
+    `beside` a chain so many more that cost nothing."""
 
     gamma: int
     tree_nodes: int | None = None
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,14 @@ class ChosenWindows:
 
     limits: Mapping[str, int]
     branches: bool = True  # whether there may be any
+    free: int = 0  # proposals of a window that make no pass longer
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
-        return WindowSize(choice.size, choice.size if self.branches and choice.may_branch else None)
+        if self.branches and choice.may_branch:
+            return WindowSize(choice.size, choice.size)
+        beside = max(0, self.free - choice.size) if self.branches and choice.family == "chain" else 0
+        return WindowSize(choice.size, beside=beside)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class WindowLimits:
         tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
             chosen.
         tree_room: Nodes of a tree that may be chosen; 0 where there is no room for trees of a draft.
+        free: Proposals of a window that make no pass longer, as the link takes longer than all of them.
     """
 
     max_gamma: int
@@ -48,6 +55,7 @@ class WindowLimits:
     gamma: int | None = None
     tree_nodes: int | None = None
     tree_room: int = 0
+    free: int = 0
 
     @property
     def by_family(self) -> dict[str, int]:
@@ -90,4 +98,6 @@ class WindowLimits:
         limits = {family: self.by_family[family] for family in proposer.families({}) if family in self.by_family}
         if nodes == 0:
             limits = {family: min(largest, self.max_gamma) for family, largest in limits.items() if family != "tree"}
-        return ChosenWindows(limits, branches=nodes != 0)
+        # Trees are filled by who makes them.
+        free = 0 if "tree" in limits else self.free
+        return ChosenWindows(limits, branches=nodes != 0, free=free)

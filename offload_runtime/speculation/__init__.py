@@ -12,7 +12,7 @@ from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accept
 from offload_runtime.speculation.tree_draft import TreeDraftProposer
 from offload_runtime.speculation.triforce import TriForceProposer
 from offload_runtime.speculation.window_sizes import PLAIN, Choice
-from offload_runtime.speculation.with_ngrams import WithNgrams
+from offload_runtime.speculation.with_ngrams import WithNgrams, drafting
 
 __all__ = [
     "PLAIN",
@@ -37,6 +37,7 @@ __all__ = [
     "Turn",
     "WithNgrams",
     "accepted_path",
+    "drafting",
     "guessed_cost",
     "makes_trees",
     "play_round",

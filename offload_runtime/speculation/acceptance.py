@@ -40,18 +40,19 @@ class Tally:
     """Counts what the target decided in the rounds of one generation."""
 
     def __init__(self) -> None:
-        self._verifications = self._proposed = 0
+        self._verifications = 0
+        self._proposed: Counter[str] = Counter()  # by who proposes
         self._by_depth: list[int] = []
         self._by_source: Counter[str] = Counter()
         self._windows: Counter[str] = Counter()
 
-    def add(self, num_proposed: int, accepted_sources: Sequence[str], *, window: str | None = None) -> None:
-        """One round of one sequence: its proposals, and of those that were accepted who made them, in order; and what
-        was asked for, in words."""
+    def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str | None = None) -> None:
+        """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
+        what was asked for, in words."""
         if window is not None:
             self._windows[window] += 1
-        self._verifications += num_proposed > 0
-        self._proposed += num_proposed
+        self._verifications += len(sources) > 0
+        self._proposed.update(sources)
         self._by_depth += [0] * (len(accepted_sources) - len(self._by_depth))
         for depth, source in enumerate(accepted_sources):
             self._by_depth[depth] += 1
@@ -73,11 +74,14 @@ class Tally:
         return dict(self._windows.most_common())
 
     def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
-        """All levels, the target's last.
+        """All levels, the target's last. A draft's proposals are all of its windows, n-grams among them; of a
+        hierarchy they are those that it made.
 
         Args:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        target = Acceptance(proposed_by, "target", self._verifications, self._proposed, sum(self._by_depth))
-        return (*inner, target)
+        proposed, accepted = self._proposed.total(), self._by_source.total()
+        if proposed_by == "middle":
+            proposed, accepted = self._proposed[proposed_by], self._by_source[proposed_by]
+        return (*inner, Acceptance(proposed_by, "target", self._verifications, proposed, accepted))

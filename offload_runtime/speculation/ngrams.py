@@ -19,7 +19,7 @@ NGRAM, UNIGRAM = "ngram", "unigram"
 _SIZES = (3, 2, 1)
 _MOST_OCCURRENCES = 32
 # Where more proposals are not worth the time that they take, those less probable than this are left out.
-_LEAST_CHANCE = math.log(1e-3)
+LEAST_CHANCE = math.log(1e-3)
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class NgramProposer:
                 self.prepare(turn.sequence, turn.tokens)
                 proposals.append(self._lookups[turn.sequence].chain(turn.tokens, turn.gamma))
             else:
-                proposals.append(self.guesses(turn, _LEAST_CHANCE if turn.thrifty else -math.inf).proposal)
+                proposals.append(self.guesses(turn, LEAST_CHANCE if turn.thrifty else -math.inf).proposal)
         return proposals
 
     def guesses(self, turn: Turn, least: float) -> Guesses:

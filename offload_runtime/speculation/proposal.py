@@ -56,6 +56,22 @@ class Proposal:
                 break
         return cls(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
 
+    def joined(self, other: Proposal, count: int) -> Proposal:
+        """These nodes, and behind them those of another one that are not among them, up to `count` in all."""
+        nodes = {key: node for node, key in enumerate(zip(self.parents, self.tokens, strict=True))}
+        sources, places = list(self.sources), {-1: -1}  # of the other's nodes
+        for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
+            if parent not in places:
+                continue
+            key = places[parent], token
+            if key not in nodes:
+                if len(nodes) >= count:
+                    continue
+                nodes[key] = len(nodes)
+                sources.append(other.sources[node])
+            places[node] = nodes[key]
+        return Proposal(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -24,7 +24,7 @@ class Turn:
     proposed in a row, and up to `tree_nodes` in all, where None asks for a chain. `sequence` is its batch row in every
     cache, and the noise's sequence. `family` says who is to propose where there are several (see `Choice`); None leaves
     it to the proposer. A `thrifty` turn takes fewer where more of them are not worth the time that it takes to think of
-    them.
+    them. Of a chain, so many more as `beside` says may be added, also further down, by who has them for nothing.
     """
 
     sequence: int
@@ -33,11 +33,17 @@ class Turn:
     tree_nodes: int | None = None
     family: str | None = None
     thrifty: bool = False
+    beside: int = 0
 
     @property
     def most_nodes(self) -> int:
-        """Most proposals in all."""
+        """Most proposals in all, but for those beside a chain."""
         return self.gamma if self.tree_nodes is None else self.tree_nodes
+
+    @property
+    def room(self) -> int:
+        """Most proposals in all."""
+        return self.most_nodes + self.beside
 
     @property
     def longest_chain(self) -> int:

@@ -159,7 +159,8 @@ def _proposals(proposer: Proposer, turns: Sequence[Turn]) -> list[Proposal]:
     proposed = {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
     for turn in asked:
         proposal = proposed[turn.sequence]
-        assert len(proposal) <= turn.most_nodes and max(proposal.depths, default=0) <= turn.gamma, "too many proposals"
+        deepest = max(proposal.depths, default=0)
+        assert len(proposal) <= turn.room and deepest <= turn.gamma + turn.beside, "too many proposals"
     return [proposed.get(turn.sequence, Proposal()) for turn in turns]
 
 

@@ -17,6 +17,7 @@ from offload_runtime.speculation import (
     SpeculativeDecoder,
     TriForceProposer,
     Turn,
+    drafting,
     play_round,
 )
 
@@ -90,7 +91,7 @@ def play(
 
 def middle_of(runtime: Runtime) -> RetrievalTarget:
     """The middle level."""
-    proposer = runtime._parts.proposer
+    proposer = drafting(runtime._parts.proposer)
     assert isinstance(proposer, TriForceProposer) and isinstance(proposer._middle, RetrievalTarget)
     return proposer._middle
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -13,6 +14,7 @@ from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
+    NgramProposer,
     NoProposer,
     Proposal,
     Proposer,
@@ -21,12 +23,38 @@ from offload_runtime.speculation import (
     Turn,
     play_round,
 )
+from offload_runtime.speculation.ngrams import Guesses
 from tests.helpers.models import VOCAB_SIZE
 
 
 def pruned(tree: Proposal, count: int) -> Proposal:
     """The first `count` nodes: with every node the path to it stays."""
     return Proposal(tree.tokens[:count], tree.parents[:count], tree.sources[:count])
+
+
+class Foreknown:
+    """What a text said before, of texts that go on as these do: right up to a depth that takes every value in turn,
+    with a wrong branch behind each of its first tokens.
+
+    Args:
+        texts: Prompt and continuation of each sequence.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts, self.asked = texts, 0
+
+    def guesses(self, ngrams: NgramProposer, turn: Turn, least: float) -> Guesses:
+        """As `NgramProposer.guesses`."""
+        self.asked += 1
+        text, end = self._texts[turn.sequence], len(turn.tokens)
+        right = list(text[end : end + self.asked % 40])
+        wrong = [[*right[:depth], token ^ 1, 5, 6] for depth, token in enumerate(right[:6])]
+        tree = Proposal.of_paths(((path[: turn.gamma], "ngram") for path in [right, *wrong]), turn.most_nodes)
+        return Guesses(tree, [-1.0] * len(tree))
+
+    def to(self, patch: pytest.MonkeyPatch) -> None:
+        """Let all n-grams say this from now on."""
+        patch.setattr(NgramProposer, "guesses", lambda *asked: self.guesses(*asked))
 
 
 class TreeScript:

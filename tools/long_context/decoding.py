@@ -72,8 +72,9 @@ def target_acceptance(rounds: Sequence[Round]) -> dict[str, Any]:
     accepted = sum(played.num_accepted for played in rounds)
     judged = accepted + sum(played.num_accepted < played.num_proposed for played in rounds)
     by_depth = []
-    for depth in range(1, max((played.num_proposed for played in rounds), default=0) + 1):
-        reached = [played.num_accepted >= depth for played in rounds if played.num_proposed >= depth]
+    deepest = [max(played.proposal.depths, default=0) for played in rounds]
+    for depth in range(1, max(deepest, default=0) + 1):
+        reached = [played.num_accepted >= depth for played, most in zip(rounds, deepest, strict=True) if most >= depth]
         by_depth.append(sum(reached) / len(reached))
     return {
         "proposed": proposed,

@@ -26,7 +26,7 @@ from offload_runtime.speculation import (
     Proposer,
     TreeDraftProposer,
     TriForceProposer,
-    WithNgrams,
+    drafting,
 )
 
 
@@ -107,8 +107,7 @@ class Levels:
 
 def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
-    if isinstance(proposer, WithNgrams):
-        return levels_of(proposer.draft)
+    proposer = drafting(proposer)
     if isinstance(proposer, TriForceProposer):
         assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalTarget)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
@@ -120,11 +119,13 @@ def levels_of(proposer: Proposer) -> Levels:
 
 def middle_passes(proposer: Proposer) -> int:
     """Steps of the middle level since the proposer was started, each of all sequences."""
+    proposer = drafting(proposer)
     return proposer.num_steps if isinstance(proposer, TriForceProposer) else 0
 
 
 def set_variant(proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> None:
     """Let a TriForce proposer go on with another number of proposals and another interval between choices."""
+    proposer = drafting(proposer)
     assert isinstance(proposer, TriForceProposer), "only a hierarchy has variants"
     proposer._gamma = gamma_draft if proposer._draft is not None else 0
     proposer._refresh_steps = refresh_steps
@@ -188,7 +189,7 @@ def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
     """The rank among a draft's children of each token that the target then says, None where it is none of them: a list
     that grows while the runtime proposes trees."""
     proposer = proposer_of(runtime)
-    proposer = proposer.draft if isinstance(proposer, WithNgrams) else proposer
+    proposer = drafting(proposer)
     assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
     told, ranks = proposer._learn_rank, []
 

@@ -93,7 +93,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
         rounds.append(played)
         stamps_s.append(time.perf_counter())
         counts.append(len(played.tokens))
-        tally.add(played.num_proposed, played.accepted_sources, window=player.window)
+        tally.add(played.proposal.sources, played.accepted_sources, window=player.window)
     after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
     kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
     levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts())
