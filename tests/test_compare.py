@@ -99,6 +99,11 @@ def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
     assert agreement["reference"] == "ours-plain" and set(agreement["systems"]) == set(MEASURED)
     for row in agreement["systems"].values():
         assert row == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+    for name, shares in agreement["in_common"].items():
+        result = outcome.report["results"][name]
+        assert len(shares) == 2 and min(shares) > 0.999
+        # Greedy answers begin with the likeliest token.
+        assert [one["tokens"][0] for one in result["next_token"]] == [tokens[0] for tokens in result["tokens"]]
     first, second = outcome.report["results"]["resident"]["tokens"]
     assert first != second, "two prompts, two answers"
 
@@ -224,6 +229,10 @@ def test_the_best_of_all_assistants_is_reported(models: Models, temperature: str
     assert assisted["differing_generations"] == plain["differing_generations"] == 0
     if temperature == "0":
         assert assisted["tokens"] == plain["tokens"]
+    # The target's own, and neither the assistant's nor divided by the temperature.
+    (one,), (other,) = plain["next_token"], assisted["next_token"]
+    assert one["tokens"][:8] == other["tokens"][:8]
+    assert one["probabilities"] == pytest.approx(other["probabilities"], rel=1e-4)
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.5", "2"])
@@ -265,6 +274,7 @@ def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path, chunk: 
     report = json.loads(out.read_text())
     for name in ("deepspeed", "deepspeed-assistant"):
         assert report["agreement"]["systems"][name] == {"leading": [NEW_TOKENS] * 2, "of": [NEW_TOKENS] * 2}
+        assert min(report["agreement"]["in_common"][name]) > 0.999
         assert report["results"][name]["settings"]["prefill_chunk"] == (int(chunk) or None)
         assert report["results"][name]["differing_generations"] == 0
     assert report["results"]["deepspeed-assistant"]["tokens_per_pass"] > 2
@@ -293,6 +303,7 @@ def test_weights_keys_and_values_cross_the_link_of_a_gpu_in_every_system(tmp_pat
     per_token = config.kv_bytes_per_token(4)
     for row in report["agreement"]["systems"].values():
         assert row == {"leading": [6], "of": [6]}
+    assert min(share for shares in report["agreement"]["in_common"].values() for share in shares) > 0.99
     for name, result in report["results"].items():
         told = result["streamed"]
         assert result["differing_generations"] == 0 and result["bytes_per_pass"] == told["weights"] + told["kv"] > 0

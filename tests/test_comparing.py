@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 from common import options_from, peer_parser
 from comparing import chart, report, systems
-from measurement import RoundClock
 from models import fitting_layers, require_whole_model
-from runs import Run, answers, figures, num_differing
+from runs import NextToken, Run, answers, expectations, figures, num_differing
+from watching import RoundClock
 
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError, StorageError
 
@@ -23,13 +25,19 @@ def run(stamps: list[float], counts: list[int], *, prompt: int = 0, first_token:
     return Run(prompt, 0.0, tuple(stamps), tuple(counts), tuple(range(first_token, first_token + sum(counts))))
 
 
+def expected(probabilities: dict[int, float]) -> dict[str, Any]:
+    """What a peer reports of the token behind a prompt."""
+    return {"tokens": list(probabilities), "probabilities": list(probabilities.values())}
+
+
 def result(tok_per_s: float, tokens: list[list[int]] | None = None, **others: Any) -> dict[str, Any]:
     """What a peer reports, as far as a comparison reads it."""
     return {
         "system": "peer", "tok_per_s": tok_per_s, "token_s": {"p50": 0.5, "p90": 0.25, "p99": 0.125},
         "time_to_first_token_s": 3.0, "tokens_per_pass": 1.5, "link_gbps": 50.0, "bytes_per_pass": 10**9,
         "streamed": {"weights": 10**9, "kv": 0, "kv_to_host": 0},
-        "peak_vram_bytes": None, "notes": [], "tokens": tokens or [[1, 2, 3]], "bound": {"link_gbps": 55.0}, **others,
+        "peak_vram_bytes": None, "notes": [], "tokens": tokens or [[1, 2, 3]], "bound": {"link_gbps": 55.0},
+        "next_token": [expected({1: 0.5, 2: 0.25})] * len(tokens or [[]]), **others,
     }  # fmt: skip
 
 
@@ -78,6 +86,36 @@ def test_a_clock_leaves_out_the_prompt_and_counts_the_tokens_of_a_round() -> Non
     assert clock.counts == [1, 3] and clock.stamps_s == sorted(clock.stamps_s) and len(clock.stamps_s) == 2
 
 
+def test_what_is_expected_behind_a_prompt_is_said_for_every_prompt() -> None:
+    logits = torch.arange(100.0).roll(7)  # token 6 has the highest, then 5, … 0, 99, …
+    likeliest = NextToken.of(logits.bfloat16())
+    assert likeliest.tokens[:8] == (6, 5, 4, 3, 2, 1, 0, 99) and len(likeliest.tokens) == 64
+    assert likeliest.probabilities[:2] == pytest.approx([1 - math.exp(-1), (1 - math.exp(-1)) * math.exp(-1)])
+    assert len(NextToken.of(torch.zeros(3)).tokens) == 3
+    other = NextToken((1,), (0.75,))
+    runs = [
+        dataclasses.replace(run([1, 2], [1, 2], prompt=prompt), next_token=token)
+        for prompt, token in ((1, other), (0, likeliest), (1, likeliest))
+    ]
+    assert expectations(runs) == [dataclasses.asdict(likeliest), dataclasses.asdict(other)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_a_system_that_expects_other_tokens_behind_a_prompt_is_suspect(temperature: float) -> None:
+    """Whatever the noise: a peer whose keys arrive too late says something, and quickly."""
+    said = {"ours-plain": {1: 0.5, 2: 0.25}, "near": {2: 0.5, 9: 0.3, 1: 0.125}, "far": {9: 0.5, 1: 0.25}}
+    results = {
+        name: result(2, system=name, next_token=[expected(said["ours-plain"]), expected(one)], tokens=[[1], [2]])
+        for name, one in said.items()
+    }
+    found = report.agreements(results, greedy=temperature == 0)
+    assert found is not None
+    assert found["in_common"] == {"ours-plain": [1, 1], "near": [1, 0.5], "far": [1, pytest.approx(1 / 3)]}
+    lines = report.table(make_report(results, greedy=temperature == 0)).splitlines()
+    (suspect,) = (number for number, line in enumerate(lines) if "SUSPECT" in line)
+    assert lines[suspect - 1].startswith("far ") and "it expects 33 % as ours-plain does" in lines[suspect]
+
+
 @pytest.mark.parametrize(
     ("said", "count"), [([1, 2, 3], 3), ([1, 2, 9], 2), ([9, 2, 3], 0), ([1, 2], 2), ([1, 9, 3], 1), ([], 0)]
 )
@@ -115,10 +153,10 @@ def test_the_bound_is_bytes_over_the_fastest_link_that_was_seen() -> None:
     assert report.link_bound({"resident": results["resident"]}) is None
 
 
-def make_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def make_report(results: dict[str, dict[str, Any]], *, greedy: bool = True) -> dict[str, Any]:
     return {
         "title": "a title", "results": results, "times_ours_over": report.times_ours_over(results),
-        "bound": report.link_bound(results), "agreement": report.agreements(results, greedy=True),
+        "bound": report.link_bound(results), "agreement": report.agreements(results, greedy=greedy),
     }  # fmt: skip
 
 

@@ -17,11 +17,11 @@ from common import options_from, peer_parser
 from comparing import report
 from generations import asked_generations
 from measurement import measure_peer
+from mended_cache import MendedCache
 from models import load_draft
 from offloaded_cache import offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
 from our_options import OurOptions
 from runs import KVTraffic, Run, figures
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from offload_runtime.config import ModelConfig
@@ -93,7 +93,7 @@ def test_what_the_offloaded_cache_moves_is_told_from_lengths(
     )
     monkeypatch.setattr(measurement, "offloads_cache", lambda _: True)
     caches: list[Any] = []
-    monkeypatch.setattr(measurement, "DynamicCache", lambda **given: caches.append(DynamicCache(**given)) or caches[-1])
+    monkeypatch.setattr(measurement, "MendedCache", lambda given: caches.append(MendedCache(given)) or caches[-1])
     prepared, draft = prepare(options), load_draft(options)
     measurement.chunk_prompts(prepared, draft, options)
     marks: list[dict[str, int]] = []

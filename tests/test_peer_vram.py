@@ -9,8 +9,8 @@ import pytest
 import torch
 import vram
 from common import PeerOptions
-from measurement import RoundClock
 from vram import free_bytes, open_device
+from watching import RoundClock
 
 from offload_runtime.config import GB
 from offload_runtime.errors import BudgetError, DeviceError

@@ -210,6 +210,24 @@ def beside_deepspeed() -> Iterator[str]:
     yield f"beside that rate ours is {times:.1f} x at {sampled['configuration']['temperature']:g}"
 
 
+def other_drafts() -> Iterator[str]:
+    alone = result("compare-13b-h200")["results"]["deepspeed"]["tok_per_s"]
+    yield f"DeepSpeed's {alone:.1f} tokens/s without an assistant"
+    for noise in ("0.02", "0.1"):
+        found = result(f"compare-13b-sampled-{noise}-h200")
+        asked, rows = found["configuration"], found["results"]
+        assert asked["target"].endswith(f"-{noise}") and rows.keys() == {"ours", "deepspeed-assistant"}
+        yield f"at T = {asked['temperature']:g}, {asked['new_tokens']} tokens each"
+        yield f"the assistant fastest with {rows['deepspeed-assistant']['assistant']['tokens']} proposals again"
+        for key, row in rows.items():
+            times = found["times_ours_over"].get(key)
+            yield (
+                f"| {noise} | {OURS_AND_DEEPSPEED[key]} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} "
+                f"| {row['link_gbps']:.1f} GB/s | {'' if times is None else f'{times:.1f} x '}"
+                f"| {row['tok_per_s'] / alone:.1f} x |"
+            )
+
+
 def all_systems() -> Iterator[str]:
     found = result("compare-7b-h200")
     asked, agreed, rows = found["configuration"], found["agreement"]["systems"], found["results"]
@@ -236,6 +254,10 @@ def all_systems() -> Iterator[str]:
     yield f"and {shares['ours-plain']} with one"
     slow, fast = (f"{run['tok_per_s']:.1f}" for run in rows["deepspeed"]["runs"])
     yield f"({slow} and {fast} tokens/s for the two prompts)"
+    tie = found["near_tie"]
+    assert tie["token"] == 8 and tie["transformers_bf16"]["ours"] == tie["transformers_bf16"]["others"]
+    yield f"the same logit of {tie['transformers_bf16']['ours']} twice"
+    yield "in fp32 {ours:.3f} for ours and {others:.3f} for theirs".format(**tie["transformers_fp32"])
     prose, code = (f"{1e3 / run['tok_per_s']:.0f} ms" for run in rows["resident"]["runs"])
     yield f"a token takes the last {prose} in the prose and {code} in the code"
 
@@ -251,7 +273,8 @@ def plans() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "claims", [streaming, long_context, on_chip, steps, trees, tree_sizes, beside_deepspeed, all_systems, plans]
+    "claims",
+    [streaming, long_context, on_chip, steps, trees, tree_sizes, beside_deepspeed, other_drafts, all_systems, plans],
 )
 def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
     text = " ".join(README.split())

@@ -46,5 +46,5 @@ def one_result(tok_per_s: float, nbytes: int, kv: int | None, notes: tuple[str, 
         "system": "peer", "tok_per_s": tok_per_s, "token_s": {"p50": 0.5, "p90": 0.25, "p99": 0.125},
         "time_to_first_token_s": 3.0, "tokens_per_pass": 1.5, "link_gbps": 50.0, "bytes_per_pass": nbytes,
         "streamed": {"weights": 1, "kv": kv, "kv_to_host": kv}, "peak_vram_bytes": None, "notes": list(notes),
-        "tokens": [[1, 2, 3]], "bound": {"link_gbps": 60.0},
+        "tokens": [[1, 2, 3]], "next_token": [{"tokens": [1], "probabilities": [0.5]}], "bound": {"link_gbps": 60.0},
     }  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from bench_report import emit, measure_link_gbps, provenance
 from common import PeerOptions, options_from
 from generations import Asked, asked_generations, num_differing_of
 from long_prompts import read_in_chunks
+from mended_cache import MendedCache
 from models import load_draft
 from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
-from runs import KVTraffic, Run, answers, figures
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from runs import KVTraffic, NextToken, Run, answers, expectations, figures
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from vram import open_device
+from watching import BehindPrompt, RoundClock
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
@@ -56,42 +58,6 @@ class Measurement:
     def tok_per_s(self) -> float:
         """By which settings are compared."""
         return float(figures(self.runs, weight_bytes=0, peak_gbps=None)["tok_per_s"])
-
-
-@dataclass
-class RoundClock:
-    """A streamer of transformers' `generate`: it notes when the tokens of each round are there, and how many.
-
-    `generate` hands it the prompt first, then after every pass of the target what that pass added: one token, or under
-    assisted generation the accepted ones and the target's own. They come as CPU tensors, so the device is done with
-    them. (Stopping criteria would not do: some versions also ask them about what is only proposed.)
-
-    `sample_memory` also notes the bytes in use on the device beyond the `others_bytes` of other programs, a query too
-    slow for a measured generation.
-    """
-
-    device: torch.device
-    sample_memory: bool
-    others_bytes: int = 0
-    stamps_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    driver_bytes: int = 0
-    _prompt_seen: bool = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Takes int64 tokens on the CPU, of batch 1, in any shape."""
-        assert value.device.type == "cpu"
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        self.stamps_s.append(time.perf_counter())
-        self.counts.append(value.numel())
-        if self.sample_memory and self.device.type == "cuda":
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes - self.others_bytes)
-
-    def end(self) -> None:
-        """Nothing is kept back."""
 
 
 def generation_config(options: PeerOptions, new_tokens: int) -> GenerationConfig:
@@ -137,7 +103,9 @@ def generate_once(
     """One generation."""
     ids = torch.tensor([asked.tokens], device=options.device)  # [1, T] int64
     # Our own cache object: by name the configuration would put the draft's keys on the host, too.
-    cache = DynamicCache(config=prepared.model.config, offloading=offloads_cache(options))
+    config = prepared.model.config
+    cache = MendedCache(config) if offloads_cache(options) else DynamicCache(config=config)
+    behind_prompt = BehindPrompt(len(asked.tokens))
     torch.manual_seed(options.seed)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
@@ -147,6 +115,7 @@ def generate_once(
         attention_mask=torch.ones_like(ids),
         generation_config=generation_config(options, asked.new_tokens),
         past_key_values=cache,
+        logits_processor=LogitsProcessorList([behind_prompt]),
         assistant_model=draft,
         streamer=clock,
     )  # [1, T + new_tokens] int64
@@ -158,8 +127,10 @@ def generate_once(
         )
     if asked.measured and len(clock.counts) < 2:
         raise OptionError(f"all {asked.new_tokens} tokens came in the first round: raise --new-tokens")
+    assert behind_prompt.logits is not None
+    expected = NextToken.of(behind_prompt.logits)
     kv = kv_traffic(options, clock, len(asked.tokens))
-    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv)
+    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv, expected)
 
 
 def kv_traffic(options: PeerOptions, clock: RoundClock, prompt_tokens: int) -> KVTraffic | None:
@@ -232,6 +203,7 @@ def result_json(
         "notes": notes,
         "differing_generations": best.differing,
         "tokens": answers(best.runs),
+        "next_token": expectations(best.runs),
         **provenance(options.device, commit=options.commit),
     }  # fmt: skip
 

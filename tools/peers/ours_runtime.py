@@ -30,7 +30,7 @@ from long_context.internals import (
 )
 from measurement import refused
 from our_options import OurOptions, add_our_options, our_options
-from runs import KVTraffic, Run, answers, figures
+from runs import KVTraffic, NextToken, Run, answers, expectations, figures
 
 from bench_report import emit, provenance  # isort: skip (`common` sets the path)
 
@@ -84,7 +84,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     decoder = SpeculativeDecoder(runner, proposer, sampling)
     logits = runner.prefill(0, known)
     decoder.prepare(known, logits)
-    tokens = [*known, decoder.first_token(logits)]
+    tokens, behind_prompt = [*known, decoder.first_token(logits)], logits[0].clone()
     stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + asked.new_tokens
     before, tally = link_bytes(runtime), Tally()
     while len(tokens) < last:
@@ -97,7 +97,8 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
     kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
     levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts())
-    run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), tuple(tokens[len(known) :]), kv)
+    said, expected = tuple(tokens[len(known) :]), NextToken.of(behind_prompt)
+    run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), said, kv, expected)
     return Played(run, tuple(rounds), tally.windows, levels)
 
 
@@ -159,6 +160,7 @@ def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
             "notes": notes_on(runtime, measured),
             "differing_generations": num_differing_of(options, runs),
             "tokens": answers(measured),
+            "next_token": expectations(measured),
             "setup_s": setup_s,
             **provenance(options.device, commit=options.commit),
         }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from bench_report import percentile, percentiles
 
 from offload_runtime.config import GB
+
+# Of a vocabulary, for `NextToken`.
+_LIKELIEST = 64
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,21 @@ class KVTraffic:
 
     to_device: int = 0
     to_host: int = 0
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """What a system expects behind a prompt, whatever the temperature: its likeliest tokens, the first one first, and
+    their probabilities at temperature 1."""
+
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+    @staticmethod
+    def of(logits: torch.Tensor) -> NextToken:
+        """From the row of logits behind the prompt: [V] of any floating dtype."""
+        found = logits.float().softmax(-1).topk(min(_LIKELIEST, len(logits)))
+        return NextToken(tuple(found.indices.tolist()), tuple(found.values.tolist()))
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class Run:
         counts: Tokens of each round. The first round ends the prefill.
         tokens: All of them.
         kv: What its keys and values cost the link; None where that is not known.
+        next_token: What was expected behind the prompt; None where nobody asks.
     """
 
     prompt: int
@@ -39,6 +59,7 @@ class Run:
     counts: tuple[int, ...]
     tokens: tuple[int, ...]
     kv: KVTraffic | None = KVTraffic()
+    next_token: NextToken | None = None
 
     def __post_init__(self) -> None:
         assert len(self.stamps_s) == len(self.counts) and sum(self.counts) == len(self.tokens)
@@ -142,12 +163,22 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
     }
 
 
+def first_runs(runs: Sequence[Run]) -> list[Run]:
+    """The first of every prompt, in the order of the prompts."""
+    by_prompt: dict[int, Run] = {}
+    for run in runs:
+        by_prompt.setdefault(run.prompt, run)
+    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
+
+
 def answers(runs: Sequence[Run]) -> list[list[int]]:
     """The tokens of every prompt, in the order of the prompts: those of its first run."""
-    by_prompt: dict[int, list[int]] = {}
-    for run in runs:
-        by_prompt.setdefault(run.prompt, list(run.tokens))
-    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
+    return [list(run.tokens) for run in first_runs(runs)]
+
+
+def expectations(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What was expected behind every prompt, in the order of the prompts."""
+    return [asdict(run.next_token) for run in first_runs(runs) if run.next_token is not None]
 
 
 def num_differing(runs: Sequence[Run]) -> int:
