@@ -27,7 +27,6 @@ from offload_runtime.speculation import (
     LinkTimes,
     NgramProposer,
     NoProposer,
-    RoundTimes,
     WithNgrams,
 )
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401
@@ -356,21 +355,6 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     assert streamed.settle(GenerationParams(gamma=3), chains) == WindowSize(3)
     of_trees = streamed.settle(GenerationParams(), trees)
     assert isinstance(of_trees, ChosenWindows) and of_trees.window(Choice("chain", 8)) == WindowSize(8)
-
-
-def test_times_of_another_length_begin_in_proportion() -> None:
-    learnt = Learnt({"chain": 8}, lambda choice, sequences, tokens: 0.1 * sequences + choice.size)
-    short = learnt.times(1, 200)
-    assert learnt.times(1, 900) is short and short.seconds(PLAIN) == 0.1 and learnt.times(2, 900).seconds(PLAIN) == 0.2
-    for seconds, choice in ((0.5, PLAIN), (0.6, Choice("chain", 8))):
-        for _ in range(3):
-            short.observe(choice, seconds)
-    long = learnt.times(1, 5000)
-    assert long is not short and long.seconds(Choice("chain", 8)) == pytest.approx(0.6) and long.knows_plain
-    long.observe(PLAIN, 5.0)
-    assert long.seconds(Choice("chain", 8)) == pytest.approx(6.0)
-    unknown = Learnt({"chain": 8}).times(1, 10)
-    assert isinstance(unknown, RoundTimes) and not unknown.knows_plain
 
 
 def test_the_printed_windows() -> None:

@@ -46,12 +46,29 @@ class Learnt:
         return found
 
     def _begun(self, num_sequences: int, octave: int) -> RoundTimes:
-        """In proportion to those of the nearest length that was timed, or to what is foreseen."""
-        others = [length for number, length in self._times if number == num_sequences]
-        if others:
-            known = self._times[num_sequences, min(others, key=lambda length: abs(length - octave))]
+        """From those of the nearest length that was timed, or as foreseen."""
+        timed = [length for number, length in self._times if number == num_sequences]
+        timed = [length for length in timed if self._times[num_sequences, length].is_timed]
+        nearest = min(timed, key=lambda length: abs(length - octave), default=octave)
+        known, foreseen = self._times.get((num_sequences, nearest)), self._foreseen
+        if foreseen is None:
+            if known is None:
+                return RoundTimes(partial(guessed_cost, streamed=self._streamed))
             return RoundTimes(known.seconds, sure=known.knows_plain)
-        if self._foreseen is None:
-            return RoundTimes(partial(guessed_cost, streamed=self._streamed))
-        foreseen, length_tokens = self._foreseen, _SHORT_TOKENS * 3 << octave >> 2
-        return RoundTimes(lambda choice: foreseen(choice, num_sequences, length_tokens), sure=True)
+
+        def expected_s(choice: Choice) -> float:
+            """Longer texts take passes longer and leave drafting as it is; shorter ones may leave a small part of what
+            was measured, so that there its proportion to what was foreseen is kept."""
+            seconds = foreseen(choice, num_sequences, _typical_tokens(octave))
+            if known is None:
+                return seconds
+            before_s = foreseen(choice, num_sequences, _typical_tokens(nearest))
+            known_s = known.seconds(choice)
+            return known_s + (seconds - before_s) if seconds > before_s else known_s * seconds / before_s
+
+        return RoundTimes(expected_s, sure=True)
+
+
+def _typical_tokens(octave: int) -> int:
+    """A length in the middle of an octave."""
+    return _SHORT_TOKENS * 3 << octave >> 2

@@ -87,6 +87,11 @@ class RoundTimes:
         return choice in self._suspected
 
     @property
+    def is_timed(self) -> bool:
+        """Whether any round was played."""
+        return bool(self._usual)
+
+    @property
     def is_sure(self) -> bool:
         """Whether times were foreseen from figures of the machine, or from times of other rounds."""
         return self._sure
