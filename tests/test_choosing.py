@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload_runtime.speculation import PLAIN, Choice, Chooser, RoundTimes, guessed_cost
 from offload_runtime.speculation.window_gains import Gains
 from offload_runtime.speculation.window_sizes import SIZES, steps_within
-from tests.helpers.round_models import ByProbability, Cost, InARow, Text, best_fixed, play, resident, streamed
+from tests.helpers.round_models import ByProbability, Cost, InARow, Text, best_fixed, dear, play, resident, streamed
 
 LIMITS = {
     "n-grams": {"ngram": 256},
@@ -59,6 +59,19 @@ def test_a_useless_draft_costs_one_percent_at_most(cost: Cost, limits: str, know
         run = play([(USELESS, 256)], cost, LIMITS[limits], seed=seed, times=times_of(cost, known))
         assert run.speed() > 0.99 / cost(PLAIN)
         assert run.share("chain", 64) + run.share("tree", 64) < (0.15 if cost is resident else 1)
+
+
+def test_a_draft_whose_smallest_window_is_dear_is_tried_at_once() -> None:
+    """If its failure is affordable at all: the first window may lose what three would otherwise."""
+    text = Text({"chain": InARow(0.94)})
+    runs = [play([(text, 25)], dear, {"chain": 63}, seed=seed, times=times_of(dear, "known")) for seed in range(40)]
+    best = best_fixed(text, dear, {"chain": 63})
+    assert mean(run.speed() for run in runs) > 0.85 * best > 2.5 / dear(PLAIN)
+    assert {str(run.rounds[0][0]) for run in runs} == {"chain 1"}
+    for limits in LIMITS.values():
+        useless = [play([(USELESS, 256)], dear, limits, seed=seed, times=times_of(dear, "known")) for seed in range(20)]
+        speeds = [run.speed() * dear(PLAIN) for run in useless]
+        assert mean(speeds) > 0.99 and min(speeds) > 0.98
 
 
 def test_finding_out_that_a_draft_is_useless_takes_half_a_round_of_a_short_answer() -> None:

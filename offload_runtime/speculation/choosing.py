@@ -191,6 +191,7 @@ class Chooser:
             rounds = self._gains[family].num_rounds
             if rounds < _TRIED:
                 found = self._best_of(family, times, limits[family], self._credit / _TRIED)
+                found = found or self._best_of(family, times, 1, self._credit)
                 if found is not None and self._could_win(found, rounds):
                     # Where costs are no more than a guess, the first time tells most if it is of the smallest window.
                     return found.choice if rounds or times.is_sure else Choice(family, 1)

@@ -74,6 +74,11 @@ def streamed(choice: Choice) -> float:
     return max(0.300, 0.300 * choice.size / 512)
 
 
+def dear(choice: Choice) -> float:
+    """The same of a hierarchy over keys on the device, whose steps read the target's weights as passes do."""
+    return 0.0228 + (0.0036 * choice.size if choice.drafts else 0.0)
+
+
 @dataclass
 class Played:
     """Rounds as they should have gone on average: of each its choice, seconds and tokens."""
