@@ -24,6 +24,7 @@ from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
+    Chooser,
     LinkTimes,
     NgramProposer,
     NoProposer,
@@ -167,9 +168,16 @@ def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
 def test_what_n_grams_add_to_chains_changes_no_token(
     target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a draft that streams, over streamed weights, alone and in a batch."""
+    """Of a draft that streams, over streamed weights, alone and in a batch; nor what is learnt of the chains."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
-    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=41))
+    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=20))
+    learn, learnt = Chooser.learn, list[bool]()
+
+    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **others: Any) -> None:
+        learnt.extend(node < choice.size for path in windows for node in path)
+        learn(chooser, times, choice, windows, **others)
+
+    monkeypatch.setattr(Chooser, "learn", noted)
     prompts = [plain.encode(text) for text in PROMPTS]
     with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=step_s)
@@ -181,9 +189,10 @@ def test_what_n_grams_add_to_chains_changes_no_token(
             assert [result.tokens for result in results] == [*together, alone]
             assert all(result.stats.accepted_by_source["ngram"] > 0 for result in results)
             assert results[-1].stats.passes < 0.6 * COUNT
-            assert max(widths) <= 41
+            assert max(widths) == 20
             bare = runtime.generate(PROMPT, tree_nodes=0, **asked)
             assert bare.tokens == alone and "ngram" not in bare.stats.accepted_by_source
+    assert learnt and all(learnt)
 
 
 @pytest.mark.parametrize("trees", [False, True])

@@ -25,7 +25,7 @@ from tests.helpers.widening import GQA, WidenedCheckpoint
 
 NEW_TOKENS = 14
 TEXTS = ("the quick brown fox jumps over the lazy dog and the quick", "a link, a layer, a slot; the pass streams on")
-MEASURED = ("ours-plain", "ours", "accelerate", "transformers-offloaded-cache", "resident")
+MEASURED = ("ours-plain", "ours", "ours-chains", "accelerate", "transformers-offloaded-cache", "resident")
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,12 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
     matrices = 80 * 24 * (2 * 16 + 2 * 4) + 3 * 80 * 130
     layers = 4 * GQA.num_layers * (matrices + 2 * 80)
     assert results["accelerate"]["bytes_per_pass"] == layers
-    for name in ("ours", "ours-plain"):
+    for name in ("ours", "ours-chains", "ours-plain"):
         assert layers <= results[name]["bytes_per_pass"] < 1.01 * layers
     for name in ("resident", "transformers-offloaded-cache"):
         assert results[name]["bytes_per_pass"] == 0
     assert results["ours-plain"]["tokens_per_pass"] == results["accelerate"]["tokens_per_pass"] == 1
+    assert results["ours-chains"]["settings"]["tree_nodes"] == 0 and results["ours-chains"]["tokens_per_pass"] > 2
     assert results["ours"]["tokens_per_pass"] > 2 and results["ours"]["speculation"]["acceptance"] > 0.9
     assert any("offloaded cache needs CUDA" in note for note in results["transformers-offloaded-cache"]["notes"])
 
@@ -125,7 +126,7 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
 def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     lines = outcome.printed.splitlines()
     assert json.loads(lines[-1]) == outcome.report
-    assert [line.split()[0] for line in lines[1:8]] == list(systems.SYSTEMS)
+    assert [line.split()[0] for line in lines[1:9]] == list(systems.SYSTEMS)
     assert outcome.out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     drawn = outcome.out.with_suffix(".svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn

@@ -211,6 +211,7 @@ def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
     tally = Tally()
     tally.add(["middle"] * 4 + ["ngram"] * 6, ["middle", "ngram", "ngram"])
     tally.add(["middle"] * 4, ["middle"] * 4)
+    tally.add(["ngram"] * 3, [])
     *_, level = tally.levels("middle", (Acceptance("draft", "middle", 3, 9, 5),))
     assert level == Acceptance("middle", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
 

@@ -91,17 +91,20 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
     report = exact_report
     assert report.verdict == "exact", report
     assert not report.bitwise
-    # Two prompts, three settings, three proposers.
-    assert len(report.runs) == 18 and {run.proposer for run in report.runs} == {"ngram", "draft", "script"}
-    assert len({run.gamma for run in report.runs}) == 5 and len({run.seed for run in report.runs}) == 6
+    # Two prompts, three settings, three proposers, and what the runtime does by itself.
+    assert len(report.runs) == 24
+    assert {run.proposer for run in report.runs} == {"ngram", "draft", "script", "as loaded"}
+    assert len({run.gamma for run in report.runs} - {None}) == 5 and len({run.seed for run in report.runs}) == 6
     assert all(run.tokens == 16 and run.finding.foreign_tokens == 0 for run in report.runs)
-    scripted = [run.passes for run in report.runs if run.proposer == "script" and run.gamma > 1]
+    scripted = [run.passes for run in report.runs if run.proposer == "script" and run.gamma != 1]
     assert max(scripted) < 15  # windows were accepted, so there was something to get wrong
     for run in report.runs:
-        assert run.tree_nodes == (None if run.proposer == "ngram" else min(3 * run.gamma, 63))
+        assert (run.gamma is None) == (run.proposer == "as loaded")
+        trees = run.gamma is not None and run.proposer != "ngram"
+        assert run.tree_nodes == (min(3 * (run.gamma or 0), 63) if trees else None)
     assert len(report.fits) == 2 * 2 + 1 + 6 + 1
     assert all(fit.freedom and fit.draws >= PLAN.seeds for fit in report.fits)
-    for stage, all_steps in (("identity", 24), ("sampling", 100)):
+    for stage, all_steps in (("identity", 30), ("sampling", 100)):
         assert [step for step in steps if step[0] == stage] == [(stage, n + 1, all_steps) for n in range(all_steps)]
 
 
@@ -154,7 +157,7 @@ def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeyp
         rounds, "_upload", lambda numbers, device: honest([numbers[0] + row for row in range(len(numbers))], device)
     )
     report = verify(runtime, RUN_PLAN)
-    assert {run.proposer for run in report.bad_runs} == {"draft", "script"}
+    assert {run.proposer for run in report.bad_runs} - {"as loaded"} == {"draft", "script"}
     assert "greedy" not in {run.setting for run in report.bad_runs}
 
 
@@ -264,7 +267,7 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert (record["verdict"], record["device"], record["dtype"], record["quick"]) == ("exact", "cpu", "float32", True)
     assert record["draft"] == str(draft) and not record["bitwise_compared"]
     assert {run["prompt"] for run in record["identity"]} == {"prose", "code", "repetition", "line 1", "line 3"}
-    assert len(record["identity"]) == 5 * 3 * 3 and record["identity"][0]["finding"]["verdict"] == "identical"
+    assert len(record["identity"]) == 5 * 3 * 4 and record["identity"][0]["finding"]["verdict"] == "identical"
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 
@@ -282,7 +285,7 @@ def test_the_command_ends_with_1_for_a_defect(target: Path, monkeypatch: pytest.
         verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["proposer"] == "script"]
         assert "defect" in verdicts
     else:
-        assert result.stdout.splitlines()[-1].startswith("defect: 0 of 18 speculative generations differ")
+        assert result.stdout.splitlines()[-1].startswith("defect: 0 of 27 speculative generations differ")
         assert "identical" in result.stdout and "defect" in result.stdout.splitlines()[-3]
 
 

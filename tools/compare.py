@@ -156,7 +156,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
             "--synthetic has no language: give it that of a small model with --source, or leave out --prompt-file, "
             "--draft and --context"
         )
-    if "ours" in names:
+    if {"ours", "ours-chains"} & set(names):
         our_options(arguments)
     check_prefill_chunk(arguments.prefill_chunk)
     check_warmups(arguments, shortest_tokens=None if speaks else arguments.prompt_tokens or 512)

@@ -143,7 +143,8 @@ def fit_table(fits: Sequence[Fit], level: float) -> Table:
 def describe_finding(run: IdentityRun) -> str:
     """Return one line about a run that is not identical."""
     finding = run.finding
-    line = f"{finding.verdict}: {run.prompt}, {run.setting}, seed {run.seed}, {run.proposer}, gamma {run.gamma}: "
+    windows = "" if run.gamma is None else f", gamma {run.gamma}"
+    line = f"{finding.verdict}: {run.prompt}, {run.setting}, seed {run.seed}, {run.proposer}{windows}: "
     parts = []
     if finding.first_difference is not None:
         parts.append(f"token {finding.first_difference} of {run.tokens} is the first that differs")

@@ -23,6 +23,8 @@ from offload_runtime.sampling import perturbed_logits
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
+# The runtime as a user has it, in place of the name of a proposer.
+AS_LOADED = "as loaded"
 _SCRIPT_ACCURACY = 0.85
 # Its trees have so many times as many nodes as the longest of their paths, as far as a window of the longest has room.
 _SCRIPT_BRANCHES = 3
@@ -86,8 +88,9 @@ class IdentityRun:
         prompt: Name of the prompt.
         setting: Name of the way of sampling.
         seed: Of the noise.
-        proposer: `ngram`, `draft`, or `script`: plain decoding's own tokens with mistakes.
-        gamma: Most tokens proposed per pass in a row.
+        proposer: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
+            is what a user gets, n-grams beside the draft included.
+        gamma: Most tokens proposed per pass in a row; None where the runtime's own setting decides, or chooses.
         tokens: Compared.
         passes: Passes of the target; plain decoding has one for every token but the first.
         finding: Of the comparison.
@@ -98,7 +101,7 @@ class IdentityRun:
     setting: str
     seed: int
     proposer: str
-    gamma: int
+    gamma: int | None
     tokens: int
     passes: int
     finding: Finding
@@ -109,7 +112,8 @@ def verify_identity(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
     on_step: Callable[[], None],
 ) -> list[IdentityRun]:  # fmt: skip
-    """Compare all proposers with plain decoding. The gammas take turns; each meets every setting and proposer.
+    """Compare all proposers with plain decoding, and what the runtime does by itself. The gammas take turns; each meets
+    every setting and proposer.
 
     Args:
         runtime: Both sides of every comparison.
@@ -118,7 +122,7 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded = loaded_proposers(runtime)
+    loaded, own = loaded_proposers(runtime), runtime._parts.proposer
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
@@ -129,10 +133,12 @@ def verify_identity(
                 [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=sampling.seed
             )
             comparison = Comparison(plain, sampling, len(prompt), bitwise=runtime.device.type == "cuda")
-            for number, (name, proposer) in enumerate({**loaded, "script": script}.items()):
-                gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                trees = "tree" in proposer.families({})
-                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
+            for number, (name, proposer) in enumerate({**loaded, "script": script, AS_LOADED: own}.items()):
+                gamma, nodes = None, None
+                if name != AS_LOADED:
+                    gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
+                    trees = "tree" in proposer.families({})
+                    nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
                 said = transcribe(
                     runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
                 )

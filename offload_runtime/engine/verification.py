@@ -148,7 +148,7 @@ def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress 
         NumericalError: The target's logits are NaN.
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-    steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 2)
+    steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 3)
     progress = _Progress("identity", steps, on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=progress.step)
     fits = _verify_fit(runtime, prompts, plan, on_progress)

@@ -41,6 +41,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._verifications = 0
+        self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
         self._proposed: Counter[str] = Counter()  # by who proposes
         self._by_depth: list[int] = []
         self._by_source: Counter[str] = Counter()
@@ -52,6 +53,7 @@ class Tally:
         if window is not None:
             self._windows[window] += 1
         self._verifications += len(sources) > 0
+        self._verified.update(set(sources))
         self._proposed.update(sources)
         self._by_depth += [0] * (len(accepted_sources) - len(self._by_depth))
         for depth, source in enumerate(accepted_sources):
@@ -81,7 +83,8 @@ class Tally:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        proposed, accepted = self._proposed.total(), self._by_source.total()
+        verifications, proposed, accepted = self._verifications, self._proposed.total(), self._by_source.total()
         if proposed_by == "middle":
-            proposed, accepted = self._proposed[proposed_by], self._by_source[proposed_by]
-        return (*inner, Acceptance(proposed_by, "target", self._verifications, proposed, accepted))
+            verifications, proposed = self._verified[proposed_by], self._proposed[proposed_by]
+            accepted = self._by_source[proposed_by]
+        return (*inner, Acceptance(proposed_by, "target", verifications, proposed, accepted))

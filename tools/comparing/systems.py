@@ -42,12 +42,16 @@ class System:
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install 'offload-runtime[deepspeed]'"
 _ACCELERATE = "pip install accelerate"
-_OURS = ("draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache")
+_OURS_WITHOUT_TREES = ("draft", "speculation", "gamma", "budget_tokens", "draft_cache")
+_OURS = (*_OURS_WITHOUT_TREES, "tree_nodes")
 _TRANSFORMERS = ("kv_cache", "prefill_chunk")
 
 SYSTEMS = {
     "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=("kv",)),
     "ours": System("ours_runtime.py", takes=("kv", *_OURS)),
+    "ours-chains": System(
+        "ours_runtime.py", ("--tree-nodes", "0"), takes=("kv", *_OURS_WITHOUT_TREES), needs_draft=True
+    ),
     "deepspeed": System("deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED, takes=_TRANSFORMERS),
     "deepspeed-assistant": System(
         "deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED,

@@ -14,7 +14,7 @@ from bench_report import emit, measure_link_gbps, provenance
 from common import PeerOptions, options_from
 from generations import Asked, asked_generations, num_differing_of
 from long_prompts import read_in_chunks
-from mended_cache import MendedCache
+from mended_cache import NOTE, MendedCache
 from models import load_draft
 from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
 from runs import KVTraffic, NextToken, Run, answers, expectations, figures
@@ -175,6 +175,8 @@ def result_json(
     """The reported dictionary of the fastest setting that was tried; `peak_gbps` is a plain memcpy's (GB/s)."""
     best = max(tried, key=lambda measured: measured.tok_per_s)
     notes = list(prepared.notes)
+    if offloads_cache(options):
+        notes.append(NOTE)
     if options.kv_cache == "offloaded" and options.device.type != "cuda":
         notes.append("no GPU: keys and values are in host memory anyway, transformers' offloaded cache needs CUDA")
     if any(run.kv is None for run in best.runs):

@@ -3,8 +3,8 @@
 Until 5.19 it brings the next layer's keys and values to the device without waiting for what the device still does: the
 copy of the same keys to the host may not have been made, and the memory that is written to may still be read. Where the
 host runs ahead, as in the passes over a long prompt's chunks, answers become noise (5.20 waits). In all versions, 5.23
-included, dropping rejected proposals leaves every other layer's keys as a strided view on the host, which torch first
-copies there, to memory that is not page-locked: ten times as long as the link takes.
+included, dropping rejected proposals leaves strided views of the layers' keys on the host, which torch first copies
+there, to memory that is not page-locked: ten times as long as the link takes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+NOTE = "transformers' offloaded cache, mended: its copies wait for each other, and cropped layers are copied whole"
 
 
 class MendedCache(DynamicCache):

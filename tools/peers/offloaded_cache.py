@@ -2,8 +2,8 @@
 
 `DynamicCache(offloading=True)` (5.17 and 5.23): while one layer computes, the next one's keys and values are copied to
 the device, all of them; after its new ones were joined to them, all go back to the host. So a pass brings every layer
-once as long as it was before, and returns it as long as it has become (and with it proposals that are dropped later,
-which are not counted here: a few tokens in thousands).
+once as long as it was before, and returns it as long as it has become. Proposals that were rejected go there and back
+once (`mended_cache`), which is not counted here: as many tokens as an assistant proposes, of a whole text.
 """
 
 from __future__ import annotations
