@@ -156,14 +156,12 @@ def test_a_shape_made_in_memory_speaks_a_small_models_language(tmp_path: Path) -
     text.write_text(TEXTS[0])
     given = ["--synthetic", "tiny", "--source", str(small), "--draft", str(small), "--prompt-file", str(text)]
     short = ["--new-tokens", "14", "--gamma", "3", "--repeats", "1", "--no-chart", "--device", "cpu", "--dtype", "fp32"]
-    assert compare.main([*given, *short, "--systems", "ours-plain,ours,accelerate", "--out", str(out)]) == 0
+    assert compare.main([*given, *short, "--systems", "ours,accelerate", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    for row in report["agreement"]["systems"].values():
-        assert row == {"leading": [14], "of": [14]}
     assert report["results"]["ours"]["tokens_per_pass"] > 3
     assert report["title"].startswith("tiny that speaks small,") and str(tmp_path) not in out.read_text()
     expected = tokens_of(small, TEXTS[0], 14)
-    assert report["results"]["ours-plain"]["tokens"] == [expected]
+    assert [report["results"][name]["tokens"] for name in ("ours", "accelerate")] == [[expected]] * 2
 
 
 def tokens_of(model: Path, text: str, count: int) -> list[int]:

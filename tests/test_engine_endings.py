@@ -55,19 +55,20 @@ def test_end_of_sequence_anywhere_in_a_window(
     parts = runtime._parts
     places = first_places(said)
     assert len(places) >= 8
-    for place in places:
+    for number, place in enumerate(places):
         monkeypatch.setattr(runtime, "_parts", replace(parts, eos_token_ids=frozenset({said[place]})))
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
+        # What the window committed behind the end is gone: all but the last token are in the cache.
+        assert runtime.cached_tokens() == len(runtime.encode(PROMPT)) + place
+        if number % 3:
+            continue
         # The token itself is no text, even when it is an ordinary one.
         before = runtime.generate(PROMPT, max_new_tokens=place, ignore_eos=True, gamma=7).text if place else ""
         assert result.text == before
-        # What the window committed behind the end is gone: all but the last token are in the cache.
         again = runtime.generate(PROMPT, max_new_tokens=min(COUNT, place + 10), ignore_eos=True, gamma=7)
         assert again.tokens == said[: place + 10]
-        stopped = runtime.generate(PROMPT, max_new_tokens=COUNT)
-        assert runtime.cached_tokens() == len(runtime.encode(PROMPT)) + len(stopped.tokens) - 1
 
 
 def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
