@@ -113,8 +113,8 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
 @pytest.mark.parametrize(
     ("policy", "refresh_steps", "kv"),
     [
-        ("retrieval", 1, "gpu"), ("retrieval", 4, "gpu"), ("topk", 1, "gpu"), ("streaming", 1, "gpu"),
-        ("retrieval", 1, "host"), ("retrieval", 4, "host"), ("topk", 1, "host"),
+        ("retrieval", 1, "gpu"), ("topk", 1, "gpu"), ("streaming", 1, "gpu"), ("retrieval", 1, "host"),
+        ("retrieval", 4, "host"),
     ],
 )  # fmt: skip
 def test_triforce(

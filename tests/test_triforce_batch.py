@@ -107,11 +107,15 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.6, seed=3)], ids=str)
 @pytest.mark.parametrize(
-    ("cache", "policy"),
-    [("full", "retrieval"), ("streaming", "topk"), ("retrieval", "retrieval"), ("full", "streaming")],
-)
+    ("cache", "policy", "params"),
+    [
+        ("full", "retrieval", SamplingParams(0.6, seed=3)), ("streaming", "topk", SamplingParams(0.6, seed=3)),
+        ("retrieval", "retrieval", SamplingParams()), ("retrieval", "retrieval", SamplingParams(0.6, seed=3)),
+        ("full", "streaming", SamplingParams()),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_each_sequence_is_proposed_what_it_is_proposed_alone(
     models: dict[str, tuple[Path, Path]], cache: str, policy: str, params: SamplingParams
 ) -> None:
