@@ -225,8 +225,11 @@ def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
     cache = RetrievedDraftCache(config, torch.bfloat16, **sizes, budget=budget)
     assert budget.reserved_bytes == retrieved_draft_bytes(config, torch.bfloat16, **sizes)
     assert budget.reserved_bytes > 3 * 768 * config.kv_bytes_per_token(2) and cache.pinned_bytes == 0
+    cache.begin_window([2], [768])  # what is only tentative may use the rest of the last block
+    with pytest.raises(ContextLengthError, match="769 tokens"):
+        cache.begin_window([2], [769])
     with pytest.raises(ContextLengthError, match="701 tokens"):
-        cache.begin_window([2], [701])
+        cache.begin_prefill(2, 701)
 
 
 GPU = torch.device("cuda")

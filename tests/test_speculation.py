@@ -151,7 +151,7 @@ class FakeTarget:
         def length(self, sequence: int) -> int:
             return self._length
 
-        capacity_tokens = 100
+        reach_tokens = 100
 
         def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
             self._length += len(rows)

@@ -97,7 +97,7 @@ def _make_triforce(
     window = DeviceWindow(budget.device, batch=batch)
     middle = RetrievalTarget(
         target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
-        target.rope, window, gamma=gamma, capacity_tokens=source.capacity_tokens, batch=batch,
+        target.rope, window, gamma=gamma, reach_tokens=source.reach_tokens, batch=batch,
     )  # fmt: skip
     first = None
     if draft is not None:
@@ -107,7 +107,7 @@ def _make_triforce(
         )
     proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
-        capacity_tokens=source.capacity_tokens,
+        reach_tokens=source.reach_tokens,
     )  # fmt: skip
     if budget.device.type == "cuda":
         with ExitStack() as eager:

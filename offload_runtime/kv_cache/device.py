@@ -25,7 +25,7 @@ class DeviceKVCache:
     Args:
         config: The model's shape.
         dtype: Of keys and values.
-        capacity_tokens: Tokens per sequence, tentative ones included.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
@@ -37,8 +37,8 @@ class DeviceKVCache:
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
-        first = num_blocks(capacity_tokens) * BLOCK_TOKENS
-        self.spare_slots = range(first, first + spare_slots)
+        self.reach_tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.spare_slots = range(self.reach_tokens, self.reach_tokens + spare_slots)
         self._lengths = [0] * batch
         self._tables: dict[int, BlockTable] = {}
         self._rows = slice(None)  # of the batch, that the running pass is about
@@ -71,7 +71,7 @@ class DeviceKVCache:
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
             self._ends[sequence] = self._lengths[sequence] + count
-            check_capacity(self._ends[sequence], self.capacity_tokens)
+            check_capacity(self._ends[sequence], self.reach_tokens)
         self._rows = slice(None)
 
     def begin_prefill(self, sequence: int, count: int) -> None:
@@ -83,7 +83,7 @@ class DeviceKVCache:
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
-        assert count >= 0 and before + count <= self.capacity_tokens
+        assert count >= 0 and before + count <= self.reach_tokens
         self._lengths[sequence] += count
         full = range(before // BLOCK_TOKENS, self._lengths[sequence] // BLOCK_TOKENS)
         for observer in self.observers if full else ():

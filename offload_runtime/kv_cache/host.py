@@ -37,7 +37,8 @@ class HostKVCache:
     Args:
         config: The model's shape.
         dtype: Of keys and values.
-        capacity_tokens: Most tokens of a sequence, tentative ones included; memory grows only as they come.
+        capacity_tokens: Most tokens of a sequence; tentative ones may use the rest of the last block, too. Memory grows
+            only as they come.
         batch: Sequences.
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
         piece_bytes: Size of the link ring's slots.
@@ -55,6 +56,7 @@ class HostKVCache:
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
+        self.reach_tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self._config = config
         self._dtype = dtype
         self._device = budget.device
@@ -212,7 +214,7 @@ class HostKVCache:
         self._abandon_prefill()
         for sequence, count in zip(sequences, counts, strict=True):
             end = self._lengths[sequence] + count
-            check_capacity(end, self.capacity_tokens)
+            check_capacity(end, self.reach_tokens)
             self._grow(sequence, end // BLOCK_TOKENS)
         self._writes.collect()
         self._rows = slice(None)

@@ -33,6 +33,7 @@ class KVCache(LayerCache, Protocol):
     """A cache of whole sequences; a token becomes part of one when it is committed."""
 
     capacity_tokens: int
+    reach_tokens: int  # of a sequence with what is only tentative: the capacity in whole blocks
     observers: list[BlockObserver]
 
     @property
@@ -46,14 +47,14 @@ class KVCache(LayerCache, Protocol):
         """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
 
         Raises:
-            ContextLengthError: They do not fit the context.
+            ContextLengthError: They reach beyond `reach_tokens`.
             BudgetError: The memory that they need was refused. Committed tokens are kept.
         """
 
     def begin_prefill(self, sequence: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
 
-        Raises as `begin_window`.
+        Raises as `begin_window`, and where they are more than `capacity_tokens`.
         """
 
     def end_prefill(self, sequence: int, count: int) -> None:

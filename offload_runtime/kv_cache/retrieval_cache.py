@@ -21,7 +21,7 @@ _FAR_BLOCKS = 16
 class ChunkSource(Protocol):
     """What the middle level needs of the target's own cache."""
 
-    capacity_tokens: int
+    reach_tokens: int
 
     def store(self, layer: int) -> KVBlocks:
         """Where new keys and values go: tentative ones, which the target's own pass overwrites."""
@@ -79,7 +79,7 @@ class RetrievalCache:
         chunks_per_block = BLOCK_TOKENS // self._chunks.chunk_size
         blocks = -(-max(self._available) // chunks_per_block)
         most = -(-blocks // _FAR_BLOCKS) * _FAR_BLOCKS
-        return min(most, num_blocks(self._source.capacity_tokens)) * chunks_per_block
+        return min(most, num_blocks(self._source.reach_tokens)) * chunks_per_block
 
     def begin_window(self, rows: range, counts: Mapping[int, int]) -> bool:
         """Passes over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand

@@ -30,7 +30,7 @@ class RetrievedDraftCache:
     Args:
         config: The draft's shape.
         dtype: Of keys and values.
-        capacity_tokens: Tokens per sequence, tentative ones included.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
         chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences.
@@ -65,7 +65,7 @@ class RetrievedDraftCache:
         self.store, self.length = self._full.store, self._full.length
         self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill
         self.commit, self.commit_path = self._full.commit, self._full.commit_path
-        self.close = self._full.close
+        self.close, self.reach_tokens = self._full.close, self._full.reach_tokens
         self.observers: list[BlockObserver] = self._full.observers
 
     @property

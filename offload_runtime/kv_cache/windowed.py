@@ -63,6 +63,7 @@ class StreamingDraftCache:
         self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
         self.commit_path = self._blocks.commit_path
         self.truncate, self.close = self._blocks.truncate, self._blocks.close
+        self.reach_tokens = self._blocks.reach_tokens
         self.observers = self._blocks.observers
 
     @property

@@ -66,6 +66,7 @@ class DraftModel:
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
+        self._reach_tokens: int = cache.reach_tokens
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
         self._params = SamplingParams()
@@ -130,9 +131,11 @@ class DraftModel:
         self.window.use(num_sequences)
 
     def room(self, length: int) -> int:
-        """Most tokens that can be proposed behind `length` tokens."""
-        # The last guess needs no place in the cache.
-        in_cache = self._capacity_tokens - self.num_keys(length) + 1
+        """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
+        num_keys = self.num_keys(length)
+        if num_keys > self._capacity_tokens:
+            return 0
+        in_cache = self._reach_tokens - num_keys + 1  # the last guess needs no place in the cache
         return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
 
     def num_keys(self, length: int) -> int:
@@ -190,7 +193,7 @@ class DraftModel:
             sequence: min(end + count, known[sequence].last) - 1 - self.texts.start(sequence)
             for sequence, end in longest.items()
         }
-        assert count > 0 and max(lengths.values()) <= self._capacity_tokens
+        assert count > 0 and max(lengths.values()) <= self._reach_tokens
         for sequence, length in lengths.items():
             self._set_frequencies(sequence, length)
         self._set_places(longest)
@@ -231,7 +234,7 @@ class DraftModel:
 
     def _reach(self, length: int) -> int:
         """Keys that attention looks at."""
-        return graph_reach(length, self._capacity_tokens) if self._device.type == "cuda" else length
+        return graph_reach(length, self._reach_tokens) if self._device.type == "cuda" else length
 
     def _set_frequencies(self, sequence: int, length: int) -> None:
         """Rotate by the frequencies of a sequence of `length` tokens."""

@@ -35,19 +35,19 @@ class RetrievalTarget:
         rope: Its rotary table.
         window: Where tokens come from and go.
         gamma: Most proposals a step verifies.
-        capacity_tokens: Most tokens of a sequence.
+        reach_tokens: Most tokens of a sequence, tentative ones included.
         batch: Sequences; their numbers are the batch rows in the caches and key the noise.
     """
 
     def __init__(
         self, decoder: Decoder, layers: ResidentLayers, cache: RetrievalCache, rope: RopeTable, window: DeviceWindow,
-        *, gamma: int, capacity_tokens: int, batch: int = 1,
+        *, gamma: int, reach_tokens: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device
         self.cache = cache
         self._window = window
         self._gamma = gamma
-        self._capacity_tokens = capacity_tokens
+        self._reach_tokens = reach_tokens
         self._rope = rope
         self._decoder = decoder
         self._layers = layers
@@ -105,7 +105,7 @@ class RetrievalTarget:
         """Captured: no tensor of the host."""
         window, count = self._window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
-        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._capacity_tokens)
+        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._reach_tokens)
         # The middle level promises no bits, so its products only have to be quick.
         logits = window_pass(self._decoder, self._layers, self.cache, rows, None).flatten(0, 1)  # [B*T, V]
         samples = sample(logits, params, step.following, step.sequences)

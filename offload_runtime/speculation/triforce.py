@@ -79,7 +79,7 @@ class TriForceProposer:
         draft: The small model; None lets the middle level decode by itself, a token a step.
         gamma_draft: Tokens that the draft proposes to each step of the middle level.
         refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
-        capacity_tokens: Of a sequence in the target's cache.
+        reach_tokens: Of a sequence in the target's cache, tentative ones included.
     """
 
     name = "middle"
@@ -88,7 +88,7 @@ class TriForceProposer:
 
     def __init__(
         self, window: Window, middle: MiddleLevel, draft: FirstLevel | None, *, gamma_draft: int, refresh_steps: int,
-        capacity_tokens: int,
+        reach_tokens: int,
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
         self._window = window
@@ -96,7 +96,7 @@ class TriForceProposer:
         self._draft = draft
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
-        self._capacity_tokens = capacity_tokens
+        self._reach_tokens = reach_tokens
         self.num_steps = 0  # of the middle level since `start`, each of all sequences
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
@@ -148,7 +148,7 @@ class TriForceProposer:
         """What the device is told of a sequence; None where there is no room to propose anything."""
         length = len(turn.tokens)
         # The last step may write the keys of proposals beyond what is asked for.
-        count = min(turn.longest_chain, self._capacity_tokens - length - self._gamma - 1)
+        count = min(turn.longest_chain, self._reach_tokens - length - self._gamma - 1)
         count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
         if self._draft is not None:
             count = min(count, self._draft.room(length) - self._gamma - 1)
