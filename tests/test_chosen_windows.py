@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.answer_figures import window_figure
-from offload_runtime.config import GenerationParams, SpeculationOptions
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime, loading
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.levels import PlacedLevels
@@ -30,7 +31,7 @@ from offload_runtime.speculation import (
     NoProposer,
     WithNgrams,
 )
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.trees import Foreknown
 from tests.test_cli_fakes import make_stats
 
@@ -255,6 +256,60 @@ def test_answers_too_short_for_proposals_do_not_speak_against_them(
                 assert stats.windows == {"plain": 1}
             passes.append(runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True).stats.passes)
     assert passes[0] < 80 and passes[1] <= passes[0]
+
+
+@pytest.mark.parametrize("triforce", [False, True])
+def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
+) -> None:
+    """A text longer than the draft's context; and the last tokens of a context that is whole blocks, which leave no
+    room for a step of the middle level."""
+    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
+    options: dict[str, Any] = {"context": 256, "tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
+    if triforce:
+        small = {"budget_tokens": 64, "chunk_size": 8, "gamma_draft": 4}
+        options = {"context": 256, "kv": "host", "speculation": SpeculationOptions("triforce", "full", **small)}
+    else:
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    with load(target, draft=draft, **options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=0.002)
+        long = [5 + index * index % 300 for index in range(224)]
+        for _ in range(2):
+            runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
+        gains = runtime._parts.learnt.chooser(SamplingParams())._gains["chain"]
+        before = gains.first_rate
+        for _ in range(3):
+            windows = runtime.generate(long, max_new_tokens=32, ignore_eos=True).stats.windows
+            assert any(name.startswith("chain") for name in windows) == triforce and windows["plain"] >= 4
+        assert before > 0.95 and gains.first_rate > 0.95
+
+
+def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what there is no room for is not learnt from."""
+    offered, learnt = list[int](), list[bool]()
+    learn = Chooser.learn
+
+    def choose(_: Chooser, times: Any, limits: Mapping[str, int]) -> Choice:
+        offered.append(limits["tree"])
+        return Choice("tree", 64)
+
+    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
+        assert bool(windows) == (figures["seconds"] is not None)
+        learnt.append(bool(windows))
+        learn(chooser, times, choice, windows, **figures)
+
+    with load(target, draft=draft, context=250, resident_layers=1, profile=SLOW_LINK) as runtime:
+        room = runtime.plan.tree_room
+        monkeypatch.setattr(Chooser, "choose", choose)
+        monkeypatch.setattr(Chooser, "learn", noted)
+        rows = window_widths(runtime, monkeypatch)
+        tokens = len(runtime.generate([5] * 150, max_new_tokens=100, ignore_eos=True).tokens)
+    # The last round of an answer may have room for the target's own token alone, and asks for nothing.
+    assert tokens == 100 and offered[0] == min(room, 256 - 151) and offered[-1] < 64 <= offered[0]
+    assert all(width <= 1 + places for width, places in zip(rows, offered, strict=False))
+    cut = [not whole for whole in learnt[: len(offered)]]
+    assert True in cut and all(cut[at] for at, places in enumerate(offered) if places < 64) and not cut[0]
 
 
 def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert report["agreement"]["systems"]["accelerate"] == {"leading": [5], "of": [5]}
     assert report["results"]["accelerate"]["settings"]["prompt_tokens"] == [9]
+    assert "for 270 tokens" in report["results"]["ours-plain"]["placement"], "room behind an answer"
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 
@@ -156,9 +157,11 @@ def test_a_shape_made_in_memory_speaks_a_small_models_language(tmp_path: Path) -
     text.write_text(TEXTS[0])
     given = ["--synthetic", "tiny", "--source", str(small), "--draft", str(small), "--prompt-file", str(text)]
     short = ["--new-tokens", "14", "--gamma", "3", "--repeats", "1", "--no-chart", "--device", "cpu", "--dtype", "fp32"]
-    assert compare.main([*given, *short, "--systems", "ours,accelerate", "--out", str(out)]) == 0
+    assert compare.main([*given, *short, "--systems", "ours,accelerate", "--context", "90", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert report["results"]["ours"]["tokens_per_pass"] > 3
+    assert (
+        report["results"]["ours"]["tokens_per_pass"] > 3 and "for 90 tokens" in report["results"]["ours"]["placement"]
+    )
     assert report["title"].startswith("tiny that speaks small,") and str(tmp_path) not in out.read_text()
     expected = tokens_of(small, TEXTS[0], 14)
     assert [report["results"][name]["tokens"] for name in ("ours", "accelerate")] == [[expected]] * 2
@@ -198,6 +201,7 @@ def test_files_are_looked_at_before_anything_is_measured(
         (("--prompt-file", str(tmp_path / "bytes")), "is not UTF-8 text (byte 0xff at offset 1)"),
         (("--prompt-file", str(tmp_path / "empty")), "a prompt has no tokens"),
         (("--prompt-tokens", "900"), "lower it, or name a longer --prompt-file"),
+        (("--context", "20"), "--context is 20: raise it, or lower --prompt-tokens"),
     ):
         assert compare.main(arguments(models, out, "--device", "cpu", "--no-chart", *words)) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -27,7 +27,7 @@ from checks import check_prefill_chunk, check_short_warmups
 from common import WARMUPS, add_source_options, model_name, options_from, peer_parser
 from comparing.chart import FORMATS, draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
-from comparing.systems import SYSTEMS, measured, outcome, run_system
+from comparing.systems import NO_MODEL, SYSTEMS, measured, outcome, run_system
 from our_options import add_our_options, our_options
 from sources import SHAPES
 
@@ -41,8 +41,6 @@ from offload_runtime.weights import fetch_demo_model
 _OF_SOME = (
     "draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens", "prefill_chunk",
 )  # fmt: skip
-# What `--draft` may say instead of a model.
-_NO_MODEL = (None, "ngram", "none")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--prompt-tokens", type=int, help="of each file the first so many; of random ones so many (512)"
     )
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--context", type=int, help="most tokens of prompt and answer; a longer prompt is refused")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vram", default="24GB", help="cap on the device for every process but that of `resident`")
@@ -107,7 +104,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
         OptionError: A file cannot be read or has too few tokens, or prompt and answer exceed `--context`.
         CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
-    draft = None if arguments.draft in _NO_MODEL else arguments.draft
+    draft = None if arguments.draft in NO_MODEL else arguments.draft
     tokenizer = open_sources(arguments.target or arguments.source, draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
@@ -119,12 +116,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
                     "or name a longer --prompt-file"
                 )
             tokens = tokens[: arguments.prompt_tokens]
-        needed = len(tokens) + arguments.new_tokens
-        if arguments.context is not None and needed > arguments.context:
-            raise OptionError(
-                f"{path} and the answer are {needed} tokens, --context is {arguments.context}: raise it, or lower "
-                "--prompt-tokens"
-            )
+        check_context(arguments, str(path), len(tokens))
         prompts.append(tokens)
     check_warmups(arguments, shortest_tokens=min(len(tokens) for tokens in prompts))
     return prompts
@@ -151,20 +143,33 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     speaks = arguments.target is not None or arguments.source is not None
     if speaks and not arguments.prompt_file:
         raise OptionError("a model with a language needs a prompt: name a text with --prompt-file")
-    if not speaks and (arguments.prompt_file or arguments.draft or arguments.context):
+    if not speaks and (arguments.prompt_file or arguments.draft):
         raise OptionError(
-            "--synthetic has no language: give it that of a small model with --source, or leave out --prompt-file, "
-            "--draft and --context"
+            "--synthetic has no language: give it that of a small model with --source, or leave out --prompt-file and "
+            "--draft"
         )
     if {"ours", "ours-chains"} & set(names):
         our_options(arguments)
     check_prefill_chunk(arguments.prefill_chunk)
-    check_warmups(arguments, shortest_tokens=None if speaks else arguments.prompt_tokens or 512)
+    random_tokens = arguments.prompt_tokens or 512
+    check_warmups(arguments, shortest_tokens=None if speaks else random_tokens)
+    if not speaks:
+        check_context(arguments, "the prompt", random_tokens)
     if not arguments.no_chart:
         require_matplotlib()
         if arguments.out.suffix in FORMATS:
             raise OptionError(f"--out {arguments.out} would be the chart's name, too: name it like comparison.json")
     check_out(arguments.out)
+
+
+def check_context(arguments: argparse.Namespace, name: str, prompt_tokens: int) -> None:
+    """Refuse a prompt that does not fit with its answer."""
+    needed = prompt_tokens + arguments.new_tokens
+    if arguments.context is not None and needed > arguments.context:
+        raise OptionError(
+            f"{name} and the answer are {needed} tokens, --context is {arguments.context}: raise it, or lower "
+            "--prompt-tokens"
+        )
 
 
 def check_warmups(arguments: argparse.Namespace, *, shortest_tokens: int | None) -> None:
@@ -192,7 +197,7 @@ def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[
 
 def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     """What only some systems are told, by the name under which they take it."""
-    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv")}
+    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv", "context")}
     own: dict[str, Sequence[str]] = {
         name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
     }

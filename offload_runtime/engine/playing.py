@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_runtime.config import SamplingParams
@@ -49,12 +49,8 @@ class RoundPlayer:
         """One round of these texts. Arguments and errors as of `play_round`."""
         if isinstance(self._windows, WindowSize):
             return self._play(texts, self._windows, self._fixed(self._windows), family=None)
-        known = {text.sequence: text.tokens for text in texts}
-        able = self._proposer.families(known)
         room = max(text.most_in_a_row for text in texts)
-        limits = {family: self._windows.limits[family] for family in able if family in self._windows.limits}
-        if "chain" in limits and room:
-            limits["chain"] = min(limits["chain"], room)
+        limits = self._limits(self._windows.limits, texts) if room else {}
         times = self._parts.learnt.times(len(texts), max(len(text.tokens) for text in texts))
         chooser = self._parts.learnt.chooser(self._sampling)
         started_s = self._parts.clock()
@@ -63,13 +59,31 @@ class RoundPlayer:
         window = self._windows.window(choice)
         rounds = self._play(texts, window, choice, family=choice.family)
         seconds = self._parts.clock() - started_s
-        needed = window.gamma if window.tree_nodes is None else min(_DEEP_ENOUGH, window.gamma)
-        whole = [text.most_in_a_row >= needed for text in texts]
+        whole = [self._was_whole(text, window, played) for text, played in zip(texts, rounds, strict=True)]
         chooser.learn(
             times, choice, [_own(played, choice) for played, fits in zip(rounds, whole, strict=True) if fits],
             tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
         )  # fmt: skip
         return rounds
+
+    def _limits(self, limits: Mapping[str, int], texts: Sequence[Text]) -> dict[str, int]:
+        """By family that has anything to propose its largest window, as far as an answer and the cache have room."""
+        able = self._proposer.families({text.sequence: text.tokens for text in texts})
+        rooms = {"chain": max(text.most_in_a_row for text in texts)}
+        most_nodes = max(self._most_nodes(text) for text in texts)
+        found = {family: min(limits[family], rooms.get(family, most_nodes)) for family in able if family in limits}
+        return {family: largest for family, largest in found.items() if largest}
+
+    def _most_nodes(self, text: Text) -> int:
+        """Proposals behind a text that the target's cache has places for."""
+        return self._parts.target.cache.reach_tokens - len(text.tokens)
+
+    def _was_whole(self, text: Text, window: WindowSize, played: Round) -> bool:
+        """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""
+        if window.tree_nodes is not None:
+            return text.most_in_a_row >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(text) >= window.tree_nodes
+        drafted = sum(source != NGRAM for source in played.proposal.sources)
+        return text.most_in_a_row >= window.gamma and drafted in (0, window.gamma)
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [

@@ -60,7 +60,7 @@ class Proposer(Protocol):
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there
-        are of some sequences; of no texts all ways that there are."""
+        are of some sequences, and room for it; of no texts all ways that there are."""
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         """Called before a generation with the way its tokens will be chosen: of sequences 0 to `num_sequences` - 1."""
@@ -130,7 +130,8 @@ class DraftProposer:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ("chain",)
+        has_room = not texts or any(self.model.room(len(tokens)) > 0 for tokens in texts.values())
+        return ("chain",) if has_room else ()
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self.model.start(params, num_sequences)

@@ -60,10 +60,10 @@ class RoundTimes:
                 self._confirmed.add(choice)
         samples.append(seconds)
         self._usual[choice] = _mean_but_exceptions(samples)
-        if choice == PLAIN:
-            self._curves.clear()
-        else:
+        if choice != PLAIN and PLAIN in self._usual:
             self._curves.pop(choice.family, None)
+        else:  # all are held against plain decoding
+            self._curves.clear()
 
     def seconds(self, choice: Choice) -> float:
         """To be expected of a choice of `SIZES`."""
@@ -122,7 +122,8 @@ class RoundTimes:
         foreseen = [self._foresee(choice) for choice in choices]
         played = [step for step, choice in enumerate(choices) if choice in self._usual]
         if not played:
-            return foreseen
+            ratio = self._plain_s() / self._foresee(PLAIN)
+            return [ratio * seconds for seconds in foreseen]
         times = {step: self._usual[choices[step]] for step in played}
         counts = {step: len(self._samples[choices[step]]) for step in played}
         weak = [step for step in played if counts[step] < _ENOUGH and choices[step] not in self._confirmed]
@@ -132,6 +133,11 @@ class RoundTimes:
                 times = others
         rising = _never_falling(list(times.values()), [counts[step] for step in times])
         return _in_proportion(dict(zip(times, rising, strict=True)), foreseen)
+
+    def _plain_s(self) -> float:
+        """Of plain decoding, which was not played: by what has been played of others, the fastest in proportion."""
+        timed = {choice.family for choice in self._usual}
+        return min((self.curve(family, 1)[0] for family in timed), default=self._foresee(PLAIN))
 
     def _foresee(self, choice: Choice) -> float:
         if choice not in self._foreseen:

@@ -71,7 +71,7 @@ class TreeDraftProposer:
         self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ("chain", "tree")
+        return ("chain", "tree") if self._chains.families(texts) else ()
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._forget()

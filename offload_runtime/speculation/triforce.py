@@ -100,7 +100,8 @@ class TriForceProposer:
         self.num_steps = 0  # of the middle level since `start`, each of all sequences
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ("chain",)
+        has_room = not texts or any(self._room(len(tokens)) > 0 for tokens in texts.values())
+        return ("chain",) if has_room else ()
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._middle.start(params, num_sequences)
@@ -147,13 +148,16 @@ class TriForceProposer:
     def _known(self, turn: Turn) -> Known | None:
         """What the device is told of a sequence; None where there is no room to propose anything."""
         length = len(turn.tokens)
-        # The last step may write the keys of proposals beyond what is asked for.
-        count = min(turn.longest_chain, self._reach_tokens - length - self._gamma - 1)
-        count = min(count, self._window.capacity - self._KNOWN_TOKENS - self._gamma - 1)
-        if self._draft is not None:
-            count = min(count, self._draft.room(length) - self._gamma - 1)
+        count = min(turn.longest_chain, self._room(length))
         stop = length + count
         return Known(turn.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
+
+    def _room(self, length: int) -> int:
+        """Most tokens that can be proposed behind `length` tokens."""
+        room = min(self._reach_tokens - length, self._window.capacity - self._KNOWN_TOKENS)
+        if self._draft is not None:
+            room = min(room, self._draft.room(length))
+        return room - self._gamma - 1  # the last step may write the keys of proposals beyond what is asked for
 
     def _agree(self, known: Mapping[int, Known], *, refresh: bool) -> Mapping[int, Said]:
         """Enqueue steps until every sequence has reached its stop; what the window holds then.

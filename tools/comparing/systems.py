@@ -47,10 +47,10 @@ _OURS = (*_OURS_WITHOUT_TREES, "tree_nodes")
 _TRANSFORMERS = ("kv_cache", "prefill_chunk")
 
 SYSTEMS = {
-    "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=("kv",)),
-    "ours": System("ours_runtime.py", takes=("kv", *_OURS)),
+    "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=("kv", "context")),
+    "ours": System("ours_runtime.py", takes=("kv", "context", *_OURS)),
     "ours-chains": System(
-        "ours_runtime.py", ("--tree-nodes", "0"), takes=("kv", *_OURS_WITHOUT_TREES), needs_draft=True
+        "ours_runtime.py", ("--tree-nodes", "0"), takes=("kv", "context", *_OURS_WITHOUT_TREES), needs_draft=True
     ),
     "deepspeed": System("deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED, takes=_TRANSFORMERS),
     "deepspeed-assistant": System(
@@ -88,11 +88,15 @@ def run_script(script: str, options: Sequence[str], timeout_s: float) -> tuple[d
         return {"error": printed[-_SHOWN_CHARACTERS:].removeprefix("error: ")}, done.returncode
 
 
+# What `--draft` may say instead of a model.
+NO_MODEL = (None, "ngram", "none")
+
+
 def left_out(system: System, *, draft: str | None) -> dict[str, str] | None:
     """Why a system is not run at all: `{"missing": …}` or `{"skipped": …}`; None where it is."""
     if system.package is not None and find_spec(system.package) is None:
         return {"missing": f"{system.package} is not installed: {system.install}"}
-    if system.needs_draft and draft is None:
+    if system.needs_draft and draft in NO_MODEL:
         return {"skipped": "no draft model: name one with --draft"}
     return None
 

@@ -27,6 +27,7 @@ class OurOptions:
     kv: str
     budget_tokens: int | None = None
     draft_cache: str | None = None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache or "auto", None)
@@ -51,6 +52,11 @@ class OurOptions:
 
 def add_our_options(parser: argparse.ArgumentParser) -> None:
     """Those that `compare.py` and `ours_runtime.py` have in common."""
+    parser.add_argument(
+        "--context", type=int,
+        help="of `ours`: tokens that its KV cache reserves, for prompt, answer and proposals behind it; those of the "
+        "peers grow (default: what the longest takes, and 256 more)",
+    )  # fmt: skip
     parser.add_argument("--speculation", choices=SPECULATION_MODES, help="of `ours` (auto)")
     parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
     parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
@@ -72,4 +78,5 @@ def our_options(arguments: argparse.Namespace) -> OurOptions:
         kv=arguments.kv,
         budget_tokens=arguments.budget_tokens,
         draft_cache=arguments.draft_cache,
+        context=arguments.context,
     )

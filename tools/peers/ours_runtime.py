@@ -42,6 +42,8 @@ from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
+# Behind the longest answer: windows are cut where the context ends.
+_ROOM_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,24 @@ def load(options: PeerOptions, own: OurOptions) -> Runtime:
         dtype=options.dtype_name,
         vram=options.vram_bytes,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
-        context=options.context_tokens,
+        context=reserved_tokens(options, own),
         kv=own.kv,
         speculation=own.as_speculation(),
         max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA),
         tree_nodes=own.tree_nodes,
     )
+
+
+def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
+    """Tokens of the KV cache. Raises `OptionError` if they are fewer than prompt and answer."""
+    needed = options.context_tokens
+    if own.context is None:
+        return min(needed + _ROOM_TOKENS, max(needed, options.source.config().max_position_embeddings))
+    if own.context < needed:
+        raise OptionError(
+            f"prompt and answer are {needed} tokens, --context is {own.context}: raise it, or lower --prompt-tokens"
+        )
+    return own.context
 
 
 def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Asked) -> Played:
