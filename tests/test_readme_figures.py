@@ -298,6 +298,13 @@ def long_contexts_beside_others() -> Iterator[str]:
         assert asked["temperature"] == 0.6 and asked["vram"] == "24GB"
         assert min(share for shares in agreed["in_common"].values() for share in shares) > 0.98
         new_tokens.append(asked["new_tokens"])
+        passes, middle = (
+            found["results"]["ours"]["runs"][0]["passes"],
+            found["results"]["ours"]["speculation"]["levels"][1],
+        )
+        yield f"{passes - middle['verifications']} of the {passes}"
+        if label == "120K":
+            yield f"the target accepted {middle['accepted']} of {middle['proposed']} proposals at {label}"
         for key, row in found["results"].items():
             times = found["times_ours_over"].get(key)
             ours_is = "" if times is None else f"{times:.{1 if times > 1 else 2}f} x "
