@@ -30,6 +30,7 @@ from offload_runtime.speculation import (
     NgramProposer,
     NoProposer,
     WithNgrams,
+    size_for,
 )
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.trees import Foreknown
@@ -222,7 +223,7 @@ def test_a_useless_draft_is_switched_off(
         before_s, steps = clock.now_s, clock.draft_steps
         again = runtime.generate(PROMPTS[1], **{**asked, "seed": 6})
         assert clock.now_s - before_s < 1.01 * 256 * PASS_S
-        assert clock.draft_steps - steps < max(steps, 8) and again.stats.windows["plain"] > 220
+        assert clock.draft_steps - steps < max(steps, 16) and again.stats.windows["plain"] > 220
 
 
 def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_answers_too_short_for_proposals_do_not_speak_against_them(
                 stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
                 assert stats.windows == {"plain": 1}
             passes.append(runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True).stats.passes)
-    assert passes[0] < 80 and passes[1] <= passes[0]
+    assert passes[0] < 80 and passes[1] <= passes[0] + 2
 
 
 @pytest.mark.parametrize("triforce", [False, True])
@@ -283,6 +284,20 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
             windows = runtime.generate(long, max_new_tokens=32, ignore_eos=True).stats.windows
             assert any(name.startswith("chain") for name in windows) == triforce and windows["plain"] >= 4
         assert before > 0.95 and gains.first_rate > 0.95
+
+
+def test_the_last_chain_reaches_to_the_end_of_an_answer(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [size_for(count) for count in (0, 1, 5, 8, 30, 1024, 3000)] == [0, 1, 6, 8, 32, 1024, 1024]
+    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
+    with load(target, draft=draft, tree_nodes=0) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=0.002)
+        for _ in range(3):
+            runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
+        stats = runtime.generate(PROMPT, max_new_tokens=32, ignore_eos=True).stats
+    # One comes of the prompt, 31 of a pass over 30 proposals.
+    assert stats.windows == {"chain 32": 1} and stats.acceptance[-1].accepted == 30
 
 
 def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.speculation import PLAIN, Choice, Proposer, Round, Turn, play_round
+from offload_runtime.speculation import PLAIN, Choice, Proposer, Round, Turn, play_round, size_for
 from offload_runtime.speculation.ngrams import NGRAM
 
 # A tree so deep is hardly ever cut where an answer ends.
@@ -69,7 +69,8 @@ class RoundPlayer:
     def _limits(self, limits: Mapping[str, int], texts: Sequence[Text]) -> dict[str, int]:
         """By family that has anything to propose its largest window, as far as an answer and the cache have room."""
         able = self._proposer.families({text.sequence: text.tokens for text in texts})
-        rooms = {"chain": max(text.most_in_a_row for text in texts)}
+        # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
+        rooms = {"chain": size_for(max(text.most_in_a_row for text in texts))}
         most_nodes = max(self._most_nodes(text) for text in texts)
         found = {family: min(limits[family], rooms.get(family, most_nodes)) for family in able if family in limits}
         return {family: largest for family, largest in found.items() if largest}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 # Proposals of a window: gamma of a chain, nodes of a tree. Finer steps would tell less than the noise of times.
@@ -37,6 +37,11 @@ class Choice:
 
 # No proposals at all.
 PLAIN = Choice("plain", 0)
+
+
+def size_for(count: int) -> int:
+    """The smallest of `SIZES` that is no less than `count`, or the largest of all."""
+    return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
 
 
 def steps_within(size: int) -> int:
