@@ -227,6 +227,17 @@ def test_times_between_and_beyond_those_played_keep_the_proportion_foreseen() ->
     assert times.curve("tree", 8)[0] == 3.0
 
 
+def test_what_was_not_played_is_expected_in_proportion_to_what_was() -> None:
+    """Plain decoding by the fastest of the others, and all else by plain decoding, until that is played."""
+    times = RoundTimes(lambda choice: 1 + choice.size / 8)
+    times.observe(Choice("chain", 16), 6.0)
+    assert times.curve("tree", 8)[:2] == [2.0, 2.25] and times.seconds(PLAIN) == 2.0
+    times.observe(Choice("tree", 8), 3.0)
+    assert times.seconds(PLAIN) == 1.5 and times.seconds(Choice("ngram", 8)) == 3.0
+    times.observe(PLAIN, 2.2)
+    assert times.seconds(PLAIN) == 2.2 and times.seconds(Choice("ngram", 8)) == 4.4
+
+
 def test_an_exceptional_first_time_is_not_believed() -> None:
     times = RoundTimes(lambda choice: 1.0, sure=True)
     for _ in range(4):

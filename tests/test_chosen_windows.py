@@ -286,6 +286,28 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
         assert before > 0.95 and gains.first_rate > 0.95
 
 
+@pytest.mark.parametrize("triforce", [False, True])
+def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
+) -> None:
+    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
+    options: dict[str, Any] = {"context": 256, "max_batch": 2}
+    if triforce:
+        small = {"budget_tokens": 64, "chunk_size": 8, "gamma_draft": 4}
+        options |= {"kv": "host", "speculation": SpeculationOptions("triforce", "full", **small)}
+    else:
+        options |= {"tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    with load(target, draft=draft, **options) as runtime:
+        WorkClock(runtime, monkeypatch, step_s=0.002)
+        long = [5 + index * index % 300 for index in range(226)]
+        for _ in range(4):
+            runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
+        gains = runtime._parts.learnt.chooser(SamplingParams())._gains["chain"]
+    assert gains.num_rounds > 4 and gains.first_rate > 0.95
+
+
 def test_the_last_chain_reaches_to_the_end_of_an_answer(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

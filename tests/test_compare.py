@@ -202,6 +202,7 @@ def test_files_are_looked_at_before_anything_is_measured(
         (("--prompt-file", str(tmp_path / "empty")), "a prompt has no tokens"),
         (("--prompt-tokens", "900"), "lower it, or name a longer --prompt-file"),
         (("--context", "20"), "--context is 20: raise it, or lower --prompt-tokens"),
+        (("--context", "900"), "is more than the 512 that the model was made for"),
     ):
         assert compare.main(arguments(models, out, "--device", "cpu", "--no-chart", *words)) == 2
         (line,) = capsys.readouterr().err.splitlines()

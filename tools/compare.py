@@ -33,13 +33,15 @@ from sources import SHAPES
 
 from offload_runtime.config import require_positive
 from offload_runtime.engine.assembly import open_sources
+from offload_runtime.engine.making_plans import resolve_context
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import fetch_demo_model
 
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (
-    "draft", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens", "prefill_chunk",
+    "draft", "context", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens",
+    "prefill_chunk",
 )  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[
 
 def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     """What only some systems are told, by the name under which they take it."""
-    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv", "context")}
+    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv")}
     own: dict[str, Sequence[str]] = {
         name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
     }
@@ -213,7 +215,9 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
             prompts.write_text(json.dumps(read_prompts(arguments)))
         common, own = common_options(arguments, prompts), own_options(arguments)
         # What no system could run with is said once, and before the first of them has loaded anything.
-        options_from(peer_parser("").parse_args([*common, *own.get("assistant_tokens", ())]))
+        options = options_from(peer_parser("").parse_args([*common, *own.get("assistant_tokens", ())]))
+        if arguments.context is not None:
+            resolve_context(arguments.context, options.source.config(), kv=arguments.kv)
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
             result = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)

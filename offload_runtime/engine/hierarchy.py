@@ -144,7 +144,8 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         play(1, 1, params)
     for num_sequences in warm_up_batches(batch):
         play(num_sequences, 1, DIFFERENT_WAYS[0])
-    for length in warm_up_lengths(target.cache.capacity_tokens - gamma - 2):  # a step puts so many behind a text
+    longest = min(target.cache.capacity_tokens, target.cache.reach_tokens - gamma - 2)  # a step puts so many behind
+    for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         play(1, length, DIFFERENT_WAYS[0])
         target.cache.truncate(0, 0)

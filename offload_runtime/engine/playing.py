@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.speculation import PLAIN, Choice, Proposer, Round, Turn, play_round, size_for
+from offload_runtime.speculation import (
+    PLAIN,
+    Choice,
+    Proposer,
+    Round,
+    RoundTimes,
+    Turn,
+    play_round,
+    size_for,
+    size_within,
+)
 from offload_runtime.speculation.ngrams import NGRAM
 
 # A tree so deep is hardly ever cut where an answer ends.
@@ -59,12 +69,26 @@ class RoundPlayer:
         window = self._windows.window(choice)
         rounds = self._play(texts, window, choice, family=choice.family)
         seconds = self._parts.clock() - started_s
-        whole = [self._was_whole(text, window, played) for text, played in zip(texts, rounds, strict=True)]
-        chooser.learn(
-            times, choice, [_own(played, choice) for played, fits in zip(rounds, whole, strict=True) if fits],
+        self._learn(times, choice, window, texts, rounds, seconds)
+        return rounds
+
+    def _learn(
+        self, times: RoundTimes, choice: Choice, window: WindowSize, texts: Sequence[Text], rounds: Sequence[Round],
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short."""
+        able = [len(texts) == 1 or self._is_able(text, choice) for text in texts]
+        whole = [
+            can and self._was_whole(text, played, window) for can, text, played in zip(able, texts, rounds, strict=True)
+        ]
+        told, size = [played for played, fits in zip(rounds, whole, strict=True) if fits], choice.size
+        if not told and choice.family == "chain":  # what was cut tells about smaller windows
+            told = [played for played, can in zip(rounds, able, strict=True) if can and _drafted(played)]
+            size = min((size_within(_drafted(played)) for played in told), default=size)
+        self._parts.learnt.chooser(self._sampling).learn(
+            times, replace(choice, size=size), [_own(played, choice, size) for played in told],
             tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
         )  # fmt: skip
-        return rounds
 
     def _limits(self, limits: Mapping[str, int], texts: Sequence[Text]) -> dict[str, int]:
         """By family that has anything to propose its largest window, as far as an answer and the cache have room."""
@@ -79,12 +103,15 @@ class RoundPlayer:
         """Proposals behind a text that the target's cache has places for."""
         return self._parts.target.cache.reach_tokens - len(text.tokens)
 
-    def _was_whole(self, text: Text, window: WindowSize, played: Round) -> bool:
+    def _was_whole(self, text: Text, played: Round, window: WindowSize) -> bool:
         """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""
         if window.tree_nodes is not None:
             return text.most_in_a_row >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(text) >= window.tree_nodes
-        drafted = sum(source != NGRAM for source in played.proposal.sources)
-        return text.most_in_a_row >= window.gamma and drafted in (0, window.gamma)
+        return text.most_in_a_row >= window.gamma and _drafted(played) in (0, window.gamma)
+
+    def _is_able(self, text: Text, choice: Choice) -> bool:
+        """Whether a draft that was chosen for several texts had room behind this one."""
+        return not choice.drafts or choice.family in self._proposer.families({text.sequence: text.tokens})
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [
@@ -115,8 +142,13 @@ class RoundPlayer:
         return Choice("chain", window.gamma) if "chain" in able else Choice("ngram", window.tree_nodes or window.gamma)
 
 
-def _own(played: Round, choice: Choice) -> Sequence[int]:
-    """The accepted proposals of who was chosen: beside a chain there are n-grams, which tell nothing about it."""
+def _drafted(played: Round) -> int:
+    """Proposals of a draft, in a chain and the n-grams beside it."""
+    return sum(source != NGRAM for source in played.proposal.sources)
+
+
+def _own(played: Round, choice: Choice, size: int) -> Sequence[int]:
+    """Which of the first `size` proposals were accepted; the n-grams beside a chain tell nothing about it."""
     if choice.family != "chain":
         return played.path
-    return [node for node in played.path if played.proposal.sources[node] != NGRAM]
+    return [node for node in played.path if node < size and played.proposal.sources[node] != NGRAM]

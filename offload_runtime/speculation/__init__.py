@@ -11,7 +11,7 @@ from offload_runtime.speculation.round_times import RoundTimes, guessed_cost
 from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accepted_path, play_round
 from offload_runtime.speculation.tree_draft import TreeDraftProposer
 from offload_runtime.speculation.triforce import TriForceProposer
-from offload_runtime.speculation.window_sizes import PLAIN, Choice, size_for
+from offload_runtime.speculation.window_sizes import PLAIN, Choice, size_for, size_within
 from offload_runtime.speculation.with_ngrams import WithNgrams, drafting
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "makes_trees",
     "play_round",
     "size_for",
+    "size_within",
 ]

@@ -136,8 +136,7 @@ class RoundTimes:
 
     def _plain_s(self) -> float:
         """Of plain decoding, which was not played: by what has been played of others, the fastest in proportion."""
-        timed = {choice.family for choice in self._usual}
-        return min((self.curve(family, 1)[0] for family in timed), default=self._foresee(PLAIN))
+        return min((self.curve(choice.family, choice.size)[0] for choice in self._usual), default=self._foresee(PLAIN))
 
     def _foresee(self, choice: Choice) -> float:
         if choice not in self._foreseen:

@@ -44,6 +44,11 @@ def size_for(count: int) -> int:
     return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
 
 
+def size_within(count: int) -> int:
+    """The largest of `SIZES` that is no more than `count`."""
+    return SIZES[steps_within(count)]
+
+
 def steps_within(size: int) -> int:
     """Index of the largest of `SIZES` that is no more than `size`."""
     return bisect_right(SIZES, size) - 1

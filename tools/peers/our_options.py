@@ -30,15 +30,20 @@ class OurOptions:
     context: int | None = None
 
     def __post_init__(self) -> None:
-        idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache or "auto", None)
+        idle = idle_options(self.has_model, self.speculation, self.draft_cache or "auto", None)
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
         self.as_speculation()
-        kind = self.draft if self.draft in ("ngram", "none") else "the draft"
+        kind = "the draft" if self.has_model else self.draft
         check_proposals(kind, self.speculation)
         check_tree_nodes(self.tree_nodes, kind, self.speculation)
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the draft is a model."""
+        return self.draft not in ("ngram", "none")
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""

@@ -36,10 +36,12 @@ from bench_report import emit, provenance  # isort: skip (`common` sets the path
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.making_plans import longest_context
 from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
+from offload_runtime.weights import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.
@@ -77,7 +79,8 @@ def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
     """Tokens of the KV cache. Raises `OptionError` if they are fewer than prompt and answer."""
     needed = options.context_tokens
     if own.context is None:
-        return min(needed + _ROOM_TOKENS, max(needed, options.source.config().max_position_embeddings))
+        models = [options.source, *([open_checkpoint(own.draft)] if own.has_model else [])]
+        return max(needed, min(needed + _ROOM_TOKENS, *(longest_context(model.config()) for model in models)))
     if own.context < needed:
         raise OptionError(
             f"prompt and answer are {needed} tokens, --context is {own.context}: raise it, or lower --prompt-tokens"
