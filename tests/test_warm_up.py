@@ -192,7 +192,7 @@ def test_warming_up_the_middle_level_leaves_nothing(
                 proposer, runner = drafting(runtime._parts.proposer), runtime._models.target.runner
                 played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
                 warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
-                lengths = [(257, False), (context - 5, True)] if context > 300 else [(context - 5, False)]
+                lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]
                 usual, *others = DIFFERENT_WAYS
                 plays = {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
                 assert played == {(*play, usual) for play in plays} | {(1, 1, False, way) for way in others}
