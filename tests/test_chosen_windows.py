@@ -259,21 +259,23 @@ def test_answers_too_short_for_proposals_do_not_speak_against_them(
     assert passes[0] < 80 and passes[1] <= passes[0] + 2
 
 
+def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, Any]:
+    """Options of a runtime whose draft is always right, and has no room behind a text longer than its own context; or
+    of a hierarchy whose context is whole blocks, so that its last tokens leave no room for a step."""
+    draft = write_noisy_copy(target, folder / "draft", noise=0.0)
+    if triforce:
+        options = SpeculationOptions("triforce", "full", budget_tokens=64, chunk_size=8, gamma_draft=4)
+        return {"draft": draft, "context": 256, "kv": "host", "speculation": options}
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    return {"draft": draft, "context": 256, "tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
+
+
 @pytest.mark.parametrize("triforce", [False, True])
 def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
 ) -> None:
-    """A text longer than the draft's context; and the last tokens of a context that is whole blocks, which leave no
-    room for a step of the middle level."""
-    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
-    options: dict[str, Any] = {"context": 256, "tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
-    if triforce:
-        small = {"budget_tokens": 64, "chunk_size": 8, "gamma_draft": 4}
-        options = {"context": 256, "kv": "host", "speculation": SpeculationOptions("triforce", "full", **small)}
-    else:
-        config = json.loads((draft / "config.json").read_text())
-        (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
-    with load(target, draft=draft, **options) as runtime:
+    with load(target, **short_of_room(target, tmp_path, triforce=triforce)) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.002)
         long = [5 + index * index % 300 for index in range(224)]
         for _ in range(2):
@@ -290,16 +292,7 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
 def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
 ) -> None:
-    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
-    options: dict[str, Any] = {"context": 256, "max_batch": 2}
-    if triforce:
-        small = {"budget_tokens": 64, "chunk_size": 8, "gamma_draft": 4}
-        options |= {"kv": "host", "speculation": SpeculationOptions("triforce", "full", **small)}
-    else:
-        options |= {"tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
-        config = json.loads((draft / "config.json").read_text())
-        (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
-    with load(target, draft=draft, **options) as runtime:
+    with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=triforce)) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.002)
         long = [5 + index * index % 300 for index in range(226)]
         for _ in range(4):

@@ -202,6 +202,12 @@ OURS_AND_DEEPSPEED = {
 }  # fmt: skip
 
 
+def ours_is(found: dict[str, Any], key: str) -> str:
+    """A cell: how many times as fast as a system ours was in a comparison; empty for ours."""
+    times = found["times_ours_over"].get(key)
+    return "" if times is None else f"{times:.{1 if times > 1 else 2}f} x "
+
+
 def beside_deepspeed() -> Iterator[str]:
     greedy, sampled, names = result("compare-13b-h200"), result("compare-13b-sampled-h200"), OURS_AND_DEEPSPEED
     circles = [circle(tokens) for tokens in greedy["results"]["ours"]["tokens"]]
@@ -213,11 +219,10 @@ def beside_deepspeed() -> Iterator[str]:
         assert agreed["leading"] == agreed["of"]
         yield f"the two prompts, {asked['new_tokens']} tokens each"
         for key, row in found["results"].items():
-            times = found["times_ours_over"].get(key)
             yield (
                 f"| {asked['temperature']:g} | {names[key]} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} "
                 f"| {row['bytes_per_pass'] / 1e9:.1f} GB | {row['link_gbps']:.1f} GB/s "
-                f"| {'' if times is None else f'{times:.1f} x '}|"
+                f"| {ours_is(found, key)}|"
             )
     assert greedy["results"].keys() == names.keys() and "deepspeed" not in sampled["results"]
     times = sampled["results"]["ours"]["tok_per_s"] / greedy["results"]["deepspeed"]["tok_per_s"]
@@ -239,10 +244,9 @@ def other_drafts() -> Iterator[str]:
         yield f"at T = {asked['temperature']:g}, {asked['new_tokens']} tokens each"
         most.append(rows["deepspeed-assistant"]["assistant"]["tokens"])
         for key, row in rows.items():
-            times = found["times_ours_over"].get(key)
             yield (
                 f"| {noise} | {names[key]} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} "
-                f"| {row['link_gbps']:.1f} GB/s | {'' if times is None else f'{times:.1f} x '}"
+                f"| {row['link_gbps']:.1f} GB/s | {ours_is(found, key)}"
                 f"| {row['tok_per_s'] / alone:.1f} x |"
             )
     yield f"fastest with {most[0]} proposals at noise 0.02, of 12 and transformers' own schedule"
@@ -262,10 +266,9 @@ def all_systems() -> Iterator[str]:
     }  # fmt: skip
     assert rows.keys() == names.keys()
     for key, row in rows.items():
-        times = found["times_ours_over"].get(key)
         yield (
             f"| {names[key]} | {row['tok_per_s']:.1f} | {row['tokens_per_pass']:.1f} | {row['link_gbps']:.1f} GB/s "
-            f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {'' if times is None else f'{times:.1f} x '}|"
+            f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {ours_is(found, key)}|"
         )
         if not key.startswith("ours"):
             same = {"transformers-offloaded-cache": 61}.get(key, asked["new_tokens"])
@@ -285,11 +288,11 @@ def all_systems() -> Iterator[str]:
 
 def long_contexts_beside_others() -> Iterator[str]:
     names = {
-        "ours-plain": "offload_runtime, plain decoding", "ours": "offload_runtime, TriForce, windows chosen",
+        **OURS_AND_DEEPSPEED,
+        "ours": "offload_runtime, TriForce, windows chosen",
         "ours-chains": "the same without n-grams",
         "transformers-offloaded-cache": "transformers 5.17, KV cache offloaded",
-        "deepspeed-assistant": OURS_AND_DEEPSPEED["deepspeed-assistant"],
-    }  # fmt: skip
+    }
     new_tokens = []
     for label in ("32K", "120K"):
         found = result(f"compare-7b-{label.lower()}-h200")
@@ -298,20 +301,16 @@ def long_contexts_beside_others() -> Iterator[str]:
         assert asked["temperature"] == 0.6 and asked["vram"] == "24GB"
         assert min(share for shares in agreed["in_common"].values() for share in shares) > 0.98
         new_tokens.append(asked["new_tokens"])
-        passes, middle = (
-            found["results"]["ours"]["runs"][0]["passes"],
-            found["results"]["ours"]["speculation"]["levels"][1],
-        )
+        ours = found["results"]["ours"]
+        passes, middle = ours["runs"][0]["passes"], ours["speculation"]["levels"][1]
         yield f"{passes - middle['verifications']} of the {passes}"
         if label == "120K":
             yield f"the target accepted {middle['accepted']} of {middle['proposed']} proposals at {label}"
         for key, row in found["results"].items():
-            times = found["times_ours_over"].get(key)
-            ours_is = "" if times is None else f"{times:.{1 if times > 1 else 2}f} x "
             yield (
                 f"| {label} | {names[key]} | {row['tok_per_s']:.2f} | {row['tokens_per_pass']:.1f} "
                 f"| {row['time_to_first_token_s']:.1f} s | {row['link_gbps']:.1f} GB/s "
-                f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {ours_is}|"
+                f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {ours_is(found, key)}|"
             )
     yield "{} and {} tokens of one answer".format(*new_tokens)
 

@@ -23,12 +23,12 @@ from typing import Any
 import script
 import torch
 from bench_report import check_out, emit, provenance, write_unfinished
-from checks import check_prefill_chunk, check_short_warmups
+from checks import check_context, check_prefill_chunk, check_short_warmups
 from common import WARMUPS, add_source_options, model_name, options_from, peer_parser
 from comparing.chart import FORMATS, draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
-from comparing.systems import NO_MODEL, SYSTEMS, measured, outcome, run_system
-from our_options import add_our_options, our_options
+from comparing.systems import SYSTEMS, measured, outcome, run_system
+from our_options import NO_MODEL, add_our_options, our_options
 from sources import SHAPES
 
 from offload_runtime.config import require_positive
@@ -118,7 +118,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
                     "or name a longer --prompt-file"
                 )
             tokens = tokens[: arguments.prompt_tokens]
-        check_context(arguments, str(path), len(tokens))
+        check_context(arguments.context, str(path), len(tokens) + arguments.new_tokens)
         prompts.append(tokens)
     check_warmups(arguments, shortest_tokens=min(len(tokens) for tokens in prompts))
     return prompts
@@ -156,22 +156,12 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     random_tokens = arguments.prompt_tokens or 512
     check_warmups(arguments, shortest_tokens=None if speaks else random_tokens)
     if not speaks:
-        check_context(arguments, "the prompt", random_tokens)
+        check_context(arguments.context, "the prompt", random_tokens + arguments.new_tokens)
     if not arguments.no_chart:
         require_matplotlib()
         if arguments.out.suffix in FORMATS:
             raise OptionError(f"--out {arguments.out} would be the chart's name, too: name it like comparison.json")
     check_out(arguments.out)
-
-
-def check_context(arguments: argparse.Namespace, name: str, prompt_tokens: int) -> None:
-    """Refuse a prompt that does not fit with its answer."""
-    needed = prompt_tokens + arguments.new_tokens
-    if arguments.context is not None and needed > arguments.context:
-        raise OptionError(
-            f"{name} and the answer are {needed} tokens, --context is {arguments.context}: raise it, or lower "
-            "--prompt-tokens"
-        )
 
 
 def check_warmups(arguments: argparse.Namespace, *, shortest_tokens: int | None) -> None:

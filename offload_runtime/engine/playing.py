@@ -11,10 +11,12 @@ from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
+    Chooser,
     Proposer,
     Round,
     RoundTimes,
     Turn,
+    drafting,
     play_round,
     size_for,
     size_within,
@@ -69,12 +71,12 @@ class RoundPlayer:
         window = self._windows.window(choice)
         rounds = self._play(texts, window, choice, family=choice.family)
         seconds = self._parts.clock() - started_s
-        self._learn(times, choice, window, texts, rounds, seconds)
+        self._learn(chooser, times, choice, window, texts, rounds, seconds)
         return rounds
 
     def _learn(
-        self, times: RoundTimes, choice: Choice, window: WindowSize, texts: Sequence[Text], rounds: Sequence[Round],
-        seconds: float,
+        self, chooser: Chooser, times: RoundTimes, choice: Choice, window: WindowSize, texts: Sequence[Text],
+        rounds: Sequence[Round], seconds: float,
     ) -> None:  # fmt: skip
         """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short."""
         able = [len(texts) == 1 or self._is_able(text, choice) for text in texts]
@@ -85,7 +87,7 @@ class RoundPlayer:
         if not told and choice.family == "chain":  # what was cut tells about smaller windows
             told = [played for played, can in zip(rounds, able, strict=True) if can and _drafted(played)]
             size = min((size_within(_drafted(played)) for played in told), default=size)
-        self._parts.learnt.chooser(self._sampling).learn(
+        chooser.learn(
             times, replace(choice, size=size), [_own(played, choice, size) for played in told],
             tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
         )  # fmt: skip
@@ -96,8 +98,7 @@ class RoundPlayer:
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
         rooms = {"chain": size_for(max(text.most_in_a_row for text in texts))}
         most_nodes = max(self._most_nodes(text) for text in texts)
-        found = {family: min(limits[family], rooms.get(family, most_nodes)) for family in able if family in limits}
-        return {family: largest for family, largest in found.items() if largest}
+        return {family: min(limits[family], rooms.get(family, most_nodes)) for family in able if family in limits}
 
     def _most_nodes(self, text: Text) -> int:
         """Proposals behind a text that the target's cache has places for."""
@@ -111,7 +112,7 @@ class RoundPlayer:
 
     def _is_able(self, text: Text, choice: Choice) -> bool:
         """Whether a draft that was chosen for several texts had room behind this one."""
-        return not choice.drafts or choice.family in self._proposer.families({text.sequence: text.tokens})
+        return not choice.drafts or choice.family in drafting(self._proposer).families({text.sequence: text.tokens})
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [

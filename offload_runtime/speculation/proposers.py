@@ -114,6 +114,11 @@ class NoProposer:
         return ()
 
 
+def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    """`families` of who makes chains, up to `room(length)` tokens behind a text of so many."""
+    return ("chain",) if not texts or any(room(len(tokens)) > 0 for tokens in texts.values()) else ()
+
+
 class DraftProposer:
     """A small model on the compute device guesses with the target's own noise; see `DraftModel`.
 
@@ -130,8 +135,7 @@ class DraftProposer:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        has_room = not texts or any(self.model.room(len(tokens)) > 0 for tokens in texts.values())
-        return ("chain",) if has_room else ()
+        return chains_where(self.model.room, texts)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self.model.start(params, num_sequences)

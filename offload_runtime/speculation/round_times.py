@@ -122,7 +122,7 @@ class RoundTimes:
         foreseen = [self._foresee(choice) for choice in choices]
         played = [step for step, choice in enumerate(choices) if choice in self._usual]
         if not played:
-            ratio = self._plain_s() / self._foresee(PLAIN)
+            ratio = self._plain_s() / foreseen[0]
             return [ratio * seconds for seconds in foreseen]
         times = {step: self._usual[choices[step]] for step in played}
         counts = {step: len(self._samples[choices[step]]) for step in played}

@@ -16,7 +16,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.proposal import Proposal
-from offload_runtime.speculation.proposers import Turn
+from offload_runtime.speculation.proposers import Turn, chains_where
 
 
 class Window(Protocol):
@@ -100,8 +100,7 @@ class TriForceProposer:
         self.num_steps = 0  # of the middle level since `start`, each of all sequences
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        has_room = not texts or any(self._room(len(tokens)) > 0 for tokens in texts.values())
-        return ("chain",) if has_room else ()
+        return chains_where(self._room, texts)
 
     def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
         self._middle.start(params, num_sequences)

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from our_options import NO_MODEL
+
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 _NO_ROOM_CODE = 3  # a peer's exit code where there is not enough memory for what was asked
 _SHOWN_CHARACTERS = 600
@@ -42,15 +44,16 @@ class System:
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install 'offload-runtime[deepspeed]'"
 _ACCELERATE = "pip install accelerate"
-_OURS_WITHOUT_TREES = ("draft", "speculation", "gamma", "budget_tokens", "draft_cache")
+_OURS_PLAIN = ("kv", "context")
+_OURS_WITHOUT_TREES = (*_OURS_PLAIN, "draft", "speculation", "gamma", "budget_tokens", "draft_cache")
 _OURS = (*_OURS_WITHOUT_TREES, "tree_nodes")
 _TRANSFORMERS = ("kv_cache", "prefill_chunk")
 
 SYSTEMS = {
-    "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=("kv", "context")),
-    "ours": System("ours_runtime.py", takes=("kv", "context", *_OURS)),
+    "ours-plain": System("ours_runtime.py", ("--draft", "none"), takes=_OURS_PLAIN),
+    "ours": System("ours_runtime.py", takes=_OURS),
     "ours-chains": System(
-        "ours_runtime.py", ("--tree-nodes", "0"), takes=("kv", "context", *_OURS_WITHOUT_TREES), needs_draft=True
+        "ours_runtime.py", ("--tree-nodes", "0"), takes=_OURS_WITHOUT_TREES, needs_draft=True
     ),
     "deepspeed": System("deepspeed_zero.py", package="deepspeed", install=_DEEPSPEED, takes=_TRANSFORMERS),
     "deepspeed-assistant": System(
@@ -86,10 +89,6 @@ def run_script(script: str, options: Sequence[str], timeout_s: float) -> tuple[d
             return result, done.returncode
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         return {"error": printed[-_SHOWN_CHARACTERS:].removeprefix("error: ")}, done.returncode
-
-
-# What `--draft` may say instead of a model.
-NO_MODEL = (None, "ngram", "none")
 
 
 def left_out(system: System, *, draft: str | None) -> dict[str, str] | None:

@@ -36,3 +36,11 @@ def check_prefill_chunk(tokens: int | None) -> None:
     """Refuse what is no number of tokens. Raises `OptionError`."""
     if tokens is not None and tokens < 0:
         raise OptionError(f"prefill_chunk must be at least 1, or 0 for whole prompts at once, not {tokens}")
+
+
+def check_context(context: int | None, name: str, needed: int) -> None:
+    """Refuse a prompt that takes, with its answer, `needed` tokens where fewer are reserved. Raises `OptionError`."""
+    if context is not None and needed > context:
+        raise OptionError(
+            f"{name} and the answer are {needed} tokens, --context is {context}: raise it, or lower --prompt-tokens"
+        )

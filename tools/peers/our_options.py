@@ -15,6 +15,9 @@ from offload_runtime.config import (
 from offload_runtime.engine.loading import check_proposals, check_tree_nodes
 from offload_runtime.errors import OptionError
 
+# What `--draft` may say instead of a model.
+NO_MODEL = (None, "ngram", "none")
+
 
 @dataclass(frozen=True)
 class OurOptions:
@@ -43,7 +46,7 @@ class OurOptions:
     @property
     def has_model(self) -> bool:
         """Whether the draft is a model."""
-        return self.draft not in ("ngram", "none")
+        return self.draft not in NO_MODEL
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""

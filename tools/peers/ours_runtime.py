@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from checks import check_context
 from common import PeerOptions, model_name, options_from, peer_parser
 from generations import Asked, asked_generations, num_differing_of
 from long_context.decoding import target_acceptance
@@ -81,10 +82,7 @@ def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
     if own.context is None:
         models = [options.source, *([open_checkpoint(own.draft)] if own.has_model else [])]
         return max(needed, min(needed + _ROOM_TOKENS, *(longest_context(model.config()) for model in models)))
-    if own.context < needed:
-        raise OptionError(
-            f"prompt and answer are {needed} tokens, --context is {own.context}: raise it, or lower --prompt-tokens"
-        )
+    check_context(own.context, "the prompt", needed)
     return own.context
 
 
