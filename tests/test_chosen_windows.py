@@ -16,6 +16,7 @@ from offload_runtime.engine import Runtime, loading
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import common_figures
+from offload_runtime.engine.playing import RoundPlayer, Text
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
@@ -31,6 +32,7 @@ from offload_runtime.speculation import (
     NoProposer,
     WithNgrams,
     size_for,
+    size_within,
 )
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.trees import Foreknown
@@ -288,17 +290,60 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
         assert before > 0.95 and gains.first_rate > 0.95
 
 
-@pytest.mark.parametrize("triforce", [False, True])
 def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=triforce)) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=0.002)
+    told = list[tuple[Sequence[Sequence[int]], bool]]()  # of rounds of both texts, and whether their time counts
+    play, learn, together = RoundPlayer.play, Chooser.learn, [0]
+
+    def noted_play(player: RoundPlayer, texts: Sequence[Text]) -> Any:
+        together[0] = len(texts)
+        return play(player, texts)
+
+    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
+        if together[0] == 2:
+            told.append((windows, figures["seconds"] is not None))
+        learn(chooser, times, choice, windows, **figures)
+
+    monkeypatch.setattr(RoundPlayer, "play", noted_play)
+    monkeypatch.setattr(Chooser, "learn", noted)
+    monkeypatch.setattr(Chooser, "choose", lambda *_: Choice("chain", 4))
+    with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=False)) as runtime:
         long = [5 + index * index % 300 for index in range(226)]
-        for _ in range(4):
-            runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
-        gains = runtime._parts.learnt.chooser(SamplingParams())._gains["chain"]
-    assert gains.num_rounds > 4 and gains.first_rate > 0.95
+        runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
+    assert len(told) > 4 and all(0 in window for windows, _ in told for window in windows)
+    # The longest window decides how long a round takes.
+    assert any(len(windows) == 1 and is_timed for windows, is_timed in told)
+
+
+def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**short_of_room(target, tmp_path, triforce=False), "context": 512}
+    with load(target, max_batch=2, **options) as runtime:
+        clock = WorkClock(runtime, monkeypatch, step_s=0.3)
+        long = [5 + index * index % 300 for index in range(226)]
+        for seed in range(4):
+            runtime.generate_batch([long, PROMPT], max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=seed)
+    assert clock.draft_steps == 0 and clock.now_s < 1.001 * 4 * 59 * PASS_S
+
+
+@pytest.mark.parametrize("cut", [5, 20])
+def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    told = list[tuple[int, bool]]()
+    learn = Chooser.learn
+
+    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
+        told.append((choice.size, figures["seconds"] is not None))
+        learn(chooser, times, choice, windows, **figures)
+
+    monkeypatch.setattr(Chooser, "choose", lambda *_: Choice("chain", 24))
+    monkeypatch.setattr(Chooser, "learn", noted)
+    with load(target, draft=draft, tree_nodes=0) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=cut + 2, ignore_eos=True)
+    assert told[0] == (size_within(cut), False)
 
 
 def test_the_last_chain_reaches_to_the_end_of_an_answer(

@@ -177,7 +177,7 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
     out = tmp_path / "c.json"
     code = compare.main(
         arguments(models, out, "--device", "cpu", "--dtype", "fp32", "--systems", "ours,resident", "--gamma", "2",
-                  "--speculation", "triforce", "--no-chart")
+                  "--speculation", "triforce", "--resident-layers", "auto", "--no-chart")
     )  # fmt: skip
     results = json.loads(out.read_text())["results"]
     assert code == 1 and "tok_per_s" in results["resident"]
@@ -203,6 +203,10 @@ def test_files_are_looked_at_before_anything_is_measured(
         (("--prompt-tokens", "900"), "lower it, or name a longer --prompt-file"),
         (("--context", "20"), "--context is 20: raise it, or lower --prompt-tokens"),
         (("--context", "900"), "is more than the 512 that the model was made for"),
+        (("--gamma", "5000"), "5000 proposals in a window are more than the 512 tokens"),
+        (("--tree-nodes", "5000"), "5000 proposals in a window are more than the 512 tokens"),
+        (("--speculation", "triforce"), "layers on the device, --resident-layers is 0: take --resident-layers auto"),
+        (("--target", ""), "--target is empty"),
     ):
         assert compare.main(arguments(models, out, "--device", "cpu", "--no-chart", *words)) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -234,6 +234,8 @@ def test_what_makes_no_sense_is_refused(
         (["--plot", "/proc/x"], "/proc/x.png cannot be written (No such file or directory): name another --plot"),
         (["--plot", "."], "--plot . is a directory"),
         (["--device", "tpu"], "'tpu' is not a device"),
+        (["--context", "1100"], "novel.txt has 40 tokens and 1100 are needed"),
+        (["--starts", "900"], "900 --starts are more places than there are in 900 tokens"),
         (["--text", "gone"], "gone cannot be read (No such file or directory): name another --text"),
         (["--text", "/"], "/ cannot be read (Is a directory)"),
     ],

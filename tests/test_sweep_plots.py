@@ -131,6 +131,10 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["draw", str(other), "--out", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
     assert main(["draw", str(tmp_path / "absent.json"), "--out", str(tmp_path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    other.write_bytes(b"\x1f\x8b" * 20_000)
+    assert main(["draw", str(other), "--out", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err) < 300
     empty = {**ABOUT, "sweep": "window", "settings": SETTINGS, "rows": []}
     with pytest.raises(OptionError, match="measure some first"):
         draw(empty, tmp_path / "a")

@@ -297,8 +297,10 @@ def test_a_text_that_cannot_be_read_is_refused_before_anything_is_loaded(
 
 
 def test_a_text_shorter_than_the_prompt_is_refused(
-    models: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    models: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command_module, "loaded", lambda *_: pytest.fail("loaded something"))
     target, draft, _ = models
     short = tmp_path / "short.txt"
     short.write_text("the")

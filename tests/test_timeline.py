@@ -235,17 +235,22 @@ def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path, capsys: pytest
         "chrome": json.dumps({"traceEvents": record["traceEvents"]}),
         "newer": json.dumps({**record, "otherData": {"offload_runtime_trace": 2}}),
         "damaged": json.dumps({**record, "traceEvents": [{"ph": "X"}]}),
+        "deep": "[" * 200_000,
+        "bare": json.dumps({**record, "traceEvents": [{**spanned, "args": {}} for spanned in record["traceEvents"]]}),
     }
     words = {
         "truncated": "not JSON", "list": "is no trace of", "chrome": "is no trace of", "newer": "of version 2",
-        "damaged": "is no trace of",
+        "damaged": "is no trace of", "deep": "not JSON", "bare": "is no trace of", "flipped": "not JSON",
     }  # fmt: skip
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    packed = bytearray(gzip.compress(trace.read_bytes()))
+    packed[len(packed) // 2 : len(packed) // 2 + 100] = bytes(100)
+    for name, content in {**{name: text.encode() for name, text in files.items()}, "flipped": bytes(packed)}.items():
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=words[name]):
             spans.read_trace(tmp_path / name)
         assert timeline.main([str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
     with pytest.raises(TraceError, match="No such file"):
         spans.read_trace(tmp_path / "absent")
     assert not list(tmp_path.glob("*.png"))

@@ -19,6 +19,7 @@ from typing import Any
 
 import script
 from bench_report import check_out, emit, measure_link_gbps, percentiles, provenance
+from long_context.command import read_text
 from long_context.decoding import compare
 from long_context.internals import (
     budget_of,
@@ -141,7 +142,12 @@ class Bench:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as one dictionary."""
+    """Everything, as one dictionary.
+
+    Raises:
+        OptionError: The text is shorter than the context.
+    """
+    prompt = read_text(arguments, arguments.context)[: arguments.context]
     peak_gbps = measure_link_gbps(resolve_device(arguments.device))
     target, draft = sources(arguments)
     options = SpeculationOptions(
@@ -158,8 +164,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started:.1f} s: {runtime.placement}", flush=True)
     with runtime:
-        text = script.read_text(arguments.text, "--text")
-        prompt = runtime.tokenizer.encode(text)[: arguments.context]
         bench = Bench(runtime, prompt)
         report: dict[str, Any] = {"benchmark": "long_context", "placement": runtime.placement}
         report["prefill"] = bench.prefill()
@@ -234,7 +238,6 @@ def main() -> int:
     """Measure and print; returns the exit code."""
     arguments = make_parser().parse_args()
     check_out(arguments.out)
-    script.read_text(arguments.text, "--text")
     emit(run(arguments), arguments.out)
     return 0
 

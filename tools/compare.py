@@ -134,6 +134,8 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
             require_positive(f"--{option.replace('_', '-')}", value)
     if arguments.warmup < WARMUPS:
         raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
+    if arguments.target == "":
+        raise OptionError("--target is empty: name a directory, a .gguf file or a hub id")
     resolve_device(arguments.device)
     taken = {option for name in names for option in SYSTEMS[name].takes}
     for option in _OF_SOME:
@@ -208,6 +210,8 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
         options = options_from(peer_parser("").parse_args([*common, *own.get("assistant_tokens", ())]))
         if arguments.context is not None:
             resolve_context(arguments.context, options.source.config(), kv=arguments.kv)
+        if {"ours", "ours-chains"} & set(names):
+            our_options(arguments).check(options.source.config(), options.resident_layers)
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
             result = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)

@@ -65,7 +65,7 @@ def one_line_errors(main: Callable[_Options, int]) -> Callable[_Options, int]:
         try:
             return main(*args, **kwargs)
         except OffloadError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
             return 2
 
     return run

@@ -101,10 +101,12 @@ def _make_triforce(
     )  # fmt: skip
     first = None
     if draft is not None:
-        draft_vocab = draft.runner.decoder.config.vocab_size
+        draft_vocab, cache = draft.runner.decoder.config.vocab_size, draft.runner.cache
+        has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of the draft's
         first = DraftModel(
-            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window
-        )
+            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window,
+            reach_tokens=cache.reach_tokens if has_all else None,
+        )  # fmt: skip
     proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         reach_tokens=source.reach_tokens,

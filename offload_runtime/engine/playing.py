@@ -78,8 +78,9 @@ class RoundPlayer:
         self, chooser: Chooser, times: RoundTimes, choice: Choice, window: WindowSize, texts: Sequence[Text],
         rounds: Sequence[Round], seconds: float,
     ) -> None:  # fmt: skip
-        """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short."""
-        able = [len(texts) == 1 or self._is_able(text, choice) for text in texts]
+        """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short: it
+        takes as long as the largest window."""
+        able = [self._is_able(text, choice, len(texts)) for text in texts]
         whole = [
             can and self._was_whole(text, played, window) for can, text, played in zip(able, texts, rounds, strict=True)
         ]
@@ -89,16 +90,25 @@ class RoundPlayer:
             size = min((size_within(_drafted(played)) for played in told), default=size)
         chooser.learn(
             times, replace(choice, size=size), [_own(played, choice, size) for played in told],
-            tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if all(whole) else None,
+            tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if any(whole) else None,
         )  # fmt: skip
 
     def _limits(self, limits: Mapping[str, int], texts: Sequence[Text]) -> dict[str, int]:
-        """By family that has anything to propose its largest window, as far as an answer and the cache have room."""
+        """By family that has anything to propose its largest window, as far as an answer and the cache have room.
+
+        A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
+        """
         able = self._proposer.families({text.sequence: text.tokens for text in texts})
+        most = max(text.remaining for text in texts)
+        longest = [text for text in texts if text.remaining == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
         rooms = {"chain": size_for(max(text.most_in_a_row for text in texts))}
         most_nodes = max(self._most_nodes(text) for text in texts)
-        return {family: min(limits[family], rooms.get(family, most_nodes)) for family in able if family in limits}
+        return {
+            family: min(limits[family], rooms.get(family, most_nodes))
+            for family in able
+            if family in limits and all(self._is_able(text, Choice(family, 1), len(texts)) for text in longest)
+        }
 
     def _most_nodes(self, text: Text) -> int:
         """Proposals behind a text that the target's cache has places for."""
@@ -110,9 +120,11 @@ class RoundPlayer:
             return text.most_in_a_row >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(text) >= window.tree_nodes
         return text.most_in_a_row >= window.gamma and _drafted(played) in (0, window.gamma)
 
-    def _is_able(self, text: Text, choice: Choice) -> bool:
-        """Whether a draft that was chosen for several texts had room behind this one."""
-        return not choice.drafts or choice.family in drafting(self._proposer).families({text.sequence: text.tokens})
+    def _is_able(self, text: Text, choice: Choice, num_texts: int) -> bool:
+        """Whether a draft that is able behind some of several texts has room behind this one."""
+        if num_texts == 1 or not choice.drafts:
+            return True
+        return choice.family in drafting(self._proposer).families({text.sequence: text.tokens})
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [

@@ -55,18 +55,19 @@ class DraftModel:
         draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's, which keys the noise.
         window: Where known tokens come from and guesses go; by default one of its own.
+        reach_tokens: Of a sequence with what is only tentative; by default what the cache was reserved for.
     """
 
     def __init__(
         self, runner: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        window: DeviceWindow | None = None,
+        window: DeviceWindow | None = None, reach_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
-        self._reach_tokens: int = cache.reach_tokens
+        self._reach_tokens = cache.capacity_tokens if reach_tokens is None else reach_tokens
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
         self._params = SamplingParams()

@@ -124,7 +124,9 @@ class Chooser:
         before, self._best = self._best, self._settled(standings)
         if self._best.choice != before.choice and self._round < _LITTLE_KNOWN:
             self._neighbour_due = min(self._neighbour_due, self._round + 1)
-        self._standing = (key, self._round + _STANDING_ROUNDS) if self._round >= _LITTLE_KNOWN else None
+        # What was never played may take longer than expected.
+        stands = self._round >= _LITTLE_KNOWN and (self._best.choice == PLAIN or times.has_played(self._best.choice))
+        self._standing = (key, self._round + _STANDING_ROUNDS) if stands else None
         if not times.knows_plain:
             return PLAIN  # what all others are held against
         other = self._opening(times, limits, standings) or self._probe(times, limits, standings)

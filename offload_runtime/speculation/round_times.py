@@ -14,6 +14,8 @@ _MEMORY = 32
 _SUSPICIOUS, _ENOUGH, _MANY = 1.5, 3, 10
 # Times that are so much longer than the middle one are exceptions, as long as they are at most one of so many.
 _EXCEPTIONAL, _EXCEPTIONS = 2.5, 5
+# Where larger windows take so much more time than was foreseen, each proposal does.
+_STEEPER = 1.25
 
 # Of a round, in whatever unit: only proportions count.
 Foreseen = Callable[[Choice], float]
@@ -86,6 +88,10 @@ class RoundTimes:
         """Whether its only time is one that may be an exception."""
         return choice in self._suspected
 
+    def has_played(self, choice: Choice) -> bool:
+        """Whether its time is measured."""
+        return choice in self._samples
+
     @property
     def is_timed(self) -> bool:
         """Whether any round was played."""
@@ -126,13 +132,14 @@ class RoundTimes:
             return [ratio * seconds for seconds in foreseen]
         times = {step: self._usual[choices[step]] for step in played}
         counts = {step: len(self._samples[choices[step]]) for step in played}
+        dear = family == "tree"
         weak = [step for step in played if counts[step] < _ENOUGH and choices[step] not in self._confirmed]
         for step in weak:
             others = {other: seconds for other, seconds in times.items() if other != step}
-            if others and times[step] > _SUSPICIOUS * _in_proportion(others, foreseen)[step]:
+            if others and times[step] > _SUSPICIOUS * _in_proportion(others, foreseen, dear=dear)[step]:
                 times = others
         rising = _never_falling(list(times.values()), [counts[step] for step in times])
-        return _in_proportion(dict(zip(times, rising, strict=True)), foreseen)
+        return _in_proportion(dict(zip(times, rising, strict=True)), foreseen, dear=dear)
 
     def _plain_s(self) -> float:
         """Of plain decoding, which was not played: by what has been played of others, the fastest in proportion."""
@@ -170,17 +177,33 @@ def _never_falling(means: Sequence[float], weights: Sequence[int]) -> list[float
     return [mean for mean, _, members in pools for _ in range(members)]
 
 
-def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float]) -> list[float]:
-    """Foreseen times, by the proportion that the played ones next to them have to what was foreseen of these."""
+def _in_proportion(times: Mapping[int, float], foreseen: Sequence[float], *, dear: bool) -> list[float]:
+    """Foreseen times, by the proportion that the played ones next to them have to what was foreseen of these. Beyond
+    the largest it is the proportion of what proposals take, where that is clearly more.
+
+    Args:
+        times: Of what was played, by step of `SIZES`.
+        foreseen: Of every step.
+        dear: The first proposal takes longer than further ones do.
+    """
     played = sorted(times)
     ratios = [times[step] / foreseen[step] for step in played]
+    proposing = [step for step in played if step > 0]
+    is_known = len(proposing) > 1 or (dear and bool(proposing))
+    first, last = (proposing if is_known else played)[0], played[-1]
+    steepness, more = ratios[-1], foreseen[last] - foreseen[first]
+    if more > 0 and times[last] / foreseen[last] > _STEEPER * times[first] / foreseen[first]:
+        steepness = (times[last] - times[first]) / more
     drawn: list[float] = []
     after = 0  # of the played ones, the first that is no smaller
     for step, seconds in enumerate(foreseen):
         while after < len(played) and played[after] < step:
             after += 1
-        if after in (0, len(played)):
-            ratio = ratios[max(0, after - 1)]
+        if after == len(played):
+            drawn.append(times[last] + steepness * (seconds - foreseen[last]))
+            continue
+        if after == 0:
+            ratio = ratios[0]
         else:
             low, high = SIZES[played[after - 1]], SIZES[played[after]]
             share = (SIZES[step] - low) / (high - low)

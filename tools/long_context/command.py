@@ -101,6 +101,11 @@ def check_point(sweep: str, point: Point, arguments: argparse.Namespace) -> None
     setting = point.setting
     if sweep != "batch" and setting.context_tokens > arguments.context:
         raise OptionError(f"{sweep} {point.label} is more than --context {arguments.context}: raise it")
+    if sweep != "needle" and arguments.starts >= setting.context_tokens:
+        raise OptionError(
+            f"{arguments.starts} --starts are more places than there are in {setting.context_tokens} tokens: lower it, "
+            "or raise --context"
+        )
     if arguments.draft == "none" and (setting.options.mode == "chain" or point.label.startswith("d")):
         raise OptionError(f"{sweep} {point.label} varies the draft, and there is none: take --draft model")
 
@@ -128,13 +133,14 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
     return runtime
 
 
-def read_text(arguments: argparse.Namespace, runtime: Runtime, needed_tokens: int) -> list[int]:
-    """Token ids of the text.
+def read_text(arguments: argparse.Namespace, needed_tokens: int) -> list[int]:
+    """Token ids of the text; loads no weights.
 
     Raises:
         OptionError: It is shorter than what is measured.
     """
-    tokens: list[int] = runtime.tokenizer.encode(script.read_text(arguments.text, "--text"))
+    _, small = sources(arguments)
+    tokens: list[int] = small.tokenizer().encode(script.read_text(arguments.text, "--text"))
     if len(tokens) < needed_tokens:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "
@@ -151,7 +157,7 @@ def stretches(tokens: Sequence[int], length: int, count: int) -> list[list[int]]
     return [list(tokens[number * step : number * step + length]) for number in range(count)]
 
 
-def run_points(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
+def run_points(arguments: argparse.Namespace, work: Sequence[Work], text: Sequence[int]) -> None:
     """Load one runtime and measure all missing rows of some sweeps with it."""
     points = [point for _, missing in work for point in missing]
     if not points:
@@ -160,14 +166,15 @@ def run_points(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     # All new tokens may be one sequence's.
     reserve = points[0].setting.batch * max(lengths.tokens, lengths.plain_tokens) + 512
     with load(arguments, points, reserve_tokens=reserve) as runtime:
-        measure_rows(arguments, runtime, work, lengths)  # on its return nothing holds on to the runtime's memory
+        measure_rows(arguments, runtime, work, lengths, text)  # on its return nothing holds on to the runtime's memory
 
 
-def measure_rows(arguments: argparse.Namespace, runtime: Runtime, work: Sequence[Work], lengths: Lengths) -> None:
+def measure_rows(
+    arguments: argparse.Namespace, runtime: Runtime, work: Sequence[Work], lengths: Lengths, text: Sequence[int]
+) -> None:
     """Measure all missing rows of some sweeps, each written when it is there."""
     settings = [point.setting for _, missing in work for point in missing]
     batch, context = settings[0].batch, max(setting.context_tokens for setting in settings)
-    text = read_text(arguments, runtime, context)
     session, rig = Session(runtime, batch=batch), Rig(runtime, arguments.draft)
     rows = RowMeasurement(session, rig, stretches(text, context, batch), lengths)
     needle = NeedleTest(session, rig, text)
@@ -183,12 +190,17 @@ def measure_rows(arguments: argparse.Namespace, runtime: Runtime, work: Sequence
 
 def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     """All missing rows: with one runtime, but each of `batch` with its own."""
-    if any(missing for _, missing in work):
-        script.read_text(arguments.text, "--text")  # refused before anything is loaded
-    run_points(arguments, [part for part in work if part[0].sweep != "batch"])
+    settings = [point.setting for _, missing in work for point in missing]
+    if not settings:
+        return
+    # Refused before anything is loaded.
+    text = read_text(arguments, max(setting.context_tokens for setting in settings))
+    for setting in settings:
+        stretches(text, setting.context_tokens, setting.batch)
+    run_points(arguments, [part for part in work if part[0].sweep != "batch"], text)
     for file, missing in work:
         for point in missing if file.sweep == "batch" else ():
-            run_points(arguments, [(file, [point])])
+            run_points(arguments, [(file, [point])], text)
 
 
 LONG_CONTEXT = Family("Over a long context", SWEEPS, add_options, _UNUSED, settle, sweep_points, measure)

@@ -9,10 +9,12 @@ from offload_runtime.config import (
     DRAFT_CACHES,
     SPECULATION_MODES,
     GenerationParams,
+    ModelConfig,
     SpeculationOptions,
     idle_options,
 )
 from offload_runtime.engine.loading import check_proposals, check_tree_nodes
+from offload_runtime.engine.making_plans import check_window
 from offload_runtime.errors import OptionError
 
 # What `--draft` may say instead of a model.
@@ -47,6 +49,20 @@ class OurOptions:
     def has_model(self) -> bool:
         """Whether the draft is a model."""
         return self.draft not in NO_MODEL
+
+    def check(self, target: ModelConfig, resident_layers: int | None) -> None:
+        """Refuse what no runtime could be loaded with. Raises `OptionError`.
+
+        Args:
+            target: The model.
+            resident_layers: Of it, on the device; None is as many as fit.
+        """
+        check_window(1 + max(self.gamma or 0, self.tree_nodes or 0), target)
+        if self.speculation == "triforce" and resident_layers not in (None, target.num_layers):
+            raise OptionError(
+                f"--speculation triforce needs all {target.num_layers} layers on the device, --resident-layers is "
+                f"{resident_layers}: take --resident-layers auto"
+            )
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""

@@ -108,24 +108,23 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     """All missing rows, each written when it is there."""
     if not any(missing for _, missing in work):
         return
-    if arguments.text is not None:
-        read_text(arguments.text, "--text")  # refused before anything is made or loaded
     models, device = open_models(arguments), resolve_device(arguments.device)
+    prompt = prompt_of(arguments, models)  # refused before anything is made or loaded
     # Before a runtime holds the allocator to a limit.
     speeds = Speeds.measured(device, resolve_dtype(arguments.dtype, models.target, device))
     with kept_weights(models.target):
         for file, missing in work:
             print_heading(file.sweep)
             for _, group in groupby(missing, key=lambda point: point.resident_layers):
-                measure_rows(arguments, models, speeds, file, list(group))
+                measure_rows(arguments, models, speeds, file, list(group), prompt)
 
 
 def measure_rows(
-    arguments: argparse.Namespace, models: Models, speeds: Speeds, file: ResultFile, points: Sequence[Point]
-) -> None:
+    arguments: argparse.Namespace, models: Models, speeds: Speeds, file: ResultFile, points: Sequence[Point],
+    prompt: Sequence[int],
+) -> None:  # fmt: skip
     """Rows of one sweep that keep the same layers on the device."""
     with loaded(arguments, models, points) as runtime:
-        prompt = prompt_of(arguments, runtime)
         rows = RowMeasurement(runtime, speeds, resident_layers=points[0].resident_layers, prompt=prompt)
         for point in points:
             started_s = time.perf_counter()
@@ -171,7 +170,7 @@ def loaded(arguments: argparse.Namespace, models: Models, points: Sequence[Point
         yield runtime
 
 
-def prompt_of(arguments: argparse.Namespace, runtime: Runtime) -> list[int]:
+def prompt_of(arguments: argparse.Namespace, models: Models) -> list[int]:
     """The beginning of the text, or random token ids.
 
     Raises:
@@ -180,9 +179,9 @@ def prompt_of(arguments: argparse.Namespace, runtime: Runtime) -> list[int]:
     count = arguments.prompt_tokens
     if arguments.text is None:
         generator = torch.Generator().manual_seed(0)
-        random: list[int] = torch.randint(0, runtime.config.vocab_size, (count,), generator=generator).tolist()
+        random: list[int] = torch.randint(0, models.config.vocab_size, (count,), generator=generator).tolist()
         return random
-    tokens: list[int] = runtime.tokenizer.encode(read_text(arguments.text, "--text"))
+    tokens: list[int] = models.target.tokenizer().encode(read_text(arguments.text, "--text"))
     if len(tokens) < count:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and the prompt {count}: lower --prompt-tokens or take a "

@@ -26,8 +26,11 @@ def read_report(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         kind, _ = found["benchmark"], [row["value"] for row in found["rows"]]
         known = kind in _BENCHMARKS and isinstance(found["sweep"], str)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"{path} is no result of a sweep ({error!r}): name another file, or delete it") from error
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read ({error.strerror or error}): name another file") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        kind = type(error).__name__
+        raise OptionError(f"{path} is no result of a sweep ({kind}): name another file, or delete it") from error
     if not known:
         raise OptionError(f"{path} is no result of a sweep but of {kind!r}: name another file")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from offload_runtime.tracing import (
 
 _GZIP = b"\x1f\x8b"
 _MOST_BY_ITSELF = 3  # passes that are drawn where none are named
+_SHOWN_CHARACTERS = 200
+# What spans of a row say besides, and what is drawn and counted here.
+_ARGUMENTS = {PASSES: ("pass", "kind", "tokens"), LINK: ("bytes", "kind"), COMPUTE: ("layer",)}
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,9 @@ def read_trace(path: Path) -> TraceFile:
     try:
         content = path.read_bytes()
         record = json.loads(gzip.decompress(content) if content.startswith(_GZIP) else content)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is no trace: not JSON ({error}); write one with --trace FILE") from error
+    except (ValueError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
+        why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+        raise TraceError(f"{path} is no trace: not JSON ({why}); write one with --trace FILE") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
@@ -108,6 +113,8 @@ def read_trace(path: Path) -> TraceFile:
             for span in record["traceEvents"]
             if span["ph"] == "X"
         ]
+        for event in events:
+            _ = [event.args[name] for name in _ARGUMENTS.get(event.row, ())]
     except (KeyError, TypeError) as error:
         raise TraceError(
             f"{path} is no trace of offload-runtime ({type(error).__name__}: {error}); write one with --trace FILE"
