@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,7 @@ from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.reordering import ReorderingCopyEngine
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, BATCH, CAPACITY, SPARE = 2, 2, 2, 800, 20
@@ -165,9 +166,9 @@ def test_any_history_on_the_device(data: st.DataObject) -> None:
         elif action == "prefill" and room:
             played.prefill(sequence, data.draw(st.integers(1, min(room, 400))))
         elif action == "window" and room:
-            count = data.draw(st.integers(1, min(room, 40)))
+            count = data.draw(st.integers(1, min(played.cache.reach_tokens - length, 40)))
             behind = data.draw(st.sets(st.integers(0, count - 1)))
-            played.window(sequence, count, [0, *sorted(behind - {0})])
+            played.window(sequence, count, [0, *sorted(behind - {0})][:room])
         elif action == "adopt":
             spare = data.draw(st.permutations(range(SPARE)))
             played.adopt(sequence, spare[: data.draw(st.integers(0, min(room, SPARE)))])
@@ -179,8 +180,8 @@ class PlayedOnHost:
 
     WINDOW = 150
 
-    def __init__(self, before_copy: Callable[[], None] | None = None) -> None:
-        self.engine = ThreadCopyEngine(before_copy=before_copy)
+    def __init__(self, engine: ThreadCopyEngine | None = None) -> None:
+        self.engine = engine or ThreadCopyEngine()
         self.cache = HostKVCache(
             CONFIG, torch.float32, capacity_tokens=4 * CAPACITY, batch=1, window_tokens=self.WINDOW,
             piece_bytes=block_bytes(CONFIG, torch.float32), budget=DeviceBudget(CPU, None), writeback=self.engine,
@@ -261,7 +262,7 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     def wait() -> None:
         assert gate.wait(30)
 
-    played = PlayedOnHost(wait)
+    played = PlayedOnHost(ThreadCopyEngine(before_copy=wait))
     played.grow(1000)
     played.engine.drain()
     played.check_all()
@@ -278,12 +279,17 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["grow", "window", "cut", "drain"]), st.integers(0, 900)), max_size=10),
-    seed=st.integers(0, 9),
-)
-def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int) -> None:
-    """With blocks that arrive late."""
+    seed=st.integers(0, 9), reorders=st.booleans(),
+)  # fmt: skip
+def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reorders: bool) -> None:
+    """With blocks that arrive late, and overtake each other."""
     generator = random.Random(seed)
-    played = PlayedOnHost(lambda: time.sleep(max(0.0, generator.uniform(-0.002, 0.001))))
+
+    def delay() -> None:
+        time.sleep(max(0.0, generator.uniform(-0.002, 0.004 if reorders else 0.001)))
+
+    engine = ReorderingCopyEngine(generator, delay) if reorders else ThreadCopyEngine(before_copy=delay)
+    played = PlayedOnHost(engine)
     for action, amount in steps:
         length = len(played.expected)
         if action == "grow":

@@ -14,6 +14,7 @@ from offload_runtime.copy_engine import CopyEngine, CudaCopyEngine, ThreadCopyEn
 from offload_runtime.copy_schedule import _Lane
 from offload_runtime.errors import CopyError
 from offload_runtime.streaming import LayerStreamer, LayerViews
+from tests.helpers.reordering import ReorderingCopyEngine
 
 LAYER_BYTES = 4096
 
@@ -74,6 +75,20 @@ def test_every_layer_arrives_intact_over_many_passes(
     streamer = _streamer(engine, slots=slots, resident=resident)
     for number in range(12):  # slots and streamed layers do not divide each other: every alignment occurs
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
+
+
+@pytest.mark.parametrize("resident", [(), (1, 3, 4)])
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_copies_that_overtake_each_other_arrive_intact(slots: int, resident: tuple[int, ...]) -> None:
+    """In passes that end, and behind some that are interrupted."""
+    engine = ReorderingCopyEngine(random.Random(slots), _random_delays(0, 0.002))
+    streamer = _streamer(engine, slots=slots, resident=resident)
+    for number in range(10):
+        assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
+        with pytest.raises(_InterruptedError):
+            _interrupt(streamer, number % 7)
+    assert engine.num_overtaken > 0
+    engine.close()
 
 
 def test_all_resident_copies_nothing(engine: ThreadCopyEngine) -> None:
