@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,6 +20,7 @@ from offload_runtime.errors import OptionError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from offload_runtime.engine import Runtime
     from offload_runtime.engine.goodness_of_fit import Fit
     from offload_runtime.engine.identity import IdentityRun
     from offload_runtime.engine.verification import VerificationReport
@@ -68,10 +70,10 @@ def run_verify(
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
             report = verify(runtime, plan, on_progress=bars.on_runs)
-        machine = {"device": str(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch.")}
     if as_json:
-        shared = {"target": options.target, "draft": options.draft, **machine, "quick": quick}
-        record = {**shared, "emulated": runtime.emulated, **report.to_dict()}
+        asked = {"target": options.target, "draft": options.draft, "quick": quick}
+        compared = {"tokens": plan.tokens, "seeds": plan.seeds}
+        record = {**asked, **compared, **_machine(runtime), "emulated": runtime.emulated, **report.to_dict()}
         write_json(record, sys.stdout)
     else:
         _print_report(report)
@@ -79,6 +81,22 @@ def run_verify(
             write_text(f"on an emulated {runtime.emulated}\n")
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
+
+
+def _machine(runtime: Runtime) -> dict[str, Any]:
+    """What the report holds for: the promise is of one kind of GPU and one version of the libraries."""
+    import torch
+
+    from offload_runtime import __version__
+
+    device = runtime.device
+    return {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "placement": runtime.placement,
+        "versions": {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    }
 
 
 def _print_report(report: VerificationReport) -> None:
