@@ -170,6 +170,27 @@ def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
     return widths
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a chooser was told of a round: see `Chooser.learn`."""
+
+    choice: Choice
+    windows: Sequence[Sequence[int]]
+    is_timed: bool
+
+
+def told_to_choosers(patch: pytest.MonkeyPatch) -> list[Told]:
+    """The rounds, as they come."""
+    learn, told = Chooser.learn, list[Told]()
+
+    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
+        told.append(Told(choice, windows, figures["seconds"] is not None))
+        learn(chooser, times, choice, windows, **figures)
+
+    patch.setattr(Chooser, "learn", noted)
+    return told
+
+
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 def test_what_n_grams_add_to_chains_changes_no_token(
     target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, monkeypatch: pytest.MonkeyPatch
@@ -177,13 +198,7 @@ def test_what_n_grams_add_to_chains_changes_no_token(
     """Of a draft that streams, over streamed weights, alone and in a batch; nor what is learnt of the chains."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
     monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=20))
-    learn, learnt = Chooser.learn, list[bool]()
-
-    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **others: Any) -> None:
-        learnt.extend(node < choice.size for path in windows for node in path)
-        learn(chooser, times, choice, windows, **others)
-
-    monkeypatch.setattr(Chooser, "learn", noted)
+    told = told_to_choosers(monkeypatch)
     prompts = [plain.encode(text) for text in PROMPTS]
     with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=step_s)
@@ -198,7 +213,8 @@ def test_what_n_grams_add_to_chains_changes_no_token(
             assert max(widths) == 20
             bare = runtime.generate(PROMPT, tree_nodes=0, **asked)
             assert bare.tokens == alone and "ngram" not in bare.stats.accepted_by_source
-    assert learnt and all(learnt)
+    accepted = [node < one.choice.size for one in told for path in one.windows for node in path]
+    assert accepted and all(accepted)
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -293,27 +309,21 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
 def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = list[tuple[Sequence[Sequence[int]], bool]]()  # of rounds of both texts, and whether their time counts
-    play, learn, together = RoundPlayer.play, Chooser.learn, [0]
+    play, num_texts, every = RoundPlayer.play, list[int](), told_to_choosers(monkeypatch)
 
-    def noted_play(player: RoundPlayer, texts: Sequence[Text]) -> Any:
-        together[0] = len(texts)
+    def noted(player: RoundPlayer, texts: Sequence[Text]) -> Any:
+        num_texts.append(len(texts))
         return play(player, texts)
 
-    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
-        if together[0] == 2:
-            told.append((windows, figures["seconds"] is not None))
-        learn(chooser, times, choice, windows, **figures)
-
-    monkeypatch.setattr(RoundPlayer, "play", noted_play)
-    monkeypatch.setattr(Chooser, "learn", noted)
+    monkeypatch.setattr(RoundPlayer, "play", noted)
     monkeypatch.setattr(Chooser, "choose", lambda *_: Choice("chain", 4))
     with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=False)) as runtime:
         long = [5 + index * index % 300 for index in range(226)]
         runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
-    assert len(told) > 4 and all(0 in window for windows, _ in told for window in windows)
+    told = [one for one, count in zip(every, num_texts, strict=True) if count == 2]
+    assert len(told) > 4 and all(0 in window for one in told for window in one.windows)
     # The longest window decides how long a round takes.
-    assert any(len(windows) == 1 and is_timed for windows, is_timed in told)
+    assert any(len(one.windows) == 1 and one.is_timed for one in told)
 
 
 def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(
@@ -332,18 +342,11 @@ def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of
 def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    told = list[tuple[int, bool]]()
-    learn = Chooser.learn
-
-    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
-        told.append((choice.size, figures["seconds"] is not None))
-        learn(chooser, times, choice, windows, **figures)
-
+    told = told_to_choosers(monkeypatch)
     monkeypatch.setattr(Chooser, "choose", lambda *_: Choice("chain", 24))
-    monkeypatch.setattr(Chooser, "learn", noted)
     with load(target, draft=draft, tree_nodes=0) as runtime:
         runtime.generate(PROMPT, max_new_tokens=cut + 2, ignore_eos=True)
-    assert told[0] == (size_within(cut), False)
+    assert (told[0].choice.size, told[0].is_timed) == (size_within(cut), False)
 
 
 def test_the_last_chain_reaches_to_the_end_of_an_answer(
@@ -362,28 +365,23 @@ def test_the_last_chain_reaches_to_the_end_of_an_answer(
 
 def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what there is no room for is not learnt from."""
-    offered, learnt = list[int](), list[bool]()
-    learn = Chooser.learn
+    offered = list[int]()
 
     def choose(_: Chooser, times: Any, limits: Mapping[str, int]) -> Choice:
         offered.append(limits["tree"])
         return Choice("tree", 64)
 
-    def noted(chooser: Chooser, times: Any, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any) -> None:
-        assert bool(windows) == (figures["seconds"] is not None)
-        learnt.append(bool(windows))
-        learn(chooser, times, choice, windows, **figures)
-
     with load(target, draft=draft, context=250, resident_layers=1, profile=SLOW_LINK) as runtime:
         room = runtime.plan.tree_room
         monkeypatch.setattr(Chooser, "choose", choose)
-        monkeypatch.setattr(Chooser, "learn", noted)
+        told = told_to_choosers(monkeypatch)
         rows = window_widths(runtime, monkeypatch)
         tokens = len(runtime.generate([5] * 150, max_new_tokens=100, ignore_eos=True).tokens)
     # The last round of an answer may have room for the target's own token alone, and asks for nothing.
     assert tokens == 100 and offered[0] == min(room, 256 - 151) and offered[-1] < 64 <= offered[0]
     assert all(width <= 1 + places for width, places in zip(rows, offered, strict=False))
-    cut = [not whole for whole in learnt[: len(offered)]]
+    assert all(bool(one.windows) == one.is_timed for one in told)
+    cut = [not one.windows for one in told[: len(offered)]]
     assert True in cut and all(cut[at] for at, places in enumerate(offered) if places < 64) and not cut[0]
 
 

@@ -147,9 +147,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OptionError: The text is shorter than the context.
     """
-    prompt = read_text(arguments, arguments.context)[: arguments.context]
-    peak_gbps = measure_link_gbps(resolve_device(arguments.device))
     target, draft = sources(arguments)
+    prompt = read_text(arguments, draft, arguments.context)[: arguments.context]
+    peak_gbps = measure_link_gbps(resolve_device(arguments.device))
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
         gamma_draft=max([variant[0] for variant in arguments.variants] + [rows - 1 for rows in arguments.step_rows]),

@@ -88,11 +88,10 @@ def _machine(runtime: Runtime) -> dict[str, Any]:
     import torch
 
     from offload_runtime import __version__
+    from offload_runtime.engine.traced import told_of
 
-    device = runtime.device
     return {
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **told_of(runtime.device),
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "placement": runtime.placement,
         "versions": {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__},

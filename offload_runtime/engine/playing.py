@@ -80,7 +80,7 @@ class RoundPlayer:
     ) -> None:  # fmt: skip
         """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short: it
         takes as long as the largest window."""
-        able = [self._is_able(text, choice, len(texts)) for text in texts]
+        able = [len(texts) == 1 or self._is_able(text, choice.family) for text in texts]
         whole = [
             can and self._was_whole(text, played, window) for can, text, played in zip(able, texts, rounds, strict=True)
         ]
@@ -107,7 +107,7 @@ class RoundPlayer:
         return {
             family: min(limits[family], rooms.get(family, most_nodes))
             for family in able
-            if family in limits and all(self._is_able(text, Choice(family, 1), len(texts)) for text in longest)
+            if family in limits and (len(texts) == 1 or all(self._is_able(text, family) for text in longest))
         }
 
     def _most_nodes(self, text: Text) -> int:
@@ -120,11 +120,9 @@ class RoundPlayer:
             return text.most_in_a_row >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(text) >= window.tree_nodes
         return text.most_in_a_row >= window.gamma and _drafted(played) in (0, window.gamma)
 
-    def _is_able(self, text: Text, choice: Choice, num_texts: int) -> bool:
+    def _is_able(self, text: Text, family: str) -> bool:
         """Whether a draft that is able behind some of several texts has room behind this one."""
-        if num_texts == 1 or not choice.drafts:
-            return True
-        return choice.family in drafting(self._proposer).families({text.sequence: text.tokens})
+        return not Choice(family, 1).drafts or family in drafting(self._proposer).families({text.sequence: text.tokens})
 
     def _play(self, texts: Sequence[Text], window: WindowSize, choice: Choice, *, family: str | None) -> list[Round]:
         turns = [

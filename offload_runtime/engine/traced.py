@@ -127,7 +127,7 @@ class TracedProposer:
 
 
 def told_of(device: torch.device) -> dict[str, Any]:
-    """What a trace says of the device: which one it was, and the name of a GPU."""
+    """What a trace or a report says of the device: which one it was, and the name of a GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"device": str(device), "device_name": name}
 

@@ -22,6 +22,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
+from offload_runtime.weights import CheckpointSource
 
 # Of a needle's answer, its window of the target at least.
 _LEAST_MAX_GAMMA = 63
@@ -133,13 +134,12 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
     return runtime
 
 
-def read_text(arguments: argparse.Namespace, needed_tokens: int) -> list[int]:
-    """Token ids of the text; loads no weights.
+def read_text(arguments: argparse.Namespace, small: CheckpointSource, needed_tokens: int) -> list[int]:
+    """Token ids of the text, by the small model's tokenizer; loads no weights.
 
     Raises:
         OptionError: It is shorter than what is measured.
     """
-    _, small = sources(arguments)
     tokens: list[int] = small.tokenizer().encode(script.read_text(arguments.text, "--text"))
     if len(tokens) < needed_tokens:
         raise OptionError(
@@ -194,7 +194,8 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     if not settings:
         return
     # Refused before anything is loaded.
-    text = read_text(arguments, max(setting.context_tokens for setting in settings))
+    _, small = sources(arguments)
+    text = read_text(arguments, small, max(setting.context_tokens for setting in settings))
     for setting in settings:
         stretches(text, setting.context_tokens, setting.batch)
     run_points(arguments, [part for part in work if part[0].sweep != "batch"], text)

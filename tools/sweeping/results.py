@@ -29,8 +29,9 @@ def read_report(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise OptionError(f"{path} cannot be read ({error.strerror or error}): name another file") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        kind = type(error).__name__
-        raise OptionError(f"{path} is no result of a sweep ({kind}): name another file, or delete it") from error
+        raise OptionError(
+            f"{path} is no result of a sweep ({type(error).__name__}): name another file, or delete it"
+        ) from error
     if not known:
         raise OptionError(f"{path} is no result of a sweep but of {kind!r}: name another file")
     return found

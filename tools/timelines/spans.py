@@ -26,7 +26,6 @@ from offload_runtime.tracing import (
 
 _GZIP = b"\x1f\x8b"
 _MOST_BY_ITSELF = 3  # passes that are drawn where none are named
-_SHOWN_CHARACTERS = 200
 # What spans of a row say besides, and what is drawn and counted here.
 _ARGUMENTS = {PASSES: ("pass", "kind", "tokens"), LINK: ("bytes", "kind"), COMPUTE: ("layer",)}
 
@@ -100,8 +99,7 @@ def read_trace(path: Path) -> TraceFile:
         content = path.read_bytes()
         record = json.loads(gzip.decompress(content) if content.startswith(_GZIP) else content)
     except (ValueError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
-        why = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
-        raise TraceError(f"{path} is no trace: not JSON ({why}); write one with --trace FILE") from error
+        raise TraceError(f"{path} is no trace: not JSON ({error}); write one with --trace FILE") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
