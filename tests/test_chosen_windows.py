@@ -132,7 +132,7 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
     with load(target, draft=draft, **options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=step_s)
         room = runtime.plan.tree_room
-        assert room == 512 or resident_layers == "auto"
+        assert room == 256 or resident_layers == "auto"
         assert [says(runtime, sampling) for sampling in SAMPLINGS] == expected.said
         assert converse(runtime) == expected.answers
         stats = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats
@@ -404,8 +404,8 @@ def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pyt
 def test_room_for_trees(target: Path, draft: Path) -> None:
     """As much as is predicted to be of use, and none where it would push layers out."""
     with load(target, draft=draft, resident_layers=2, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 512 and "trees of up to 512 nodes" in runtime.placement
-        assert runtime.plan.placed.plans.target.window_tokens == 513
+        assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
+        assert runtime.plan.placed.plans.target.window_tokens == 257
     with load(target, draft=draft, tree_nodes=0, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
         held_bytes = runtime.plan.device_bytes
