@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparing.report import agreements
 
 from offload_runtime.machine_profile import load_profile
 
@@ -322,6 +323,40 @@ def long_contexts_beside_others() -> Iterator[str]:
     assert of_ngrams == 1
 
 
+def deepspeed_at_120k() -> Iterator[str]:
+    """In a run of its own: held against plain decoding of the other."""
+    found, other = result("compare-7b-120k-deepspeed-h200"), result("compare-7b-120k-h200")
+    asked, rows = found["configuration"], found["results"]
+    for key in ("target", "draft", "prompt_tokens", "new_tokens", "temperature", "vram", "kv", "resident_layers"):
+        assert asked[key] == other["configuration"][key]
+    agreed = agreements({"ours-plain": other["results"]["ours-plain"], **rows}, greedy=False)
+    assert agreed is not None and agreed["systems"]["ours"]["leading"] == [asked["new_tokens"]]
+    assert min(share for shares in agreed["in_common"].values() for share in shares) > 0.98
+    row, name = rows["deepspeed-assistant"], OURS_AND_DEEPSPEED["deepspeed-assistant"]
+    yield (
+        f"| 120K | {name} | {row['tok_per_s']:.2f} | {row['tokens_per_pass']:.1f} "
+        f"| {row['time_to_first_token_s']:.1f} s "
+        f"| {row['link_gbps']:.1f} GB/s | {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB "
+        f"| {ours_is(found, 'deepspeed-assistant')}|"
+    )
+    yield f"At 120K it ran with {row['assistant']['tokens']} proposals only"
+    yield f"beside ours at {rows['ours']['tok_per_s']:.2f} tokens/s"
+
+
+def verified() -> Iterator[str]:
+    found = [result("verify-7b-h200"), result("verify-7b-streamed-h200")]
+    for one in found:
+        assert one["verdict"] == "exact" and one["bitwise_compared"] and one["device_name"] == "NVIDIA H200"
+        findings = [answer["finding"] for answer in one["identity"]]
+        assert all(finding["verdict"] == "identical" and not finding["differing_logit_rows"] for finding in findings)
+        assert {answer["proposer"] for answer in one["identity"]} == {"ngram", "draft", "script", "as loaded"}
+        assert not any(fit["impossible"] or fit["p_value"] < one["fit_level"] for fit in one["fit"])
+    yield "{} and {} answers".format(*(len(one["identity"]) for one in found))
+    yield "none of {} and {} tests".format(*(len(one["fit"]) for one in found))
+    yield "of {:,} and {:,} sampled tokens".format(*(sum(fit["draws"] for fit in one["fit"]) for one in found))
+    yield "(least p-values {:.3f} and {:.3f})".format(*(min(fit["p_value"] for fit in one["fit"]) for one in found))
+
+
 def plans() -> Iterator[str]:
     rows, emulated = result("plan-h200")["rows"], result("emulation-h200")
     assert not result("plan-h200")["failures"] and emulated["holds"]
@@ -346,6 +381,8 @@ def plans() -> Iterator[str]:
         other_drafts,
         all_systems,
         long_contexts_beside_others,
+        deepspeed_at_120k,
+        verified,
         plans,
     ],
 )

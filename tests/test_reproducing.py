@@ -13,7 +13,11 @@ import bench_long_context
 import bench_trees
 import compare
 import pytest
+import typer
 from long_context.options import settings_of
+
+from offload_runtime.cli.app import app
+from offload_runtime.engine.verification import VerificationPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
@@ -27,7 +31,7 @@ def commands(page: Path) -> list[list[str]]:
     document = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for name, value in re.findall(r"^    ([A-Z]+)='?(.+?)'?$", document, re.MULTILINE):
         document = document.replace(f"${name}", value)
-    found = re.findall(r"^    python (tools/.+)$", document, re.MULTILINE)
+    found = re.findall(r"^    (?:python (?=tools/))?((?:tools/|offload-runtime ).+)$", document, re.MULTILINE)
     return [shlex.split(command) for command in found]
 
 
@@ -41,6 +45,7 @@ COMMANDS = [words for page in PAGES for words in commands(page) if "draw" not in
 TREES = [words for words in COMMANDS if words[0] == "tools/bench_trees.py"]
 COMPARISONS = [words for words in COMMANDS if words[0] == "tools/compare.py"]
 LONG = [words for words in COMMANDS if words[0] == "tools/bench_long_context.py"]
+VERIFIED = [words for words in COMMANDS if words[:2] == ["offload-runtime", "verify"]]
 
 
 def result(name: str) -> dict[str, Any]:
@@ -59,7 +64,7 @@ def test_every_result_has_one_command() -> None:
 
 
 def test_every_command_is_there() -> None:
-    assert all((ROOT / words[0]).exists() for words in COMMANDS)
+    assert VERIFIED and all((ROOT / words[0]).exists() for words in COMMANDS if words not in VERIFIED)
 
 
 def assert_same(said: dict[str, str], measured: dict[str, str]) -> None:
@@ -95,6 +100,19 @@ def test_comparisons_were_measured_by_their_command(words: list[str]) -> None:
         if key not in ("prompt_file", "out", "commit", "title")
     }
     assert_same(said, {key: str(value) for key, value in asked.items()})
+
+
+@pytest.mark.parametrize("words", VERIFIED, ids=lambda words: written(words)[0])
+def test_what_was_verified_was_by_its_command(words: list[str]) -> None:
+    verify = typer.main.get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    said, measured = verify.make_context("verify", words[2 : words.index(">")]).params, result(written(words)[0])
+    plan = VerificationPlan.built_in(quick=said["quick"], tokens=said["tokens"], seeds=said["seeds"])
+    assert said["as_json"] and (plan.tokens, plan.seeds) == (measured["tokens"], measured["seeds"])
+    assert [said[key] for key in ("target", "draft", "quick")] == [
+        measured[key] for key in ("target", "draft", "quick")
+    ]
+    resident = {"auto": "32"}.get(said["resident_layers"], said["resident_layers"])
+    assert measured["placement"].startswith(f"{resident} of 32 layers resident") and said["vram"] == "24GB"
 
 
 def test_plans_and_exactness_were_measured_by_their_commands() -> None:
