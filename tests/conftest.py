@@ -51,10 +51,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, with the reason, on machines without CUDA."""
+    """Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
+    as every one of them waits for what others are at."""
     for item in items:
         assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
     if torch.cuda.is_available():
+        items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
     for item in items:

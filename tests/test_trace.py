@@ -358,23 +358,29 @@ def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
         assert kinds.count("prefill") == (1 if number == 0 else 2) and "verify" in kinds
 
 
+@pytest.fixture(scope="module")
+def said_on_a_gpu(target: Path) -> list[list[int]]:
+    """By plain decoding, of which nobody keeps a trace."""
+    options: dict[str, Any] = {"draft": "none", "dtype": "bf16", "device": "cuda", "max_batch": len(PROMPTS)}
+    with Runtime.load(target, context=CONTEXT, **options) as runtime:
+        return [result.tokens for result in runtime.generate_batch(PROMPTS, **ASKED)]
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_of_a_gpu(
-    target: Path, draft: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target: Path, draft: Path, said_on_a_gpu: list[list[int]], name: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
     options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
-    with Runtime.load(target, context=CONTEXT, **options) as runtime:
-        batch = options.get("max_batch", 1)
-        plain = runtime.generate_batch(PROMPTS[:batch], **ASKED)
     waits: list[str] = []
     clocked = CudaClock._now
     monkeypatch.setattr(CudaClock, "_now", lambda clock: (waits.append("align"), clocked(clock))[1])
     run = traced(tmp_path / "trace.json", target, **options)
     assert waits == ["align", "align"]  # when it began and when it was over
-    assert [result.tokens for result in run.results] == [result.tokens for result in plain]
+    assert [result.tokens for result in run.results] == said_on_a_gpu[: len(run.results)]
     assert_consistent(run, tolerance_s=EVENT_S)
     assert_figures(run)
     assert {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"} == STREAMED[name]
