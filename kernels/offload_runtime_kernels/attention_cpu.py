@@ -5,7 +5,7 @@ threads, which in 16 bits shows in every other text. So a window works on one qu
 query's position alone says which shapes there are, how they are aligned and how threads share them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -64,16 +64,20 @@ def attend_blocks_cpu(
         ends = [position + 1 if num_keys is None else min(position + 1, num_keys) for position in positions]
         begins = [0 if sliding_window is None else max(0, p + 1 - sliding_window) for p in positions]
         first = max(blocks.start, min(begins) // BLOCK_TOKENS)
+        queries = [query.clone() for query in heads[b].unbind()]  # each as aligned as any
         for block in range(first, min(blocks.stop, -(-max(ends) // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
             keys = _fp32_block(kv.data[sequence, (block - kv.first_block) % kv.num_blocks])
-            branching = start + BLOCK_TOKENS if committed is None else max(start, committed[b])
-            for t, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                seen = slice(max(begin - start, 0), min(end - start, BLOCK_TOKENS))
-                if seen.start < seen.stop:
-                    path = slice(branching - start, seen.stop)
-                    own = _on_path(keys, kv, rows, b, t, path, start) if path.start < path.stop else keys
-                    _merge_split(state, b, t, _split(heads[b, t], own[:, :, seen], scale))
+            seen = {
+                t: slice(max(begin - start, 0), min(end - start, BLOCK_TOKENS))
+                for t, (begin, end) in enumerate(zip(begins, ends, strict=True))
+                if begin - start < BLOCK_TOKENS and max(begin, start) < end
+            }
+            branching = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
+            last = {t: part.stop for t, part in seen.items() if part.stop > branching}
+            own = _on_paths(keys, kv, rows, b, last, branching, start) if last else {}
+            splits = [_split(queries[t], own.get(t, keys)[:, :, part], scale) for t, part in seen.items()]
+            _merge_splits(state, b, list(seen), splits)
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -105,19 +109,23 @@ def _fp32_block(block: torch.Tensor) -> torch.Tensor:
     return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
 
 
-def _on_path(
-    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, t: int, path: slice, start: int
-) -> torch.Tensor:
-    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as if query t's path were a plain sequence.
+def _on_paths(
+    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, last: Mapping[int, int], first: int, start: int
+) -> dict[int, torch.Tensor]:
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as if queries' paths were plain sequences.
 
-    `path` is where positions of the path lie in the block, which are looked up; a copy.
+    `first` is where paths begin in the block and `last` where that of each query ends, whose positions are looked up.
     """
     assert rows.ancestors is not None and rows.committed is not None
     depth = start - int(rows.committed[b])  # of the block's first position
-    slots = rows.ancestors[b, t, path.start + depth : path.stop + depth]
-    own = keys.clone()
-    own[:, :, path] = torch.stack(kv.at(rows.sequences[b], slots)).transpose(1, 2)  # [2, H_kv, n, D]
-    return own
+    slots = rows.ancestors[b, list(last), first + depth : max(last.values()) + depth]  # [T, n]
+    found = torch.stack(kv.at(rows.sequences[b], slots)).permute(1, 0, 3, 2, 4)  # [T, 2, H_kv, n, D]
+    paths = {}
+    for (t, stop), path in zip(last.items(), found, strict=True):
+        paths[t] = torch.empty_like(keys)  # lies in memory as the block does
+        paths[t][:, :, :first] = keys[:, :, :first]
+        paths[t][:, :, first:stop] = path[:, :, : stop - first]
+    return paths
 
 
 def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,22 +133,31 @@ def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Ten
     # Heads of a group as queries of one head, which need no mask. This operator rather than the public one because it
     # also returns the log-sum-exp.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.clone()[None], keys[None, 0], keys[None, 1], 0.0, False, attn_mask=None, scale=scale
+        q[None], keys[None, 0], keys[None, 1], 0.0, False, attn_mask=None, scale=scale
     )
-    return out.reshape(-1, q.shape[2]), lse.reshape(-1) * _LOG2_E
+    return out.flatten(0, 2), lse.flatten()
 
 
-def _merge_split(state: AttentionState, b: int, t: int, split: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Merge one split of one query, in place: the arithmetic of the GPU's merge kernel."""
-    part, lse = split
-    best, total, acc = state.best[b, t], state.total[b, t], state.acc[b, t]
-    if float(best[0]) == float("-inf"):  # of all heads alike: they see the same positions
-        best.copy_(lse)
-        total.fill_(1)
-        acc.copy_(part)
+def _merge_splits(
+    state: AttentionState, b: int, queries: list[int], splits: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Merge a split of each of some queries, in place: the arithmetic of the GPU's merge kernel."""
+    if not queries:
         return
-    new_best = torch.maximum(best, lse)
-    shrink, weight = torch.exp2(best - new_best), torch.exp2(lse - new_best)
-    acc.mul_(shrink[:, None]).add_(part.mul_(weight[:, None]))
-    total.mul_(shrink).add_(weight)
-    best.copy_(new_best)
+    part, lse = (torch.stack(side) for side in zip(*splits, strict=True))  # [n, H, D], [n, H]
+    lse *= _LOG2_E
+    # Views, or copies of some rows.
+    at = slice(None) if len(queries) == state.best.shape[1] else torch.tensor(queries, device=lse.device)
+    best, total, acc = (one[b][at] for one in (state.best, state.total, state.acc))
+    fresh = best[:, 0] == float("-inf")  # of all heads alike: they see the same positions
+    if fresh.all():
+        best, total, acc = lse, torch.ones_like(lse), part
+    else:
+        new_best = torch.maximum(best, lse)
+        # Query by query: of how many numbers are asked for at once decides how they are rounded.
+        shrink, weight = (torch.stack([torch.exp2(one) for one in side - new_best]) for side in (best, lse))
+        merged = total * shrink + weight, acc * shrink[..., None] + part * weight[..., None]
+        # Of what is fresh nothing but `best` has been written yet.
+        best, total, acc = new_best, merged[0].masked_fill(fresh[:, None], 1), merged[1]
+        acc[fresh] = part[fresh]
+    state.best[b][at], state.total[b][at], state.acc[b][at] = best, total, acc

@@ -58,12 +58,13 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
     num_rows = rows.positions.shape[0]
     heads = qkv[:num_rows].view(num_rows, -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if head_norm is not None:
-        q = _head_norm(q, head_norm.q_weight, head_norm.eps)
-        k = _head_norm(k, head_norm.k_weight, head_norm.eps)
+        q = _head_norm(qk[:, :num_heads], head_norm.q_weight, head_norm.eps)
+        qk = torch.cat((q, _head_norm(qk[:, num_heads:], head_norm.k_weight, head_norm.eps)), dim=1)
     if rows.cos is not None and rows.sin is not None:
-        q, k = _rotate(q, rows.cos, rows.sin), _rotate(k, rows.cos, rows.sin)
+        qk = _rotate(qk, rows.cos, rows.sin)
+    q, k = qk.split((num_heads, num_kv_heads), dim=1)
     real = rows.positions >= 0
     stored = real.nonzero().squeeze(1)
     # torch will not write by index through an expanded dimension; batch rows of stride 0 are all the first.
