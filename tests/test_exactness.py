@@ -20,7 +20,7 @@ PROMPTS = {
     "text": "The history of the steam engine began when",
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
-GREEDY_COUNT, COUNT = 24, 14
+GREEDY_COUNT, COUNT = 18, 14
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 1},

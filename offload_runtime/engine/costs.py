@@ -13,7 +13,7 @@ from offload_runtime.kv_cache import block_bytes
 from offload_runtime.kv_cache.retrieval import summaries_bytes
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import LayerCosts, PassCosts, PrefillCosts, StepCosts, attention_operations
-from offload_runtime.weights import PackedLayout, layer_layout
+from offload_runtime.weights import PackedLayout
 
 DTYPE_NAMES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 # Launches of a layer: norms, rotation, attention in two, activation, four products each once a tile; more in a step.
@@ -60,7 +60,7 @@ def _layer_costs(
     weights_staged: bool, kv_staged: bool,
 ) -> LayerCosts:  # fmt: skip
     """A layer that sees `reach` tokens (None: all) and of which weights and KV are streamed, or staged, or neither."""
-    config, layout, tile = target.config, layer_layout(target.config, target.dtype), target.shape.window_rows
+    config, layout, tile = target.config, target.layer_layout, target.shape.window_rows
     height = padded_rows(target.batch * rows, tile)
     blocks = target.streamed_kv_blocks(reach, length_tokens) if kv else 0
     kv_bytes = target.batch * blocks * block_bytes(config, target.dtype)
@@ -106,7 +106,7 @@ def draft_step_costs(draft: ModelPlan) -> StepCosts:
     elif draft.retrieval is not None:
         kept = min(kept, draft.retrieval.budget_tokens + 2 * BLOCK_TOKENS)
     layers = draft.config.num_layers
-    elements = layers * _elements(layer_layout(draft.config, draft.dtype))
+    elements = layers * _elements(draft.layer_layout)
     return StepCosts(
         dtype_name(draft),
         hbm_bytes=layers * (draft.layer_bytes + draft.batch * kept * _kv_token_bytes(draft)) + head.weight_bytes,
@@ -128,7 +128,7 @@ def middle_step_costs(placed: PlacedLevels) -> StepCosts:
         target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=target.batch
     )
     recent_bytes = target.batch * layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
-    operations = 2 * rows * layers * _elements(layer_layout(target.config, target.dtype)) + head.matrix_operations
+    operations = 2 * rows * layers * _elements(target.layer_layout) + head.matrix_operations
     fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.kv.on_host else 0
     return StepCosts(
         dtype_name(target),
@@ -144,7 +144,7 @@ def prefill_costs(placed: PlacedLevels, prompt_tokens: int) -> PrefillCosts:
     """Prompts of `prompt_tokens` in every sequence, one after the other."""
     target, config = placed.plans.target, placed.plans.target.config
     tiles = -(-prompt_tokens // target.shape.prefill_rows)
-    elements = config.num_layers * _elements(layer_layout(config, target.dtype))
+    elements = config.num_layers * _elements(target.layer_layout)
     attention = 0
     for reach in config.layer_windows:
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)

@@ -17,7 +17,7 @@ from offload_runtime.planner import HostKVNeeds, workspace_bytes
 from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_buffer_bytes, tree_slots
 from offload_runtime.runners.tree_rows import STEP_ROWS
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import layer_layout, packed_bytes, shared_layout
+from offload_runtime.weights import PackedLayout, layer_layout, packed_bytes, shared_layout
 
 # Large enough for the link's peak, small enough that a ring of them costs little.
 _KV_PIECE_BYTES = 32 << 20
@@ -79,9 +79,14 @@ class ModelPlan:
         return tree_slots(self.tree_nodes) if self.tree_nodes else 0
 
     @cached_property
+    def layer_layout(self) -> PackedLayout:
+        """How each layer lies in memory."""
+        return layer_layout(self.config, self.dtype)
+
+    @property
     def layer_bytes(self) -> int:
         """One packed layer."""
-        return layer_layout(self.config, self.dtype).total_bytes
+        return self.layer_layout.total_bytes
 
     @cached_property
     def shared_bytes(self) -> int:
