@@ -135,6 +135,9 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     other.write_bytes(b"\x1f\x8b" * 20_000)
     assert main(["draw", str(other), "--out", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err) < 300
+    other.write_text('{"benchmark": "sweep_long_context", "sweep": "temperature", "rows": [{"value": "0.6"}]}')
+    assert main(["draw", str(other), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {other} says nothing of ")
     empty = {**ABOUT, "sweep": "window", "settings": SETTINGS, "rows": []}
     with pytest.raises(OptionError, match="measure some first"):
         draw(empty, tmp_path / "a")

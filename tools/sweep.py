@@ -123,8 +123,11 @@ def draw_files(words: Sequence[str]) -> None:
     require_matplotlib()
     reports = {path: read_report(path) for path in arguments.files}
     for path, report in reports.items():
-        for picture in draw(report, arguments.out / path.stem, formats=arguments.formats):
-            print(picture)
+        try:
+            pictures = draw(report, arguments.out / path.stem, formats=arguments.formats)
+        except KeyError as error:
+            raise OptionError(f"{path} says nothing of {error}, which sweeps write: measure it again") from error
+        print(*pictures, sep="\n")
 
 
 def show_help() -> None:
