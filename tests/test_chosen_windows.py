@@ -371,6 +371,8 @@ def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monk
         offered.append(limits["tree"])
         return Choice("tree", 64)
 
+    # More than is planned unasked in so short a context.
+    monkeypatch.setattr(loading, "with_tree_room", lambda _, planned, *__, **___: replace(planned(256), tree_room=256))
     with load(target, draft=draft, context=250, resident_layers=1, profile=SLOW_LINK) as runtime:
         room = runtime.plan.tree_room
         monkeypatch.setattr(Chooser, "choose", choose)

@@ -6,7 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from tests import conftest
 from tests.helpers.card import one_card
 
 
@@ -39,3 +45,14 @@ def test_who_measures_has_the_card_alone(tmp_path: Path) -> None:
 def test_others_share_it(tmp_path: Path) -> None:
     all_of_them = threading.Barrier(4)
     assert len(use(tmp_path, [False] * 4, lambda: all_of_them.wait(timeout=60))) == 4
+
+
+def test_who_wants_it_alone_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    marks = {"a": {"gpu"}, "b": {"gpu", "alone"}, "c": set[str](), "d": {"gpu", "alone"}, "e": {"gpu"}}
+    items: list[Any] = [
+        SimpleNamespace(name=name, get_closest_marker=lambda mark, of=of: mark if mark in of else None)
+        for name, of in marks.items()
+    ]
+    conftest.pytest_collection_modifyitems(items)
+    assert [item.name for item in items] == ["a", "c", "e", "b", "d"]

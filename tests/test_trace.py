@@ -359,18 +359,19 @@ def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def said_on_a_gpu(target: Path) -> list[list[int]]:
-    """By plain decoding, of which nobody keeps a trace."""
+def said_on_a_gpu(target: Path) -> dict[int, list[list[int]]]:
+    """By plain decoding, of which nobody keeps a trace, for the first prompts alone and for all at once."""
     options: dict[str, Any] = {"draft": "none", "dtype": "bf16", "device": "cuda", "max_batch": len(PROMPTS)}
     with Runtime.load(target, context=CONTEXT, **options) as runtime:
-        return [result.tokens for result in runtime.generate_batch(PROMPTS, **ASKED)]
+        together = {count: runtime.generate_batch(PROMPTS[:count], **ASKED) for count in (1, len(PROMPTS))}
+    return {count: [result.tokens for result in results] for count, results in together.items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_of_a_gpu(
-    target: Path, draft: Path, said_on_a_gpu: list[list[int]], name: str, tmp_path: Path,
+    target: Path, draft: Path, said_on_a_gpu: dict[int, list[list[int]]], name: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
@@ -380,7 +381,7 @@ def test_a_trace_of_a_gpu(
     monkeypatch.setattr(CudaClock, "_now", lambda clock: (waits.append("align"), clocked(clock))[1])
     run = traced(tmp_path / "trace.json", target, **options)
     assert waits == ["align", "align"]  # when it began and when it was over
-    assert [result.tokens for result in run.results] == said_on_a_gpu[: len(run.results)]
+    assert [result.tokens for result in run.results] == said_on_a_gpu[len(run.results)]
     assert_consistent(run, tolerance_s=EVENT_S)
     assert_figures(run)
     assert {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"} == STREAMED[name]

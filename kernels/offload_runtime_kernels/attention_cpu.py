@@ -5,7 +5,7 @@ threads, which in 16 bits shows in every other text. So a window works on one qu
 query's position alone says which shapes there are, how they are aligned and how threads share them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,10 +73,12 @@ def attend_blocks_cpu(
                 for t, (begin, end) in enumerate(zip(begins, ends, strict=True))
                 if begin - start < BLOCK_TOKENS and max(begin, start) < end
             }
-            branching = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
-            last = {t: part.stop for t, part in seen.items() if part.stop > branching}
-            own = _on_paths(keys, kv, rows, b, last, branching, start) if last else {}
-            splits = [_split(queries[t], own.get(t, keys)[:, :, part], scale) for t, part in seen.items()]
+            committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
+            own = _keys_of_queries(keys, kv, rows, b, seen, committed_here, start)
+            splits = [
+                _split(queries[t], block_keys[:, :, part], scale)
+                for (t, part), block_keys in zip(seen.items(), own, strict=True)
+            ]
             _merge_splits(state, b, list(seen), splits)
 
 
@@ -109,27 +111,31 @@ def _fp32_block(block: torch.Tensor) -> torch.Tensor:
     return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
 
 
-def _on_paths(
-    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, last: Mapping[int, int], first: int, start: int
-) -> dict[int, torch.Tensor]:
-    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as if queries' paths were plain sequences.
+def _keys_of_queries(
+    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, seen: Mapping[int, slice], committed: int, start: int
+) -> Iterator[torch.Tensor]:
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as each query sees it.
 
-    `first` is where paths begin in the block and `last` where that of each query ends, whose positions are looked up.
+    Its path stands behind the `committed` ones, as if that were a plain sequence. Paths share a buffer: be done with
+    one before the next is asked for.
     """
-    assert rows.ancestors is not None and rows.committed is not None
-    depth = start - int(rows.committed[b])  # of the block's first position
-    slots = rows.ancestors[b, list(last), first + depth : max(last.values()) + depth]  # [T, n]
-    found = torch.stack(kv.at(rows.sequences[b], slots)).permute(1, 0, 3, 2, 4)  # [T, 2, H_kv, n, D]
-    paths = {}
-    for (t, stop), path in zip(last.items(), found, strict=True):
-        paths[t] = torch.empty_like(keys)  # lies in memory as the block does
-        paths[t][:, :, :first] = keys[:, :, :first]
-        paths[t][:, :, first:stop] = path[:, :, : stop - first]
-    return paths
+    path = None
+    for t, part in seen.items():
+        if part.stop <= committed:
+            yield keys
+            continue
+        assert rows.ancestors is not None and rows.committed is not None
+        if path is None:
+            path = torch.empty_like(keys)  # lies in memory as the block does
+            path[:, :, :committed] = keys[:, :, :committed]
+        depth = start - int(rows.committed[b])  # of the block's first position
+        slots = rows.ancestors[b, t, committed + depth : part.stop + depth]
+        path[:, :, committed : part.stop] = torch.stack(kv.at(rows.sequences[b], slots)).transpose(1, 2)
+        yield path
 
 
 def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query [H_kv, G, D] over n keys and values [2, H_kv, n, D], fp32: [H, D], log2-sum-exp [H]."""
+    """Attention of one query [H_kv, G, D] over n keys and values [2, H_kv, n, D], fp32: [H, D], log-sum-exp [H]."""
     # Heads of a group as queries of one head, which need no mask. This operator rather than the public one because it
     # also returns the log-sum-exp.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -153,7 +153,7 @@ def load_runtime(
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            link = speed.link_times(placed, models.target.link_peak_gbps, widest=max(max_gamma, plan.tree_room) + 1)
+            link = speed.link_times(placed, models.target.link_peak_gbps, widest=max_gamma + 1)
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
                 max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room,

@@ -99,14 +99,11 @@ class Speed:
         return self.usual_round(placed).tok_per_s
 
     def tree_nodes_of(self, placed: PlacedLevels) -> int:
-        """Nodes of the trees that are proposed behind a text that leaves half of the context; 0 for chains.
-
-        What is not proposed yet has to fit behind the text, too: in a short context room for more is hardly ever used.
-        """
+        """Nodes of the trees that are proposed; 0 for chains."""
         draft = placed.plans.draft
         if draft is None or placed.middle is not None:
             return 0
-        return min(draft.tree_nodes, max(0, placed.plans.target.context_tokens // 2 - 1))
+        return min(draft.tree_nodes, max(0, placed.plans.target.context_tokens - 2))
 
     def gamma_of(self, placed: PlacedLevels) -> int:
         """Tokens proposed for a pass in a row, at most what the context has room for."""
@@ -148,7 +145,7 @@ class Speed:
 
         costs, passed = predicted(1)
         free_s = max(0.0, lookahead_s(placed, costs, passed) - _BETWEEN_S)
-        widest = min(max(widest, self.tree_nodes_of(placed) + 1, self.gamma_of(placed) + 1), length + 1)
+        widest = max(widest, self.tree_nodes_of(placed) + 1, self.gamma_of(placed) + 1)
         # Windows of sizes like these are what is played.
         rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
         bound = bisect_right(rows, 0.0, key=lambda rows: _slack_s(predicted(rows)[1]))

@@ -36,7 +36,9 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     if lean.placed.plans.draft is None:
         return _with_room_for_copies(lean, planned, speed, ram_bytes)
     found, refused = [lean], ""
-    for nodes in TREE_ROOMS:
+    # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
+    most = max(TREE_ROOMS[0], lean.placed.plans.target.context_tokens // 2)
+    for nodes in (room for room in TREE_ROOMS if room <= most):
         try:
             roomy = _fitting(nodes, planned, max(ram_bytes, lean.host_bytes))
         except OptionError:  # of a draft's cache that cannot grow trees
