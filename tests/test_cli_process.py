@@ -70,7 +70,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "offload_runtime.cli", *arguments]
+    return [sys.executable, "-m", "offload_runtime", *arguments]
 
 
 def endless(model: Path) -> list[str]:

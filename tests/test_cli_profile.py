@@ -132,7 +132,7 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
 def test_the_real_command_measures_this_machine(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path, "OFFLOAD_RUNTIME_CONFIG": str(tmp_path)}
-    command = [sys.executable, "-m", "offload_runtime.cli", "profile", "--device", "cpu", "--quick", "--json"]
+    command = [sys.executable, "-m", "offload_runtime", "profile", "--device", "cpu", "--quick", "--json"]
     result = subprocess.run(
         [*command, "--save", "here"], capture_output=True, text=True, encoding="utf-8", timeout=120, env=environment,
         check=False,
