@@ -13,10 +13,11 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.tree_shapes import MOST_DEPTH, StepShapes
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import VOCAB_SIZE, random_tokens
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
 
 PARAMS = [
@@ -64,9 +65,9 @@ class Growing:
         self._root_expanded = True
         self.slots |= {path: branch.slots[-1] for path, branch in chosen.items() if path}
 
-    def go_on(self) -> tuple[list[int], list[int]]:
-        """The text becomes a path of expanded nodes: the tokens, and their slots."""
-        path = max(self.slots, key=len)
+    def go_on(self, most: int | None = None) -> tuple[list[int], list[int]]:
+        """The text becomes a path of expanded nodes, or `most` of them: the tokens, and their slots."""
+        path = max(self.slots, key=len)[:most]
         slots = [self.slots[path[: end + 1]] for end in range(len(path))]
         self.slots = {other[len(path) :]: slot for other, slot in self.slots.items() if other[: len(path)] == path}
         self.slots.pop((), None)
@@ -121,9 +122,8 @@ def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
     """A tree whose steps are as on CUDA."""
     _, tree = draft.parts()
     cache = draft.runner.cache
-    assert isinstance(cache, DeviceKVCache)
-    replays = Replays(cache)
-    tree._shapes, tree._graphs = StepShapes(tree.capacity_tokens, rounded=True), replays  # type: ignore[assignment]
+    replays = Replays(cache._blocks if isinstance(cache, StreamingDraftCache) else cache)
+    tree._shapes, tree._graphs = StepShapes(tree.room(0), rounded=True), replays  # type: ignore[assignment]
     return tree, replays
 
 
@@ -146,6 +146,63 @@ def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: Sa
         if turn % 2:
             for sequence in taking_part:
                 tree.adopt(sequence, *growing[sequence].go_on())
+
+
+@pytest.fixture(scope="module")
+def streaming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
+    """One layer, whose keys depend on nothing that has been let go of."""
+    model = random_model("llama-gqa", seed=7)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    made = make_tree_draft(tmp_path_factory.mktemp("streaming"), hf_model=model, kept=(4, 64))
+    yield made
+    made.made.close()
+
+
+@pytest.mark.parametrize(("params", "rounded"), [(PARAMS[0], False), (PARAMS[1], False), (PARAMS[1], True)], ids=str)
+def test_every_node_is_answered_behind_first_and_newest_tokens(
+    streaming: TreeDraft, params: SamplingParams, rounded: bool
+) -> None:
+    """Of a cache that lets go of the rest, while trees grow and come true, and while the text goes on otherwise."""
+    tree = with_replays(streaming)[0] if rounded else streaming.parts()[1]
+    tree.start(params)
+    cache, moved, chance = streaming.runner.cache, set[str](), random.Random(1)
+    growing = {s: Growing(random_tokens(length, seed=s), s) for s, length in enumerate((322, 1, 578))}
+    starts = dict.fromkeys(growing, 0)
+    for turn in range(30):
+        taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
+        chosen = {sequence: growing[sequence].choose(3 + 2 * sequence, tree.num_slots) for sequence in taking_part}
+        asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
+        for sequence, said in tree.expand(asked).items():
+            check(streaming, growing[sequence].text, list(chosen[sequence]), said, params, sequence)
+            growing[sequence].answered(chosen[sequence])
+        moved |= {"a step" for s in taking_part if cache.start(s) != starts[s]}
+        starts = {sequence: cache.start(sequence) for sequence in growing}
+        for sequence in taking_part:
+            if turn % 2:
+                tree.adopt(sequence, *growing[sequence].go_on(2))
+            elif turn % 4 == 2:  # by few tokens, or by so many that they are read as a prompt
+                new = random_tokens(chance.choice((3, 20, 90)), seed=turn)
+                growing[sequence] = Growing([*growing[sequence].text, *new], turn)
+        moved |= {"what came true" for s in taking_part if cache.start(s) != starts[s] and growing[s].slots}
+        starts = {sequence: cache.start(sequence) for sequence in growing}
+    assert moved == {"a step", "what came true"} and cache.rope_shift(0) != cache.rope_shift(2)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_first_children_are_what_a_chain_says_behind_first_and_newest_tokens(
+    streaming: TreeDraft, params: SamplingParams
+) -> None:
+    chains, tree = streaming.parts()
+    chains.start(params, BATCH)
+    tree.start(params)
+    text = random_tokens(700, seed=2)
+    for count in (9, 200):
+        chain, branch, said = chains.model.propose({2: text}, {2: 9})[2], Branch(text[-1]), list[int]()
+        for slot in range(9):
+            said.append(tree.expand({2: Asked(text, [branch])})[2][0].tokens[0])
+            branch = Branch(said[-1], tuple(range(slot + 1)))
+        assert said == chain
+        text += [*said, *random_tokens(count, seed=count)]
 
 
 def test_a_step_answers_as_many_as_it_has_room_for(draft: TreeDraft) -> None:
@@ -229,7 +286,7 @@ def test_nothing_is_made_ready_for_texts_without_room(draft: TreeDraft) -> None:
     tree, replays = with_replays(draft)
     tree.expand({0: Asked([5, 6], [Branch(6)])})
     replays._captured.clear()
-    capacity = tree.capacity_tokens
+    capacity = tree.room(0)
     assert not tree.get_ready([capacity + 1], 9) and not tree.get_ready([capacity + 1, 5 * capacity], 0)
     assert tree.get_ready([capacity + 1, 2], 0), "only the other one can be asked about"
     assert {key.batch for key in replays._captured} == {1}  # type: ignore[attr-defined]

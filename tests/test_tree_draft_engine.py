@@ -20,6 +20,7 @@ from offload_runtime.engine.plans import Plans
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
 from offload_runtime.kv_cache import DeviceKVCache, block_bytes
+from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
@@ -32,6 +33,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
 COUNT, BRIEFLY = 30, 12
+NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,30 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
+    target: Path, draft: Path, plain: Runtime, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind texts that it lets go of parts of while they go on, alone and in a batch."""
+    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    prompts = [[5 + index * index % 300 for index in range(length)] for length in (314, 20, 440)]
+    options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "max_batch": 3, "speculation": NEWEST}
+    with load(target, draft=draft, **options) as runtime:
+        cache = runtime._models.draft.runner.cache
+        assert isinstance(cache, StreamingDraftCache)
+        beside = run_ahead(runtime, monkeypatch, steps=4)
+        for sampling in SAMPLINGS[:2]:
+            asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
+            expected = plain.generate_batch(prompts, **asked)
+            beside.clear()
+            said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
+            assert [one.tokens for one in said] == [one.tokens for one in expected]
+            assert [cache.start(sequence) for sequence in range(3)] == [256, 0, 256] and sum(beside) > 10
+            assert all(one.stats.accepted_by_source["draft"] > 0 for one in said)
+            alone = runtime.generate(prompts[0], **asked)
+            assert alone.tokens == expected[0].tokens
+
+
 def drafting(runtime: Runtime) -> Proposer:
     """Who drafts, leaving n-grams aside."""
     both = runtime._parts.proposer
@@ -157,8 +183,8 @@ def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: 
     ("options", "message"),
     [
         (
-            {"speculation": SpeculationOptions(draft_cache="streaming")},
-            "--tree-nodes 8 needs a draft with a full KV cache, .* has a streaming",
+            {"speculation": SpeculationOptions(draft_cache="retrieval")},
+            "--tree-nodes 8 needs a draft whose KV cache holds whole branches, .*: use --draft-cache streaming or full",
         ),
         ({"speculation": SpeculationOptions("triforce")}, "--tree-nodes 8 does nothing with --speculation triforce"),
         ({"draft": "none"}, "--tree-nodes 8 does nothing with --draft none"),
@@ -199,13 +225,15 @@ def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
     assert replace(with_trees, graphs=False).graph_bytes == 0
 
 
-def test_the_cache_takes_what_was_planned(target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("options", [SpeculationOptions(), NEWEST], ids=["full", "streaming"])
+def test_the_cache_takes_what_was_planned(target: Path, draft: Path, options: SpeculationOptions) -> None:
     plans: list[RunPlan] = []
-    with load(target, draft=draft, tree_nodes=300, on_plan=plans.append) as runtime:
+    with load(target, draft=draft, tree_nodes=150, speculation=options, on_plan=plans.append) as runtime:
         runner = runtime._models.draft.runner
         layers = range(runner.decoder.config.num_layers)
         held_bytes = sum(runner.cache.store(layer).data.nbytes for layer in layers)
-        assert len(runner.cache.spare_slots) == tree_slots(300)
-        assert runner.cache.capacity_tokens == CONTEXT_TOKENS
+        assert len(runner.cache.spare_slots) == tree_slots(150)
+        capacity_tokens = runner.cache.capacity_tokens
+        assert capacity_tokens == CONTEXT_TOKENS or options is NEWEST
     (part,) = (part for part in plans[-1].device if part.name == "draft KV cache")
-    assert part.nbytes == held_bytes > 2 * CONTEXT_TOKENS * runner.decoder.config.kv_bytes_per_token(4)
+    assert part.nbytes == held_bytes > 2 * capacity_tokens * runner.decoder.config.kv_bytes_per_token(4)

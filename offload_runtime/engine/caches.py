@@ -31,7 +31,7 @@ def make_cache(
         return StreamingDraftCache(
             plan.config, plan.dtype, sink_tokens=plan.streaming.sink_tokens,
             recent_tokens=plan.streaming.recent_tokens, window_tokens=plan.streaming.window_tokens, batch=plan.batch,
-            budget=budget, name=f"{name}: KV cache",
+            budget=budget, name=f"{name}: KV cache", spare_slots=plan.tree_slots,
         ), []  # fmt: skip
     if plan.retrieval is not None:
         return RetrievedDraftCache(

@@ -20,6 +20,7 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.device_window import DeviceWindow
 from offload_runtime.runners.draft import DraftModel
+from offload_runtime.runners.draft_tree import grows_trees
 from offload_runtime.runners.retrieval_target import RetrievalTarget
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
@@ -65,7 +66,7 @@ def make_proposer(
         chains.model.warm_up()
     chains.model.recorder = recorder
     ngrams = NgramProposer()
-    if not (isinstance(runner.cache, DeviceKVCache) and runner.cache.spare_slots):
+    if not grows_trees(runner.cache):
         return WithNgrams(chains, ngrams)
     tree = DraftTree(
         runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch

@@ -12,6 +12,7 @@ from offload_runtime.errors import ContextLengthError, DeviceError, OptionError
 from offload_runtime.kv_cache.windowed import streaming_capacity_tokens
 from offload_runtime.runners import PassShape
 from offload_runtime.runners.tree_rows import STEP_ROWS
+from offload_runtime.runners.tree_shapes import MOST_DEPTH
 from offload_runtime.weights import ModelDescription, packed_bytes
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend
@@ -141,11 +142,11 @@ def draft_plan(
     batch: int = 1,
     tree_nodes: int | None = None,
 ) -> ModelPlan:
-    """Plan of a draft model. A full cache ends where the draft's own positions do, and has room for trees.
+    """Plan of a draft model. A full cache ends where the draft's own positions do.
 
     Raises:
         OptionError: The cache that was asked for needs positions that the draft does not have, or would retrieve more
-            than there can be; or trees were asked for and the cache is not a full one.
+            than there can be; or trees were asked for and the cache is one of retrieved chunks.
     """
     longest = longest_context(config)
     plan = ModelPlan(
@@ -153,17 +154,21 @@ def draft_plan(
     )  # fmt: skip
     kind = options.draft_cache
     if kind == "auto":
-        kind = "full" if context <= min(longest, _AUTO_CONTEXT_TOKENS) else "retrieval"
-        kind = "streaming" if context > longest or (kind == "retrieval" and options.budget_tokens > context) else kind
-    if tree_nodes is not None and kind != "full":
+        if context <= min(longest, _AUTO_CONTEXT_TOKENS):
+            kind = "full"
+        else:
+            retrieves = context <= longest and options.budget_tokens <= context and tree_nodes is None
+            kind = "retrieval" if retrieves else "streaming"
+    if tree_nodes is not None and kind == "retrieval":
         raise OptionError(
-            f"--tree-nodes {tree_nodes} needs a draft with a full KV cache, and in a context of {context} tokens this "
-            f"one has a {kind} cache: use --draft-cache full, lower --context, or drop --tree-nodes"
+            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, which one of retrieved chunks "
+            "does not: use --draft-cache streaming or full, or drop --tree-nodes"
         )
+    plan = replace(plan, tree_nodes=tree_nodes or 0)
     if kind == "streaming":
         return _with_streaming_cache(plan, options)
     if kind == "full":
-        return replace(plan, context_tokens=min(context, longest), tree_nodes=tree_nodes or 0)
+        return replace(plan, context_tokens=min(context, longest))
     if context > longest:
         raise OptionError(
             f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
@@ -212,5 +217,7 @@ def _streamed_tokens(plan: ModelPlan, options: SpeculationOptions) -> int:
 
 
 def _streaming_window(plan: ModelPlan, options: SpeculationOptions) -> int:
-    """Steps of a middle level may go beyond what is asked for."""
-    return plan.window_tokens + 2 * options.gamma_draft + 2
+    """Tokens in a row behind a text: of a tree's window the deepest, and steps of a middle level may go beyond what is
+    asked for."""
+    in_a_row = min(plan.window_tokens, MOST_DEPTH + 1) if plan.tree_nodes else plan.window_tokens
+    return in_a_row + 2 * options.gamma_draft + 2

@@ -107,7 +107,7 @@ class ModelPlan:
             return streaming_cache_bytes(
                 self.config, self.dtype, sink_tokens=self.streaming.sink_tokens,
                 recent_tokens=self.streaming.recent_tokens, window_tokens=self.streaming.window_tokens,
-                batch=self.batch,
+                batch=self.batch, spare_slots=self.tree_slots,
             )  # fmt: skip
         if self.retrieval is not None:
             return retrieved_draft_bytes(

@@ -43,11 +43,12 @@ class StreamingDraftCache:
         batch: Sequences.
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
+        spare_slots: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int,
-        batch: int, budget: DeviceBudget, name: str = "draft: KV cache",
+        batch: int, budget: DeviceBudget, name: str = "draft: KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
         assert 1 <= sink_tokens <= BLOCK_TOKENS and recent_tokens >= 2
         self.sink_tokens = sink_tokens
@@ -56,14 +57,15 @@ class StreamingDraftCache:
         self._num_layers = config.num_layers
         self._places = [_Place() for _ in range(batch)]
         self._blocks = DeviceKVCache(
-            config, dtype, capacity_tokens=self.capacity_tokens, batch=batch, budget=budget, name=name
-        )
+            config, dtype, capacity_tokens=self.capacity_tokens, batch=batch, budget=budget, name=name,
+            spare_slots=spare_slots,
+        )  # fmt: skip
         self.store, self.attend, self.length = self._blocks.store, self._blocks.attend, self._blocks.length
         self.begin_window, self.begin_prefill = self._blocks.begin_window, self._blocks.begin_prefill
         self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
-        self.commit_path = self._blocks.commit_path
+        self.commit_path, self.adopt = self._blocks.commit_path, self._blocks.adopt
         self.truncate, self.close = self._blocks.truncate, self._blocks.close
-        self.reach_tokens = self._blocks.reach_tokens
+        self.reach_tokens, self.spare_slots = self._blocks.reach_tokens, self._blocks.spare_slots
         self.observers = self._blocks.observers
 
     @property
@@ -112,11 +114,12 @@ def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_token
 
 
 def streaming_cache_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int, batch: int
-) -> int:
+    config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int, batch: int,
+    spare_slots: int = 0,
+) -> int:  # fmt: skip
     """Bytes of a `StreamingDraftCache`; moving takes as much as one layer's share of it on top, for a moment."""
     capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
-    return kv_cache_bytes(config, dtype, capacity_tokens=capacity, batch=batch)
+    return kv_cache_bytes(config, dtype, capacity_tokens=capacity, batch=batch, spare_slots=spare_slots)
 
 
 def kept_positions(sequence_length: int, start: int, sink_tokens: int) -> Sequence[int]:

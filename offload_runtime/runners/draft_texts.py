@@ -80,16 +80,25 @@ class DraftTexts:
 
     @torch.inference_mode()
     def catch_up_but(self, sequence: int, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Bring a cache that keeps everything to all of `tokens` but those, at most `most`, that a step feeds itself.
+        """Bring the cache to all of `tokens` but the last one and at most `most` before it, which a step feeds itself.
 
         Returns:
-            These: the last of `tokens` without keys, perhaps none.
+            These.
         """
-        assert self._streaming is None
-        known = _common_prefix(self._cached[sequence], tokens)
-        target = max(known, len(tokens) - most)
+        known = _common_prefix(self._cached[sequence], tokens[:-1])
+        target = max(known, len(tokens) - 1 - most)
         self._bring(sequence, tokens, known, target)
         return tokens[target:]
+
+    @torch.inference_mode()
+    def move_on(self, sequence: int) -> None:
+        """Let a streaming cache that holds a whole text let go of what it does not keep of one of this length."""
+        start = self.start_for(len(self._cached[sequence]))
+        if start > self.start(sequence):
+            # First, so that an interruption never leaves it longer than the cache.
+            cached, self._cached[sequence] = self._cached[sequence], []
+            self._let_go(sequence, cached, start)
+            self._cached[sequence] = cached
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
+from typing import TypeGuard
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -20,6 +21,7 @@ from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
@@ -60,14 +62,20 @@ class Children:
     scores: list[float]
 
 
+def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]:
+    """Whether a draft's cache has places for what may become part of a text."""
+    return isinstance(cache, (DeviceKVCache, StreamingDraftCache)) and len(cache.spare_slots) > 0
+
+
 class DraftTree:
-    """A small model with a full cache that says what may follow many nodes at once, with the target's own noise.
+    """A small model that says what may follow many nodes at once, with the target's own noise.
 
     The first child of a node is what the draft itself would say there. Everything is enqueued on the current stream,
     which must be the same from call to call; only `expand` waits, for what it asked.
 
     Args:
-        runner: Of the small model, all layers resident; its cache has spare slots.
+        runner: Of the small model, all layers resident; its cache keeps all tokens, or the first and newest ones, and
+            has spare slots.
         texts: What the cache holds, shared with whoever else drafts with it.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
         draft_vocab_size: Rows of the draft's embedding.
@@ -80,18 +88,20 @@ class DraftTree:
         graphs: bool = True,
     ) -> None:  # fmt: skip
         cache = runner.cache
-        assert isinstance(cache, DeviceKVCache) and cache.spare_slots, "trees need a full cache with spare slots"
+        assert grows_trees(cache)
         self._runner, self._cache, self.texts = runner, cache, texts
+        self._streams = isinstance(cache, StreamingDraftCache)
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
         self._vocab_size, self._last_token = vocab_size, draft_vocab_size - 1
         self._children = min(CHILDREN, vocab_size, draft_vocab_size)
         self._params = SamplingParams()
         self._device = device = cache.store(0).data.device
-        self._rope = RopeTable(runner.decoder.config, device)
+        fixed_length = cache.capacity_tokens if self._streams else None
+        self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self._graphs = StepGraphs(device if captured else torch.device("cpu"))
         rows = max(STEP_ROWS, batch)
-        self._shapes = StepShapes(self.capacity_tokens, rounded=device.type == "cuda")
+        self._shapes = StepShapes(cache.capacity_tokens, rounded=device.type == "cuda")
         self._compiled: set[Hashable] = set()  # kinds of steps whose kernels there are
         self._deepest = DEPTHS[0]  # that steps are made ready for
         # What steps read and write; the tensors never move.
@@ -101,10 +111,14 @@ class DraftTree:
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
         self._frequency_sets = [0] * rows
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of a text, and of a path with the text before it, that have keys."""
-        return self._cache.capacity_tokens
+    def room(self, length: int) -> int:
+        """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
+        capacity: int = self._cache.capacity_tokens
+        return capacity - self._kept(length)
+
+    def _kept(self, length: int) -> int:
+        """Tokens that the cache keeps of a text of so many."""
+        return length - self.texts.start_for(length)
 
     @property
     def num_slots(self) -> int:
@@ -127,6 +141,7 @@ class DraftTree:
         """The text whose keys the cache holds has gone on with nodes of the tree: move their keys to their places."""
         self._cache.adopt(sequence, [self._cache.spare_slots[slot] for slot in slots], self._cache.length(sequence))
         self.texts.learned(sequence, tokens)
+        self.texts.move_on(sequence)
 
     def warm_up(self) -> None:
         """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
@@ -142,7 +157,7 @@ class DraftTree:
                 self.start(params)
                 self.expand({0: Asked([0], [Branch(0)])})
         self.start(before)
-        self.texts.catch_up_but(0, [], 0)
+        self.texts.catch_up(0, [])
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)
         self._deepest = DEPTHS[0]
 
@@ -157,7 +172,7 @@ class DraftTree:
         Returns:
             Whether there was one that had not been captured.
         """
-        lengths = [length for length in lengths if length <= self.capacity_tokens]  # of others nothing can be asked
+        lengths = [self._kept(length) for length in lengths if self.room(length) >= 0]  # of others nothing can be asked
         if not lengths:
             return False
         self._cache.begin_window([], [])  # a pass is about all sequences; the last one may have read a single prompt
@@ -209,15 +224,16 @@ class DraftTree:
     def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
         text, branches = asked.text, asked.branches
-        end = len(text)
         known: Sequence[int] = ()
         if not branches[0].slots:
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            before = self.texts.catch_up_but(sequence, text[:-1], min(_MOST_KNOWN, width - 1))
-            known, branches = [*before, text[-1]], branches[1:]
+            known = self.texts.catch_up_but(sequence, text, min(_MOST_KNOWN, width - 1))
+            branches = branches[1:]
         branches = branches[: width - len(known)]
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
+        start = self.texts.start(sequence)
+        end = len(text) - start
         places = list(range(end - len(known), end))
         return StepLine(
             sequence,
@@ -227,6 +243,8 @@ class DraftTree:
             paths=[*([] for _ in places), *slots],
             known=len(known),
             committed=end,
+            start=start,
+            rope_shift=self.texts.rope_shift(sequence),
         )
 
     def _shape(self, lines: Sequence[StepLine], width: int) -> StepShape:
@@ -259,8 +277,9 @@ class DraftTree:
     def _pass(self, shape: StepShape) -> None:
         """Feed the rows; their logits are in `_logits` then. Captured: no tensor of the host, nothing of sampling."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, owners, sequences, committed, ancestors = cut(self._inputs, shape)
-        angle = positions.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
+        tokens, positions, slots, owners, sequences, committed, _, shifts, ancestors = cut(self._inputs, shape)
+        turned = positions + shifts.repeat_interleave(shape.rows) if self._streams else positions
+        angle = turned.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
         cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
         query = QueryRows(
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
@@ -278,6 +297,8 @@ class DraftTree:
         """Write the best children of each row. Enqueued while the pass runs, so that it serves all ways of sampling."""
         num_rows, parts = shape.batch * shape.rows, cut(self._inputs, shape)
         ahead, owners = parts[1] + 1, parts[3]
+        if self._streams:
+            ahead = ahead + parts[6].repeat_interleave(shape.rows)
         scores = perturbed_logits(self._logits[:num_rows, : self._vocab_size], self._params, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
         first = sample(scores, SamplingParams(), ahead, owners)

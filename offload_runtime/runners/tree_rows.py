@@ -18,12 +18,16 @@ STEP_ROWS = 32
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
 _ROW_PARTS = 4  # token, position, slot, sequence
+_LINE_PARTS = 4  # sequence, committed, start, RoPE shift
 _ALIGNED_WORDS = 4
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """The rows of one sequence in a step: `known` tokens that are only fed, then `asked` nodes."""
+    """The rows of one sequence in a step: `known` tokens that are only fed, then `asked` nodes.
+
+    Positions, slots and `committed` are the cache's: the text's less `start`. Keys are rotated `rope_shift` further.
+    """
 
     sequence: int
     tokens: list[int]
@@ -32,6 +36,8 @@ class StepLine:
     paths: list[list[int]]
     known: int
     committed: int
+    start: int
+    rope_shift: int
 
 
 def packed(lines: Sequence[StepLine], shape: StepShape) -> tuple[list[int], list[int]]:
@@ -48,7 +54,8 @@ def packed(lines: Sequence[StepLine], shape: StepShape) -> tuple[list[int], list
             ancestors += path + [0] * (depth - len(path))
         ancestors += [0] * (depth * padding)
     flat: list[int] = []
-    for part in (*columns, [line.sequence for line in lines], [line.committed for line in lines], ancestors):
+    of_lines = [(line.sequence, line.committed, line.start, line.rope_shift) for line in lines]
+    for part in (*columns, *map(list, zip(*of_lines, strict=True)), ancestors):
         flat += part + [0] * (-len(part) % _ALIGNED_WORDS)
     assert len(flat) == input_words(batch, batch * rows, depth)
     return columns[1], flat
@@ -60,13 +67,14 @@ def _aligned(words: int) -> int:
 
 def input_words(batch: int, rows: int, depth: int) -> int:
     """Words of the inputs of a step about `rows` rows in all."""
-    return _ROW_PARTS * _aligned(rows) + 2 * _aligned(batch) + _aligned(rows * depth)
+    return _ROW_PARTS * _aligned(rows) + _LINE_PARTS * _aligned(batch) + _aligned(rows * depth)
 
 
 def cut(inputs: torch.Tensor, shape: StepShape) -> list[torch.Tensor]:
-    """The parts of a step's inputs: tokens, positions, slots and sequences by row, sequences, committed, ancestors."""
+    """The parts of a step's inputs: tokens, positions, slots and sequences by row, sequences, committed, starts and
+    RoPE shifts by line, ancestors."""
     rows = shape.batch * shape.rows
-    sizes = [rows] * _ROW_PARTS + [shape.batch] * 2 + [rows * shape.depth]
+    sizes = [rows] * _ROW_PARTS + [shape.batch] * _LINE_PARTS + [rows * shape.depth]
     parts, offset = [], 0
     for size in sizes:
         parts.append(inputs[offset : offset + size])

@@ -21,9 +21,8 @@ from offload_runtime.speculation.proposers import Turn
 class TreeModel(Protocol):
     """What is needed of a `DraftTree`."""
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of a text, and of a path with the text before it, that have keys."""
+    def room(self, length: int) -> int:
+        """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
 
     @property
     def num_slots(self) -> int:

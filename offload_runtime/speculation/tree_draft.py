@@ -277,7 +277,7 @@ class TreeDraftProposer:
     def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
         """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
         # A node's keys need a position.
-        depth = min(depth, self._model.capacity_tokens - one.length, MOST_DEPTH)
+        depth = min(depth, self._model.room(one.length), MOST_DEPTH)
         if depth < 0:
             return []
         width = self._model.width(num_sequences or len(self._going_on))

@@ -25,12 +25,15 @@ def steps(count: int) -> Watch:
 class SureModel:
     """A tree model that says `script` first of all, whatever the path; counts its steps."""
 
-    capacity_tokens, num_slots = 1000, 40
+    num_slots = 40
 
     def __init__(self, script: Sequence[int], *, unready: int = 0) -> None:
         self._script, self.steps, self._unready = list(script), 0, unready
         self.made_ready: list[tuple[list[int], int]] = []
         self._texts: dict[int, list[int]] = {}
+
+    def room(self, length: int) -> int:
+        return 1000 - length
 
     def width(self, num_sequences: int) -> int:
         return 8

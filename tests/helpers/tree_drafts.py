@@ -11,6 +11,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache import DeviceKVCache
+from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots
@@ -54,25 +55,40 @@ class TreeDraft:
 def make_tree_draft(
     directory: Path, *, name: str = "llama-gqa", seed: int = 7, capacity_tokens: int = 300, tree_nodes: int = 64,
     device: torch.device = CPU, dtype: torch.dtype = torch.float32, hf_model: Any = None,
+    kept: tuple[int, int] | None = None,
 ) -> TreeDraft:  # fmt: skip
-    """A draft whose trees may have `tree_nodes`."""
+    """A draft whose trees may have `tree_nodes`; `kept` sinks and recent tokens, where its cache does not keep all."""
     hf_model = hf_model or random_model(name, seed=seed)
     made = make_runner(hf_model, directory, shape=SHAPE, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
     config = made.runner.decoder.config
-    cache = DeviceKVCache(
-        config, dtype, capacity_tokens=capacity_tokens, batch=BATCH, budget=DeviceBudget(device, None),
-        spare_slots=tree_slots(tree_nodes),
-    )  # fmt: skip
-    rows = RowBuilder(RopeTable(config, device), device)
+    options: dict[str, Any] = {
+        "batch": BATCH, "budget": DeviceBudget(device, None), "spare_slots": tree_slots(tree_nodes)
+    }  # fmt: skip
+    cache: DeviceKVCache | StreamingDraftCache
+    if kept is None:
+        cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, **options)
+        rope = RopeTable(config, device)
+    else:
+        cache = StreamingDraftCache(
+            config, dtype, sink_tokens=kept[0], recent_tokens=kept[1], window_tokens=tree_nodes + 1, **options
+        )
+        rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
+    rows = RowBuilder(rope, device)
     return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, SHAPE))
 
 
 def scores_by_the_book(
     draft: TreeDraft, text: Sequence[int], params: SamplingParams, *, sequence: int = 0
 ) -> torch.Tensor:
-    """[V] fp32: what decides on the token behind `text`, from transformers' logits of it as a plain sequence."""
-    place = torch.tensor([len(text)])
-    logits = all_logits(draft.hf_model, text)[-1:]
+    """[V] fp32: what decides on the token behind `text`, from transformers' logits of it as a plain sequence.
+
+    Of a streaming cache, what it keeps is that sequence. That is right for a draft of one layer only: keys of others
+    know what came before them and was let go of.
+    """
+    place, cache, seen = torch.tensor([len(text)]), draft.runner.cache, list(text)
+    if isinstance(cache, StreamingDraftCache):
+        seen = [text[position] for position in kept_positions(len(text), cache.start(sequence), cache.sink_tokens)]
+    logits = all_logits(draft.hf_model, seen)[-1:]
     return perturbed_logits(logits, params, place, torch.full_like(place, sequence))[0]
 
 
