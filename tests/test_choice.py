@@ -126,12 +126,14 @@ def scanned(request: PlanRequest, machine: MachineFigures, step_bytes: int) -> I
 @pytest.mark.parametrize(("target", "draft", "context"), PAIRS)
 def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) -> None:
     """All levels, caches and places are chosen somewhere on the way."""
-    seen, fastest = set(), 0.0
+    seen, fastest, rooms = set(), 0.0, set[int]()
     step_bytes = 300_000_000 if target == "qwen2.5-32b" else 150_000_000
     for plan, predicted in scanned(asked_for(target, draft, context), LARGE, step_bytes):
         assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan.placed)
         fastest = predicted.usual_tok_per_s
         seen.add(chosen(plan))
+        rooms.add(plan.tree_room)
+    assert any(rooms), "trees are somewhere the fastest"
     assert {cache for _, cache, _ in seen} == {"retrieval", "streaming"} or draft == "llama-68m"
     assert {on_host for _, _, on_host in seen} == {False, True}
     assert {middle for middle, _, _ in seen} == {False, True} or target == "qwen2.5-32b"
@@ -159,7 +161,7 @@ def test_the_headline_is_what_was_chosen_by_and_the_reason_says_so() -> None:
         (request, plan_run(request, LARGE))
         for request in (asked_for(*PAIRS[0], vram_bytes=20 * 10**9), asked_for(*PAIRS[2], vram_bytes=26 * GB))
     )
-    for (request, plan), level in ((chain, "retrieval"), (triforce, "middle")):
+    for (request, plan), level in ((chain, "streaming, far"), (triforce, "middle")):
         usual = forecast(plan, request, LARGE).usual
         assert usual.acceptance == USUAL_ACCEPTANCE[level]
         if level == "middle":

@@ -288,7 +288,7 @@ class Terminal:
         # Ctrl-C becomes a signal only for the process whose controlling terminal this is.
         script = (
             "import fcntl, os, sys, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-            "os.execv(sys.executable, [sys.executable, '-m', 'offload_runtime.cli', *sys.argv[1:]])"
+            "os.execv(sys.executable, [sys.executable, '-m', 'offload_runtime', *sys.argv[1:]])"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, *arguments], stdin=slave, stdout=slave, stderr=slave,

@@ -249,7 +249,7 @@ def test_a_budget_larger_than_the_context_is_refused_and_not_reserved() -> None:
 def test_the_runtime_says_what_auto_took(target: Path) -> None:
     models = [write_checkpoint(target.parent / str(layers), context=16384, num_layers=layers) for layers in (1, 14)]
     for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("270MB", "streaming draft cache of the 16")):
-        with load(models[0], draft=models[1], context=9000, vram=vram) as runtime:
+        with load(models[0], draft=models[1], context=9000, vram=vram, tree_nodes=0) as runtime:
             assert said in runtime.placement
 
 

@@ -363,11 +363,14 @@ def test_steps_made_ready_behind_several_prompts_are_eager_steps(tmp_path_factor
 
 
 @pytest.mark.gpu
-def test_steps_that_were_made_ready_are_eager_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("kept", [None, (4, 64)])
+def test_steps_that_were_made_ready_are_eager_steps(
+    tmp_path_factory: pytest.TempPathFactory, kept: tuple[int, int] | None
+) -> None:
     """No step of these texts is captured when it is asked for, and the answers are those of a draft without graphs."""
     device, answers = torch.device("cuda"), []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800)
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800, kept=kept)
         _, tree = draft.parts(graphs=graphs)
         tree.start(SamplingParams(temperature=0.6, seed=5))
         tree.warm_up()

@@ -136,26 +136,27 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
-    target: Path, draft: Path, plain: Runtime, kv: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, device: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind texts that it lets go of parts of while they go on, alone and in a batch."""
     monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
     prompts = [[5 + index * index % 300 for index in range(length)] for length in (314, 20, 440)]
-    options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "max_batch": 3, "speculation": NEWEST}
-    with load(target, draft=draft, **options) as runtime:
+    asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True}
+    common: dict[str, Any] = {"device": device, "dtype": "fp32", "max_batch": 3}
+    with Runtime.load(target, draft="none", **common) as plain:
+        expected = [[one.tokens for one in plain.generate_batch(prompts, **asked, **how)] for how in SAMPLINGS[:2]]
+    options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "speculation": NEWEST, **common}
+    with Runtime.load(target, draft=draft, **options) as runtime:
         cache = runtime._models.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
         beside = run_ahead(runtime, monkeypatch, steps=4)
-        for sampling in SAMPLINGS[:2]:
-            asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
-            expected = plain.generate_batch(prompts, **asked)
+        for how, tokens in zip(SAMPLINGS, expected, strict=False):
             beside.clear()
-            said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
-            assert [one.tokens for one in said] == [one.tokens for one in expected]
+            said = runtime.generate_batch(prompts, tree_nodes=24, **asked, **how)
+            assert [one.tokens for one in said] == tokens
             assert [cache.start(sequence) for sequence in range(3)] == [256, 0, 256] and sum(beside) > 10
             assert all(one.stats.accepted_by_source["draft"] > 0 for one in said)
-            alone = runtime.generate(prompts[0], **asked)
-            assert alone.tokens == expected[0].tokens
+            assert runtime.generate(prompts[0], **asked, **how).tokens == tokens[0]
 
 
 def drafting(runtime: Runtime) -> Proposer:
@@ -184,7 +185,7 @@ def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: 
     [
         (
             {"speculation": SpeculationOptions(draft_cache="retrieval")},
-            "--tree-nodes 8 needs a draft whose KV cache holds whole branches, .*: use --draft-cache streaming or full",
+            "--tree-nodes 8 needs a draft whose KV cache holds whole branches, .*use --draft-cache streaming or full",
         ),
         ({"speculation": SpeculationOptions("triforce")}, "--tree-nodes 8 does nothing with --speculation triforce"),
         ({"draft": "none"}, "--tree-nodes 8 does nothing with --draft none"),

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from offload_runtime.config import SpeculationOptions
+
 
 class Device(str, Enum):
     """Where the target runs."""
@@ -87,6 +89,7 @@ class ChunkPolicyName(str, Enum):
 
 
 _SPECULATION = "Speculation (none of it changes the output)"
+_BY_ITSELF = SpeculationOptions()
 SpeculationOption = Annotated[
     SpeculationMode,
     typer.Option(
@@ -107,37 +110,66 @@ DraftCacheOption = Annotated[
 ]
 SinkTokensOption = Annotated[
     int | None,
-    typer.Option("--sink-tokens", rich_help_panel=_SPECULATION, help="First tokens a streaming cache keeps."),
+    typer.Option(
+        "--sink-tokens",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.sink_tokens),
+        help="First tokens a streaming cache keeps.",
+    ),
 ]
 RecentTokensOption = Annotated[
     int | None,
-    typer.Option("--recent-tokens", rich_help_panel=_SPECULATION, help="Newest tokens a streaming cache keeps."),
+    typer.Option(
+        "--recent-tokens",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.recent_tokens),
+        help="Newest tokens a streaming cache keeps.",
+    ),
 ]
 ChunkSizeOption = Annotated[
-    int | None, typer.Option("--chunk-size", rich_help_panel=_SPECULATION, help="Tokens that are retrieved together.")
+    int | None,
+    typer.Option(
+        "--chunk-size",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.chunk_size),
+        help="Tokens that are retrieved together.",
+    ),
 ]
 BudgetTokensOption = Annotated[
     int | None,
     typer.Option(
-        "--budget-tokens", "--retrieval-budget", rich_help_panel=_SPECULATION, help="Tokens retrieved per KV head."
+        "--budget-tokens",
+        "--retrieval-budget",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.budget_tokens),
+        help="Tokens retrieved per KV head.",
     ),
 ]
 GammaDraftOption = Annotated[
     int | None,
-    typer.Option("--gamma-draft", rich_help_panel=_SPECULATION, help="Tokens the draft proposes to the middle level."),
+    typer.Option(
+        "--gamma-draft",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.gamma_draft),
+        help="Tokens the draft proposes to the middle level.",
+    ),
 ]
 PolicyOption = Annotated[
     ChunkPolicyName | None,
     typer.Option(
         "--policy",
         rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.policy),
         help="What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
     ),
 ]
 RefreshStepsOption = Annotated[
     int | None,
     typer.Option(
-        "--refresh-steps", rich_help_panel=_SPECULATION, help="Retrieve anew every so many steps of the middle level."
+        "--refresh-steps",
+        rich_help_panel=_SPECULATION,
+        show_default=str(_BY_ITSELF.refresh_steps),
+        help="Retrieve anew every so many steps of the middle level.",
     ),
 ]
 ContextOption = Annotated[

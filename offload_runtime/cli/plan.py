@@ -100,7 +100,7 @@ def choose_profile(name: str | None) -> MachineProfile:
         found = load_profile(_FALLBACK_PROFILE)
     status_line(
         f"planning for {found.name}: choose with --profile, or measure this machine with "
-        "`offload-runtime profile --save`"
+        "`offload-runtime profile --save NAME`"
     )
     return found
 

@@ -12,7 +12,7 @@ from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level, lookahead_s, tree_steps
+from offload_runtime.engine.speed import lookahead_s, tree_steps, usual_acceptance
 from offload_runtime.machine_profile import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import (
@@ -128,7 +128,7 @@ def _choice_drafting_s(placed: PlacedLevels, choice: Choice, machine: MachineFig
     if middle is None:
         return choice.size * draft_step_s
     gamma_draft = 0 if draft is None else middle.options.gamma_draft
-    steps = choice.size / expected_tokens(USUAL_ACCEPTANCE[draft_level(draft)], gamma_draft)
+    steps = choice.size / expected_tokens(usual_acceptance(draft), gamma_draft)
     return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
 
 

@@ -8,7 +8,7 @@ from offload_runtime.config import GB
 from offload_runtime.engine.costs import pass_costs, prefill_costs
 from offload_runtime.engine.planning import PlanRequest, plan_run, planned_speed
 from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level
+from offload_runtime.engine.speed import usual_acceptance
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.planner import (
     MachineFigures,
@@ -70,7 +70,7 @@ def forecast(plan: RunPlan, request: PlanRequest, machine: MachineFigures) -> Ru
         predict_prefill(prefill_costs(placed, length), machine),
         speed.draft_step_s(placed), speed.middle_step_s(placed), target.batch / plain.seconds,
         speed.usual_round(placed), tuple(rounds) if gamma else (),
-        USUAL_ACCEPTANCE[draft_level(placed.plans.draft)] if drafts else None,
+        usual_acceptance(placed.plans.draft) if drafts else None,
     )  # fmt: skip
 
 

@@ -161,8 +161,8 @@ def draft_plan(
             kind = "retrieval" if retrieves else "streaming"
     if tree_nodes is not None and kind == "retrieval":
         raise OptionError(
-            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, which one of retrieved chunks "
-            "does not: use --draft-cache streaming or full, or drop --tree-nodes"
+            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, not retrieved chunks: use "
+            "--draft-cache streaming or full, or drop --tree-nodes"
         )
     plan = replace(plan, tree_nodes=tree_nodes or 0)
     if kind == "streaming":
