@@ -62,7 +62,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
         assert written.copy_seconds() >= written.bytes_copied / 0.005e9 - 0.005 * NUM_LAYERS
     assert result.tokens == expected
     peak = result.stats.link_peak_gbps
-    assert peak is not None and 0 < peak <= 0.011
+    assert peak is not None and 0 < peak <= 0.02  # of such a copy
     assert result.stats.to_dict()["emulated"] == "toy"
 
 
