@@ -16,7 +16,7 @@ from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.tree_shapes import MOST_DEPTH, StepShapes
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
 
@@ -186,6 +186,52 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
         moved |= {"what came true" for s in taking_part if cache.start(s) != starts[s] and growing[s].slots}
         starts = {sequence: cache.start(sequence) for sequence in growing}
     assert moved == {"a step", "what came true"} and cache.rope_shift(0) != cache.rope_shift(2)
+    assert tree.room(5 * cache.capacity_tokens) > 100, "however long a text is"
+
+
+@pytest.mark.parametrize("recent_tokens", [2, 3, 64])
+def test_sinks_are_not_fed_again(streaming: TreeDraft, tmp_path: Path, recent_tokens: int) -> None:
+    """By steps that are the first ones behind what has just been let go of."""
+    draft = make_tree_draft(tmp_path, hf_model=streaming.hf_model, kept=(4, recent_tokens), tree_nodes=8)
+    _, tree = draft.parts()
+    text = random_tokens(256 + 4 + recent_tokens, seed=5)
+    for _ in range(3):
+        said = tree.expand({0: Asked(text, [Branch(text[-1])])})[0]
+        assert draft.runner.cache.start(0) == 256
+        check(draft, text, [()], said, SamplingParams(), 0)
+        text = [*text, *random_tokens(1, seed=len(text))]
+    draft.made.close()
+
+
+def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(
+    streaming: TreeDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tree = streaming.parts()
+    growing = Growing(random_tokens(322, seed=1), 1)
+    chosen = growing.choose(8, tree.num_slots)
+    tree.expand({0: Asked(growing.text, list(chosen.values()))})
+    growing.answered(chosen)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            streaming.runner, "run_rows", raising(KeyboardInterrupt(), after=0, then=streaming.runner.run_rows)
+        )
+        tree.adopt(0, *growing.go_on(2))
+    (said,) = tree.expand({0: Asked(growing.text, [Branch(growing.text[-1])])}).values()
+    assert streaming.runner.cache.start(0) == 256
+    check(streaming, growing.text, [()], said, SamplingParams(), 0)
+
+
+def test_steps_made_ready_are_about_what_is_kept(streaming: TreeDraft) -> None:
+    tree, replays = with_replays(streaming)
+    tree.expand({0: Asked([5, 6], [Branch(6)])})  # all kernels are there now
+    text = random_tokens(700, seed=3)
+    tree.texts.catch_up(0, text)
+    replays._captured.clear()
+    while tree.get_ready([len(text)], 0):
+        pass
+    num_captured = len(replays._captured)
+    tree.expand({0: Asked(text, [Branch(text[-1])])})
+    assert len(replays._captured) == num_captured > 0, "the step was expected"
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -315,26 +361,33 @@ def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_replays_are_eager_steps(tmp_path_factory: pytest.TempPathFactory, params: SamplingParams) -> None:
-    """The same questions to a draft that captures its steps and to one that does not, often enough for replays."""
+@pytest.mark.parametrize(
+    ("params", "kept", "further"), [*((params, None, 0) for params in PARAMS), (PARAMS[1], (4, 64), 287)], ids=str
+)
+def test_replays_are_eager_steps(
+    tmp_path_factory: pytest.TempPathFactory, params: SamplingParams, kept: tuple[int, int] | None, further: int
+) -> None:
+    """The same questions to a draft that captures its steps and to one that does not, often enough for replays; of one
+    that keeps first and newest tokens, behind a text of which more is let go of on the way."""
     device = torch.device("cuda")
     answers = []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=400)
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=400, kept=kept)
         _, tree = draft.parts(graphs=graphs)
         tree.start(params)
         if graphs:
             tree.warm_up()  # leaves nothing that an answer could depend on
-        answers.append(list(_grow(tree)))
+        answers.append(list(_grow(tree, further)))
+        cache = draft.runner.cache
+        assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shift(2) > 0)
         if graphs:
             num_graphs = tree._graphs.num_graphs
             assert num_graphs > 0, "nothing was captured"
             tree.start(SamplingParams(temperature=0.3, top_k=7))
-            answer = list(_grow(tree))
+            answer = list(_grow(tree, further))
             assert tree._graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
             tree.start(params)
-            assert answer != list(_grow(tree)) == answers[0]
+            assert answer != list(_grow(tree, further)) == answers[0]
         draft.made.close()
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens
@@ -393,9 +446,12 @@ def test_steps_that_were_made_ready_are_eager_steps(
         assert captured.tokens == eager.tokens
 
 
-def _grow(tree: DraftTree) -> Iterator[Children]:
-    """Twelve steps over two sequences, of which one moves on now and then."""
-    growing = {sequence: Growing(random_tokens(200 + 45 * sequence, seed=sequence), sequence) for sequence in (0, 2)}
+def _grow(tree: DraftTree, further: int = 0) -> Iterator[Children]:
+    """Twelve steps over two sequences, of which one, behind 290 tokens and `further` ones, moves on now and then."""
+    growing = {
+        sequence: Growing(random_tokens(length, seed=sequence), sequence)
+        for sequence, length in ((0, 200), (2, 290 + further))
+    }
     for turn in range(12):
         chosen = {sequence: one.choose(6, tree.num_slots) for sequence, one in growing.items()}
         asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}

@@ -489,6 +489,20 @@ def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Pat
         assert runtime.plan.pinned_bytes == 0  # there is nothing to copy to
 
 
+def test_branches_of_a_streaming_cache_lie_beside_its_places() -> None:
+    """How long it is depends on how deep trees may be, not on how wide, and is within the draft's positions."""
+    draft = describe_model(CONFIGS / "tinyllama-1.1b")
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "small", draft, context=4096)
+    machine, kept = machine_figures(load_profile("rtx4090")), set()
+    for nodes in (512, 1024):
+        plan = plan_run(replace(request, tree_nodes=nodes), machine).placed.plans.draft
+        assert plan is not None and plan.streaming is not None and plan.tree_slots > nodes
+        kept.add(plan.streaming.window_tokens)
+    assert len(kept) == 1 and kept.pop() < 300
+    least = plan_run(request, machine)
+    assert least.placed.plans.draft is not None and least.placed.plans.draft.streaming and least.tree_room == 512
+
+
 def test_graphs_of_steps_are_counted_where_there_are_any() -> None:
     """Of the draft and, with TriForce, of the middle level, which needs room to choose chunks in."""
     drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m"), "draft_name": "llama-68m"}

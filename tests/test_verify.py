@@ -34,7 +34,7 @@ PLAN = VerificationPlan(
 )
 # For what only the tests of fit can see, and for what the runs show at once.
 FIT_PLAN = replace(PLAN, tokens=8)
-RUN_PLAN = replace(PLAN, tokens=10, seeds=32)
+RUN_PLAN = replace(PLAN, prompts={"words": PROMPT}, tokens=10, seeds=32)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
 
 def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
-    report = verify(runtime, PLAN)
+    report = verify(runtime, replace(PLAN, tokens=10))
     assert report.verdict == "defect"
     assert len(report.bad_runs) > 6
     for run in report.bad_runs:
@@ -132,7 +132,7 @@ def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monk
 
     honest = rounds.play_round
     monkeypatch.setattr(playing, "play_round", speak_the_draft)
-    report = verify(runtime, PLAN)
+    report = verify(runtime, replace(PLAN, tokens=10))
     # The logits are those of the right context, only the token is not theirs.
     assert all(run.finding.foreign_tokens for run in report.bad_runs) and len(report.bad_runs) > 4
     assert "answers together" in bad_answers(report)

@@ -217,7 +217,7 @@ def _streamed_tokens(plan: ModelPlan, options: SpeculationOptions) -> int:
 
 
 def _streaming_window(plan: ModelPlan, options: SpeculationOptions) -> int:
-    """Tokens in a row behind a text: of a tree's window the deepest, and steps of a middle level may go beyond what is
-    asked for."""
+    """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are cut;
+    steps of a middle level may go beyond what is asked for."""
     in_a_row = min(plan.window_tokens, MOST_DEPTH + 1) if plan.tree_nodes else plan.window_tokens
     return in_a_row + 2 * options.gamma_draft + 2

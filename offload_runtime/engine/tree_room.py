@@ -41,8 +41,9 @@ def with_tree_room(asked: int | None, planned: Callable[[int], RunPlan], speed: 
     for nodes in (room for room in TREE_ROOMS if room <= most):
         try:
             roomy = _fitting(nodes, planned, max(ram_bytes, lean.host_bytes))
-        except OptionError:  # of a draft's cache that cannot grow trees, or has no room for larger ones
-            refused = "they need a draft with a full or a streaming KV cache (--draft-cache)"
+        except OptionError:  # of a draft's cache that cannot grow trees, or has no positions for larger ones
+            if len(found) == 1:
+                refused = "the draft's KV cache has no places for branches (--draft-cache full or streaming has)"
             break
         if roomy is not None:
             found.append(roomy)

@@ -87,6 +87,8 @@ class DraftTexts:
         """
         known = _common_prefix(self._cached[sequence], tokens[:-1])
         target = max(known, len(tokens) - 1 - most)
+        if self._streaming is not None and (start := self.start_for(len(tokens))):
+            target = max(target, start + self._streaming.sink_tokens)  # sinks are fed when they move, and never again
         self._bring(sequence, tokens, known, target)
         return tokens[target:]
 
