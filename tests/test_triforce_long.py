@@ -71,20 +71,17 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
     ):
         # How heads share keys and how tokens are chosen have nothing to do with each other, nor with a third block.
         gqa = runtime.config.num_kv_heads == 2
-        for temperature, blocks in ((0.0, 2), (0.6, 3)) if gqa else ((1.0, 2),):
-            count = COUNT if blocks == 3 else 300
-            expected = generate(plain, temperature, count)
-            watch = Watch(monkeypatch)
-            assert generate(runtime, temperature, count, GAMMA) == expected
-            monkeypatch.undo()
-            truth = START + expected
-            accepted = {
-                count_accepted(proposals, truth[length:])
-                for length, proposals in watch.windows
-                if len(proposals) == GAMMA
-            }
-            assert accepted == set(range(GAMMA + 1))
-            assert watch.available == {256 // 8 * number for number in range(1, blocks + 1)}
+        temperature, blocks, count = (0.6, 3, COUNT) if gqa else (0.0, 2, 300)
+        expected = generate(plain, temperature, count)
+        watch = Watch(monkeypatch)
+        assert generate(runtime, temperature, count, GAMMA) == expected
+        monkeypatch.undo()
+        truth = START + expected
+        accepted = {
+            count_accepted(proposals, truth[length:]) for length, proposals in watch.windows if len(proposals) == GAMMA
+        }
+        assert accepted == set(range(GAMMA + 1))
+        assert watch.available == {256 // 8 * number for number in range(1, blocks + 1)}
 
 
 def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:
