@@ -89,6 +89,15 @@ def check(
         torch.testing.assert_close(expected[children.tokens], best.values[:allowed], atol=2e-3, rtol=1e-4)
 
 
+def ask(draft: TreeDraft, tree: DraftTree, growing: Mapping[int, Growing], params: SamplingParams) -> None:
+    """A step about trees by their sequences, which grow by it: every answer is as it should be."""
+    chosen = {sequence: one.choose(3 + 2 * sequence, tree.num_slots) for sequence, one in growing.items()}
+    asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
+    for sequence, said in tree.expand(asked).items():
+        check(draft, growing[sequence].text, list(chosen[sequence]), said, params, sequence)
+        growing[sequence].answered(chosen[sequence])
+
+
 class Replays:
     """Graphs in all but speed: a step sees the cache as it was addressed when the step was captured."""
 
@@ -138,11 +147,7 @@ def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: Sa
     }
     for turn in range(7):
         taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
-        chosen = {sequence: growing[sequence].choose(3 + 2 * sequence, tree.num_slots) for sequence in taking_part}
-        asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
-        for sequence, said in tree.expand(asked).items():
-            check(draft, growing[sequence].text, list(chosen[sequence]), said, params, sequence)
-            growing[sequence].answered(chosen[sequence])
+        ask(draft, tree, {sequence: growing[sequence] for sequence in taking_part}, params)
         if turn % 2:
             for sequence in taking_part:
                 tree.adopt(sequence, *growing[sequence].go_on())
@@ -170,11 +175,7 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
     starts = dict.fromkeys(growing, 0)
     for turn in range(30):
         taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
-        chosen = {sequence: growing[sequence].choose(3 + 2 * sequence, tree.num_slots) for sequence in taking_part}
-        asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
-        for sequence, said in tree.expand(asked).items():
-            check(streaming, growing[sequence].text, list(chosen[sequence]), said, params, sequence)
-            growing[sequence].answered(chosen[sequence])
+        ask(streaming, tree, {sequence: growing[sequence] for sequence in taking_part}, params)
         moved |= {"a step" for s in taking_part if cache.start(s) != starts[s]}
         starts = {sequence: cache.start(sequence) for sequence in growing}
         for sequence in taking_part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -89,7 +89,6 @@ class ChunkPolicyName(str, Enum):
 
 
 _SPECULATION = "Speculation (none of it changes the output)"
-_BY_ITSELF = SpeculationOptions()
 SpeculationOption = Annotated[
     SpeculationMode,
     typer.Option(
@@ -108,69 +107,32 @@ DraftCacheOption = Annotated[
         "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
     ),
 ]
-SinkTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--sink-tokens",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.sink_tokens),
-        help="First tokens a streaming cache keeps.",
-    ),
-]
-RecentTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--recent-tokens",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.recent_tokens),
-        help="Newest tokens a streaming cache keeps.",
-    ),
-]
-ChunkSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--chunk-size",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.chunk_size),
-        help="Tokens that are retrieved together.",
-    ),
-]
+
+
+def _tuning(*names: str, meaning: str) -> Any:
+    """One of `SpeculationOptions`, called as its field is; what that is by itself is shown as the default."""
+    usual = getattr(SpeculationOptions(), names[0].removeprefix("--").replace("-", "_"))
+    return typer.Option(*names, rich_help_panel=_SPECULATION, show_default=str(usual), help=meaning)
+
+
+SinkTokensOption = Annotated[int | None, _tuning("--sink-tokens", meaning="First tokens a streaming cache keeps.")]
+RecentTokensOption = Annotated[int | None, _tuning("--recent-tokens", meaning="Newest tokens a streaming cache keeps.")]
+ChunkSizeOption = Annotated[int | None, _tuning("--chunk-size", meaning="Tokens that are retrieved together.")]
 BudgetTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--budget-tokens",
-        "--retrieval-budget",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.budget_tokens),
-        help="Tokens retrieved per KV head.",
-    ),
+    int | None, _tuning("--budget-tokens", "--retrieval-budget", meaning="Tokens retrieved per KV head.")
 ]
 GammaDraftOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gamma-draft",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.gamma_draft),
-        help="Tokens the draft proposes to the middle level.",
-    ),
+    int | None, _tuning("--gamma-draft", meaning="Tokens the draft proposes to the middle level.")
 ]
 PolicyOption = Annotated[
     ChunkPolicyName | None,
-    typer.Option(
+    _tuning(
         "--policy",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.policy),
-        help="What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
+        meaning="What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
     ),
 ]
 RefreshStepsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--refresh-steps",
-        rich_help_panel=_SPECULATION,
-        show_default=str(_BY_ITSELF.refresh_steps),
-        help="Retrieve anew every so many steps of the middle level.",
-    ),
+    int | None, _tuning("--refresh-steps", meaning="Retrieve anew every so many steps of the middle level.")
 ]
 ContextOption = Annotated[
     str,

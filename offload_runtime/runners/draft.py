@@ -133,15 +133,11 @@ class DraftModel:
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
-        num_keys = self.num_keys(length)
-        if num_keys > self._capacity_tokens:
+        kept = self.texts.num_kept(length)
+        if kept > self._capacity_tokens:
             return 0
-        in_cache = self._reach_tokens - num_keys + 1  # the last guess needs no place in the cache
+        in_cache = self._reach_tokens - kept + 1  # the last guess needs no place in the cache
         return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
-
-    def num_keys(self, length: int) -> int:
-        """Tokens of a sequence of `length` tokens that its next one is guessed from."""
-        return length - self.texts.start_for(length)
 
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context

@@ -56,6 +56,7 @@ class DraftTexts:
         self._runner = runner
         self._streaming = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
         self._last_token = last_token
+        self.rope = rope
         self._rows = RowBuilder(rope, runner.cache.store(0).data.device)
         # The leading tokens whose keys the cache holds, or held before it let go of them.
         self._cached: list[list[int]] = [[] for _ in range(batch)]
@@ -67,6 +68,10 @@ class DraftTexts:
     def start_for(self, length: int) -> int:
         """The same of a text of `length` tokens."""
         return 0 if self._streaming is None else self._streaming.start_for(length)
+
+    def num_kept(self, length: int) -> int:
+        """Tokens that the cache keeps of a text of `length`."""
+        return length - self.start_for(length)
 
     def rope_shift(self, sequence: int) -> int:
         """How much further keys are rotated than their indices say."""
@@ -95,12 +100,8 @@ class DraftTexts:
     @torch.inference_mode()
     def move_on(self, sequence: int) -> None:
         """Let a streaming cache that holds a whole text let go of what it does not keep of one of this length."""
-        start = self.start_for(len(self._cached[sequence]))
-        if start > self.start(sequence):
-            # First, so that an interruption never leaves it longer than the cache.
-            cached, self._cached[sequence] = self._cached[sequence], []
-            self._let_go(sequence, cached, start)
-            self._cached[sequence] = cached
+        tokens = self._cached[sequence]
+        self._bring(sequence, tokens, len(tokens), len(tokens))
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""

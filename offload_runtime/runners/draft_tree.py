@@ -22,7 +22,7 @@ from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv_cache import DeviceKVCache
 from offload_runtime.kv_cache.windowed import StreamingDraftCache
-from offload_runtime.model import PassRows, RopeTable
+from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
 from offload_runtime.runners.passes import window_pass
 from offload_runtime.runners.step_graph import StepGraphs
@@ -96,8 +96,7 @@ class DraftTree:
         self._children = min(CHILDREN, vocab_size, draft_vocab_size)
         self._params = SamplingParams()
         self._device = device = cache.store(0).data.device
-        fixed_length = cache.capacity_tokens if self._streams else None
-        self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
+        self._rope = texts.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self._graphs = StepGraphs(device if captured else torch.device("cpu"))
         rows = max(STEP_ROWS, batch)
@@ -114,11 +113,7 @@ class DraftTree:
     def room(self, length: int) -> int:
         """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
         capacity: int = self._cache.capacity_tokens
-        return capacity - self._kept(length)
-
-    def _kept(self, length: int) -> int:
-        """Tokens that the cache keeps of a text of so many."""
-        return length - self.texts.start_for(length)
+        return capacity - self.texts.num_kept(length)
 
     @property
     def num_slots(self) -> int:
@@ -172,7 +167,8 @@ class DraftTree:
         Returns:
             Whether there was one that had not been captured.
         """
-        lengths = [self._kept(length) for length in lengths if self.room(length) >= 0]  # of others nothing can be asked
+        # Of others nothing can be asked.
+        lengths = [self.texts.num_kept(length) for length in lengths if self.room(length) >= 0]
         if not lengths:
             return False
         self._cache.begin_window([], [])  # a pass is about all sequences; the last one may have read a single prompt
