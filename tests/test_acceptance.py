@@ -20,7 +20,7 @@ from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, deco
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.test_cli_fakes import make_stats
 
-CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 64, 7, 3
+CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 44, 7, 3
 BUDGET, CHUNK, SINKS = 192, 8, 16
 # On the way the newest blocks move on: from 768 tokens on there is another one to choose chunks from.
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(740)]

@@ -71,7 +71,7 @@ def drafted(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
 
 
 @PROPERTY
-@given(drafted(), st.lists(st.integers(0, 4 * GB), min_size=6, max_size=6))
+@given(drafted(), st.lists(st.integers(0, 4 * GB), min_size=4, max_size=4))
 def test_with_a_draft_and_a_long_text_neither(case: tuple[PlanRequest, MachineFigures], steps: list[int]) -> None:
     request, machine = case
     fastest = 0.0
@@ -127,7 +127,7 @@ def scanned(request: PlanRequest, machine: MachineFigures, step_bytes: int) -> I
 def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) -> None:
     """All levels, caches and places are chosen somewhere on the way."""
     seen, fastest, rooms = set(), 0.0, set[int]()
-    step_bytes = 450_000_000 if target == "qwen2.5-32b" else 200_000_000
+    step_bytes = 700_000_000 if target == "qwen2.5-32b" else 300_000_000
     for plan, predicted in scanned(asked_for(target, draft, context), LARGE, step_bytes):
         assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan.placed)
         fastest = predicted.usual_tok_per_s

@@ -25,7 +25,7 @@ TEXTS = {
     0.5: Text({"chain": InARow(0.5), "tree": ByProbability(0.6), "ngram": InARow(0.9)}, 0.1),
 }
 USELESS = Text({"chain": InARow(0.0), "tree": ByProbability(0.0), "ngram": InARow(0.0)}, 0.3)
-SEEDS = range(12)
+SEEDS = range(10)
 
 
 def times_of(cost: Cost, known: str) -> RoundTimes:

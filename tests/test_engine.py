@@ -18,7 +18,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
-COUNT = 40
+COUNT = 30
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,10 @@ PROMPTS = {
     "text": "The history of the steam engine began when",
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
-GREEDY_COUNT, COUNT = 18, 14
+GREEDY_COUNT, COUNT = 14, 10
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"temperature": 0.6, "seed": 1},
-    {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2},
 ]
 pytestmark = pytest.mark.timeout(600)  # the model may have to be downloaded
 

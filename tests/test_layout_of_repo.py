@@ -23,6 +23,7 @@ PROFILES = "offload_runtime_profiles"
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "errors": set(),
+    "importing": set(),
     "page_locking": set(),
     "memory": {"page_locking"},
     "machine_profile": {PROFILES, "page_locking"},
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "copy_engine": {"memory", "link_pace", "tracing"},
     "staging": {"copy_engine", "page_locking", "tracing"},
     "sampling": {KERNELS},
-    "weights": {"memory", "page_locking"},
+    "weights": {"importing", "memory", "page_locking"},
     "model": {KERNELS},
     "kv_cache": {"copy_engine", "memory", "page_locking", KERNELS},
     "copy_schedule": {"copy_engine"},
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "copy_engine", "kv_cache", "link_pace", "machine_profile", "memory", "model", "planner", "runners", "sampling",
         "page_locking", "speculation", "staging", "streaming", "tracing", "weights", KERNELS,
     },
-    "cli": {"engine", "planner", "machine_profile", "__init__"},  # of the package itself the version
+    "cli": {"engine", "importing", "planner", "machine_profile", "__init__"},  # of the package itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),

@@ -112,7 +112,7 @@ def test_ragged_batches(pair: Pair) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_prompts_windows_and_cuts(pair: Pair, data: st.DataObject) -> None:
     reset(*pair)

@@ -134,10 +134,10 @@ def test_the_tokens_are_those_of_plain_decoding(
 ) -> None:
     """One text and three of other lengths, which accept other numbers and end at other times."""
     for prompts in ([random_tokens(21, seed=1)], [random_tokens(length, seed=length) for length in (30, 1, 77)]):
-        plain = plain_texts(params, prompts, 20)
+        plain = plain_texts(params, prompts, 14)
         proposer = draft.proposer(params, num_sequences=len(prompts), ngrams=len(prompts) > 1)
         said, rounds = decode(
-            target, proposer, params, prompts, gamma=5, tree_nodes=tree_nodes, count=20, watch=steps(ahead)
+            target, proposer, params, prompts, gamma=5, tree_nodes=tree_nodes, count=14, watch=steps(ahead)
         )
         assert said == plain
         accepted = {one.num_accepted for of_sequence in rounds for one in of_sequence}
@@ -174,7 +174,7 @@ def test_a_tree_accepts_more_than_a_chain_of_its_depth(
     for tree_nodes in (None, 8, 32):
         proposer = draft.proposer(params, num_sequences=BATCH)
         means.append(
-            mean_accepted(decode(target, proposer, params, prompts, gamma=4, tree_nodes=tree_nodes, count=60)[1])
+            mean_accepted(decode(target, proposer, params, prompts, gamma=4, tree_nodes=tree_nodes, count=40)[1])
         )
     assert means == sorted(means) and means[2] > means[0]
 
@@ -191,7 +191,7 @@ def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft
     assert means[1] >= 0.9 * means[0]
 
 
-@pytest.mark.parametrize("ahead", [0, 3, 30])
+@pytest.mark.parametrize("ahead", [0, 3, 12])
 def test_whatever_came_before_nodes_are_scored_by_their_own_text(
     target: ModelRunner, draft: TreeDraft, ahead: int
 ) -> None:

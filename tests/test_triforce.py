@@ -19,7 +19,7 @@ from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F40
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths
 
-CONTEXT, COUNT, BRIEFLY = 700, 40, 26
+CONTEXT, COUNT, BRIEFLY = 700, 40, 20
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 3},

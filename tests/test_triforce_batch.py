@@ -24,7 +24,6 @@ PROMPTS = [TEXT[:760], TEXT[100:850], TEXT[40:552], [5], TEXT[300:330], TEXT[17:
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 3},
-    {"temperature": 1.0, "seed": 4},
 ]
 SMALL = {"budget_tokens": 96, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": GAMMA_DRAFT}
 COMBINATIONS = [
@@ -66,7 +65,7 @@ def expected(models: dict[str, tuple[Path, Path]]) -> dict[str, list[list[list[i
 
 def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
     for number, (sampling, tokens) in enumerate(zip(SAMPLINGS, truth, strict=True)):
-        sizes = (1, 2, 3, 6) if number == 1 else (6,)
+        sizes = (1, 3, 6) if number == 1 else (6,)
         for size, said in zip(sizes, batches(runtime, sampling, sizes, gamma=5), strict=True):
             assert said == tokens[:size]
 

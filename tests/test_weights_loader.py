@@ -226,18 +226,18 @@ print(before, status("VmHWM"), weights.total_bytes)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     config = transformers.LlamaConfig(
-        vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
+        vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="100MB")
     del model
-    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 100
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 70
     shard_bytes = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     root = Path(__file__).parents[1]
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, cwd=root
     )
     before, peak, total_bytes = map(int, result.stdout.split())
-    assert total_bytes > 400e6
+    assert total_bytes > 200e6
     assert 0.9 * total_bytes < peak - before <= 1.1 * total_bytes + shard_bytes

@@ -15,6 +15,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
+# Of keys and values of paths, in fp32, that are looked up at once.
+_GATHERED_BYTES = 16 << 20
 
 
 def _dense(kv: KVBlocks, sequences: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,18 +121,28 @@ def _keys_of_queries(
     Its path stands behind the `committed` ones, as if that were a plain sequence. Paths share a buffer: be done with
     one before the next is asked for.
     """
-    path = None
+    branching = [t for t, part in seen.items() if part.stop > committed]
+    if not branching:
+        for _ in seen:
+            yield keys
+        return
+    assert rows.ancestors is not None and rows.committed is not None
+    path = torch.empty_like(keys)  # lies in memory as the block does
+    path[:, :, :committed] = keys[:, :, :committed]
+    depth = start - int(rows.committed[b])  # of the block's first position
+    most = max(seen[t].stop for t in branching)
+    at_once = max(1, _GATHERED_BYTES // ((most - committed) * keys[:, :, 0].nbytes))
+    gathered: dict[int, torch.Tensor] = {}
     for t, part in seen.items():
         if part.stop <= committed:
             yield keys
             continue
-        assert rows.ancestors is not None and rows.committed is not None
-        if path is None:
-            path = torch.empty_like(keys)  # lies in memory as the block does
-            path[:, :, :committed] = keys[:, :, :committed]
-        depth = start - int(rows.committed[b])  # of the block's first position
-        slots = rows.ancestors[b, t, committed + depth : part.stop + depth]
-        path[:, :, committed : part.stop] = torch.stack(kv.at(rows.sequences[b], slots)).transpose(1, 2)
+        if t not in gathered:
+            group = branching[branching.index(t) :][:at_once]
+            slots = rows.ancestors[b, group, committed + depth : most + depth]  # behind a path's end they say nothing
+            paths = torch.stack(kv.at(rows.sequences[b], slots), dim=1)  # [n, 2, S, H_kv, D]
+            gathered = dict(zip(group, paths.transpose(2, 3).unbind(), strict=True))
+        path[:, :, committed : part.stop] = gathered[t][:, :, : part.stop - committed]
         yield path
 
 

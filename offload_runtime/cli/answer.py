@@ -15,6 +15,7 @@ from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars
 from offload_runtime.config import GenerationParams
 from offload_runtime.errors import BudgetError
+from offload_runtime.importing import no_collections
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Runtime
@@ -71,7 +72,8 @@ def load_runtime(
 ) -> Runtime:
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
     weights are read."""
-    from offload_runtime.engine import Runtime
+    with no_collections():
+        from offload_runtime.engine import Runtime
 
     with ProgressBars(enabled=show_progress) as bars:
         return Runtime.load(

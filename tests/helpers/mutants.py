@@ -7,6 +7,7 @@ process that has them loaded, knows nothing of our packages, and forks for every
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -96,6 +97,7 @@ def _serve() -> None:
     for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(name)
+    gc.freeze()  # what is loaded stays, so that no child has to look through it
     for line in sys.stdin:
         directory, tests = json.loads(line)
         output, result = Path(directory) / "output.txt", Path(directory) / "result.json"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from offload_runtime_kernels import attention_cpu
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -94,6 +95,14 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
         assert torch.equal(finish_attention(case.q, rows, state), expected), f"step {step}"
 
 
+@pytest.fixture(params=[20_000, None], ids=["a few paths", "all paths"])
+def looked_up_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many bytes of the keys and values of a tree's paths."""
+    if request.param is not None:
+        monkeypatch.setattr(attention_cpu, "_GATHERED_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("looked_up_at_once")
 @pytest.mark.parametrize("window", [None, 270])
 @pytest.mark.parametrize("committed", [0, 61, 254, 640])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,8 +97,10 @@ def poison_new_tensors(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.3])
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.6), (torch.float16, 1.3)],
+)
 @pytest.mark.parametrize("vocab_size", [3, 1022, 3077])
 def test_triton_chooses_the_tokens_of_the_reference(dtype, temperature, vocab_size, monkeypatch):
     generator = torch.Generator().manual_seed(vocab_size)
