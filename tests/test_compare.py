@@ -299,7 +299,7 @@ def test_weights_keys_and_values_cross_the_link_of_a_gpu(tmp_path: Path) -> None
     text, out, prompt_tokens = tmp_path / "text.txt", tmp_path / "c.json", 600
     text.write_text(TEXTS[0] * 120)
     code = compare.main([
-        "--target", str(small), "--tree-nodes", "0", "--prompt-file", str(text), "--prompt-tokens",
+        "--target", str(small), "--prompt-file", str(text), "--prompt-tokens",
         str(prompt_tokens), "--dtype", "fp32", "--new-tokens", "6", "--warmup-prompt-tokens", "300",
         "--warmup-new-tokens", "3", "--repeats", "1", "--kv", "host", "--vram", "4GB", "--resident-layers", "0",
         "--prefill-chunk", "256", "--no-chart", "--out", str(out), "--commit", "abc",

@@ -361,6 +361,13 @@ def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> 
     check(draft, text, [()], tree.expand({0: Asked(text, [Branch(7)])})[0], params, 0)
 
 
+def assert_alike(some: Sequence[Children], others: Sequence[Children]) -> None:
+    """The same tokens; their scores but for rounding."""
+    for one, other in zip(some, others, strict=True):
+        assert one.tokens == other.tokens
+        torch.testing.assert_close(torch.tensor(one.scores), torch.tensor(other.scores), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("params", "kept", "further"), [*((params, None, 0) for params in PARAMS), (PARAMS[1], (4, 64), 287)], ids=str
@@ -388,11 +395,12 @@ def test_replays_are_eager_steps(
             answer = list(_grow(tree, further))
             assert tree._graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
             tree.start(params)
-            assert answer != list(_grow(tree, further)) == answers[0]
+            again = list(_grow(tree, further))
+            # Of what a text is rotated by nothing depends on other texts, unless some of it has been let go of.
+            assert answer != again and (again == answers[0] or kept is not None)
+            assert_alike(again, answers[0])
         draft.made.close()
-    for one, other in zip(*answers, strict=True):
-        assert one.tokens == other.tokens
-        torch.testing.assert_close(torch.tensor(one.scores), torch.tensor(other.scores), atol=1e-5, rtol=1e-5)
+    assert_alike(*answers)
 
 
 @pytest.mark.gpu
