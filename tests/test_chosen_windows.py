@@ -120,7 +120,7 @@ def expected(plain: Runtime) -> Expected:
 
 @pytest.mark.parametrize(
     ("resident_layers", "kv", "step_s"),
-    [(1, "gpu", 0.002), (1, "host", 0.002), ("auto", "gpu", 0.2), ("auto", "host", 0.002)],
+    [(1, "gpu", 0.002), (1, "host", 0.002), (1, "host", 0.2), ("auto", "gpu", 0.002), ("auto", "host", 0.002)],
 )
 def test_whatever_is_chosen_the_tokens_are_the_same(
     target: Path, draft: Path, expected: Expected, kv: str, resident_layers: int | str, step_s: float,

@@ -142,11 +142,11 @@ def test_a_report_names_no_directory_of_this_machine(outcome: Outcome, models: M
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
     given = ["--synthetic", "tiny", "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "9", "--new-tokens", "5"]
     out = tmp_path / "c.json"
-    assert compare.main([*given, "--systems", "ours-plain", "--no-chart", "--out", str(out)]) == 0
+    assert compare.main([*given, "--systems", "ours-plain,accelerate", "--no-chart", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    result = report["results"]["ours-plain"]
-    assert len(result["tokens"][0]) == 5 and result["settings"]["prompt_tokens"] == [9]
-    assert "for 270 tokens" in result["placement"], "room behind an answer"
+    assert report["agreement"]["systems"]["accelerate"] == {"leading": [5], "of": [5]}
+    assert report["results"]["accelerate"]["settings"]["prompt_tokens"] == [9]
+    assert "for 270 tokens" in report["results"]["ours-plain"]["placement"], "room behind an answer"
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 

@@ -15,7 +15,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
-# Of keys and values of paths, in fp32, that are looked up at once.
+# Of keys and values of paths that are looked up at once, counted as fp32.
 _GATHERED_BYTES = 16 << 20
 
 

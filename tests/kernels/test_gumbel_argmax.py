@@ -99,7 +99,7 @@ def poison_new_tensors(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "temperature"),
-    [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.6), (torch.float16, 1.3)],
+    [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.0), (torch.float16, 0.6)],
 )
 @pytest.mark.parametrize("vocab_size", [3, 1022, 3077])
 def test_triton_chooses_the_tokens_of_the_reference(dtype, temperature, vocab_size, monkeypatch):
