@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position: nodes of a tree take the noise of the place before theirs",
-        "offload_runtime/speculation/rounds.py",
+        "offload_runtime/speculation/step.py",
         "own = [start, *(start + depth for depth in proposal.depths)]",
         "own = [start, *(start + depth - 1 for depth in proposal.depths)]",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
@@ -100,21 +100,21 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: a slot is filled again while its last user holds it",
-        "offload_runtime/copy_schedule.py",
+        "offload_runtime/copy/schedule.py",
         "return len(self.held) + len(self.arriving) < len(self.slots)",
         "return len(self.held) + len(self.arriving) <= len(self.slots)",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
-        "offload_runtime/copy_schedule.py",
+        "offload_runtime/copy/schedule.py",
         "        self._release_all()  # kernels",
         "        pass  # kernels",
         ("tests/test_streaming.py::test_a_pass_after_an_interrupted_one_starts_over[1-resident0-3]",),
     ),
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
-        "offload_runtime/copy_engine/on_cpu.py",
+        "offload_runtime/copy/cpu.py",
         "        target = ready.armed\n",
         "        target = min(ready.armed, 1)\n",
         ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),
@@ -158,7 +158,7 @@ MUTATIONS = (
     ),
     Mutation(
         "speculation: a proposal is held against the sample of the next place",
-        "offload_runtime/speculation/rounds.py",
+        "offload_runtime/speculation/step.py",
         "if parent == last and token == samples[last + 1]:",
         "if parent == last and token == samples[last + 2 if last + 2 < len(samples) else last + 1]:",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),

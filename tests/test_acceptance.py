@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv_cache.host_writes import HostWrites
-from offload_runtime.kv_cache.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
+from offload_runtime.kv.host_blocks import HostWrites
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup
 from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, decode, replay

@@ -10,7 +10,7 @@ import bench_emulation
 import bench_plan
 import pytest
 
-from offload_runtime.machine_profile import MachineProfile, profile_toml
+from offload_runtime.hardware import MachineProfile, profile_toml
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 TOY = MachineProfile(

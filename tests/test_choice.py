@@ -20,7 +20,7 @@ from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level
 from offload_runtime.errors import OptionError
-from offload_runtime.machine_profile import MachineProfile, load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401

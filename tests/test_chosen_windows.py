@@ -12,7 +12,8 @@ import pytest
 
 from offload_runtime.cli.answer_figures import window_figure
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
-from offload_runtime.engine import Runtime, loading
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load as loading
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import common_figures
@@ -20,9 +21,9 @@ from offload_runtime.engine.playing import RoundPlayer, Text
 from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
-from offload_runtime.machine_profile import MachineProfile
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
 from offload_runtime.speculation import (
     PLAIN,
     Choice,

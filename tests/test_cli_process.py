@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from offload_runtime.cli import app
-from offload_runtime.engine import Runtime, assembly
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load_model as assembly
 from tests.helpers.traces import rows_of
 
 fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")

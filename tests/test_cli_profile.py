@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.errors import DeviceError
-from offload_runtime.machine_profile import CpuFigures, MachineProfile, load_profile, measure, profile_toml
-from offload_runtime.machine_profile.gpu_info import NvmlAnswer, PcieLink
-from offload_runtime.machine_profile.host_info import HostInfo
-from offload_runtime.machine_profile.report import GpuReport, MachineReport, MeasureOptions
+from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
+from offload_runtime.hardware.host_info import HostInfo
+from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))

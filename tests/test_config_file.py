@@ -107,7 +107,7 @@ def test_a_plan_does_without_transformers() -> None:
     program = (
         "import sys; from offload_runtime.engine.machines import machine_figures\n"
         "from offload_runtime.engine.planning import PlanRequest, plan_run\n"
-        "from offload_runtime.machine_profile import load_profile; from offload_runtime.weights import describe_model\n"
+        "from offload_runtime.hardware import load_profile; from offload_runtime.weights import describe_model\n"
         f"request = PlanRequest(describe_model({str(CONFIGS / 'llama-3.1-8b')!r}), context=32768)\n"
         "plan_run(request, machine_figures(load_profile('rtx4090')))\n"
         "print([name for name in ('transformers', 'matplotlib', 'torch._dynamo') if name in sys.modules])"

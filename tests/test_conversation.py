@@ -14,7 +14,7 @@ from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.stream import TokenStream
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.sampling import sample
-from offload_runtime.speculation import rounds
+from offload_runtime.speculation import step as rounds
 from tests.helpers.engine import load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 
 COUNT = 12

@@ -8,13 +8,7 @@ import time
 import pytest
 import torch
 
-from offload_runtime.copy_engine import (
-    COPY_PIECE_BYTES,
-    CudaCopyEngine,
-    ThreadCopyEngine,
-    make_copy_engine,
-    measure_link_gbps,
-)
+from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
 from offload_runtime.errors import CopyError
 
 CPU = torch.device("cpu")

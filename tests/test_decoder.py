@@ -13,11 +13,12 @@ from offload_runtime_kernels.few_row_linear import MOST_ROWS, few_row_linear
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.model import RopeTable, RowBuilder, Window, few_rows
+from offload_runtime.model import RopeTable, RowBuilder, Window
+from offload_runtime.model import fused_layer as few_rows
 from offload_runtime.model.linear import padded_rows, tiled_linear
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.runners.passes import window_pass
-from offload_runtime.weights.architecture import model_config_from_transformers
+from offload_runtime.runners.target import window_pass
+from offload_runtime.weights.architectures import model_config_from_transformers
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 from tests.helpers.models import (

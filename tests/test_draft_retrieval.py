@@ -14,9 +14,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.kv_cache import DeviceKVCache
-from offload_runtime.kv_cache.retrieval import ChunkPolicy
-from offload_runtime.kv_cache.retrieved_draft import RetrievedDraftCache, retrieved_draft_bytes
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.kv.retrieval import ChunkPolicy
+from offload_runtime.kv.retrieval_cache import RetrievedDraftCache, retrieved_draft_bytes
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs

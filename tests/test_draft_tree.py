@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache import DeviceKVCache
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
-from offload_runtime.runners.tree_shapes import MOST_DEPTH, StepShapes
+from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, StepShapes
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book

@@ -14,8 +14,8 @@ from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.emulation import emulation_of, measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
-from offload_runtime.kv_cache import HostKVCache, block_bytes
-from offload_runtime.machine_profile import MachineProfile, load_profile, save_profile
+from offload_runtime.hardware import MachineProfile, load_profile, save_profile
+from offload_runtime.kv import HostKVCache, block_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 MB, NUM_LAYERS = 1_000_000, 8

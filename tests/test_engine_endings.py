@@ -10,7 +10,7 @@ import pytest
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv_cache import host_blocks
+from offload_runtime.kv import host_blocks
 from tests.helpers.engine import PROMPT, load, one_thread, raising, write_noisy_copy  # noqa: F401
 
 COUNT = 32

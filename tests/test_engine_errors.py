@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.copy_engine import ThreadCopyEngine
-from offload_runtime.engine import Runtime, assembly, loading
+from offload_runtime.copy import ThreadCopyEngine
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load as loading
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,

@@ -18,7 +18,7 @@ from offload_runtime.engine.machines import known_figures, machine_figures
 from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
-from offload_runtime.machine_profile import load_profile, save_profile
+from offload_runtime.hardware import load_profile, save_profile
 from offload_runtime.planner import predict_pass, predict_step
 from offload_runtime.speculation import Acceptance, Choice
 from offload_runtime.weights import describe_model

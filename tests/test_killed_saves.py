@@ -17,10 +17,10 @@ from bench_report import write_report
 from safetensors.torch import load_file
 
 from offload_runtime.cli.chat_commands import write_json_atomically
-from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
-from offload_runtime.machine_profile.store import save_profile, shipped_directory
-from offload_runtime.tracing.recorder import Trace
-from offload_runtime.tracing.trace_file import write_trace
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware.store import save_profile, shipped_directory
+from offload_runtime.trace.chrome import write_trace
+from offload_runtime.trace.recorder import Trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,13 +35,13 @@ def die(*_):
 os.replace = Path.rename = die
 """
 OF_A_PROFILE = """
-from offload_runtime.machine_profile import load_profile
-from offload_runtime.machine_profile.store import save_profile
+from offload_runtime.hardware import load_profile
+from offload_runtime.hardware.store import save_profile
 save_profile(load_profile("rtx3090"), "mine")
 """
 OF_A_TRACE = """
-from offload_runtime.tracing.recorder import Trace
-from offload_runtime.tracing.trace_file import write_trace
+from offload_runtime.trace.recorder import Trace
+from offload_runtime.trace.chrome import write_trace
 write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_NOISY_COPY = """

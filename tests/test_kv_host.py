@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.copy import ThreadCopyEngine
 from offload_runtime.errors import BudgetError, ContextLengthError
-from offload_runtime.kv_cache import host_blocks
+from offload_runtime.kv import host_blocks
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offload_runtime.copy_engine import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.link_pace import HostPace, paced_link
+from offload_runtime.copy import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy.pace import HostPace, paced_link
 
 CPU = torch.device("cpu")
 MS = 1_000_000

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.machine_profile import CpuFigures, MachineProfile, host_speed, load_profile, pinning, save_profile
-from offload_runtime.machine_profile.advice import advise
-from offload_runtime.machine_profile.gpu_info import NvmlAnswer, PcieLink, read_nvml
-from offload_runtime.machine_profile.host_info import HostInfo, read_host_info
-from offload_runtime.machine_profile.measure import measure_machine
-from offload_runtime.machine_profile.report import Findings, GpuReport, MachineReport, MeasureOptions
-from offload_runtime.machine_profile.schema import DTYPES
-from offload_runtime.machine_profile.timing import CannotMeasureError, counted
+from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, save_profile
+from offload_runtime.hardware import host_bench as host_speed
+from offload_runtime.hardware import host_bench as pinning
+from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink, read_nvml
+from offload_runtime.hardware.host_bench import CannotMeasureError, counted
+from offload_runtime.hardware.host_info import HostInfo, read_host_info
+from offload_runtime.hardware.measure import measure_machine
+from offload_runtime.hardware.profile import DTYPES
+from offload_runtime.hardware.report import Findings, GpuReport, MachineReport, MeasureOptions, advise
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.errors import ProfileError, StorageError
-from offload_runtime.machine_profile import (
+from offload_runtime.hardware import (
     CpuFigures,
     MachineProfile,
     list_profiles,
@@ -20,9 +20,9 @@ from offload_runtime.machine_profile import (
     profile_toml,
     save_profile,
 )
-from offload_runtime.machine_profile.gpu_info import PcieLink
-from offload_runtime.machine_profile.schema import DTYPES, PCIE_WIDTHS
-from offload_runtime.machine_profile.store import shipped_directory
+from offload_runtime.hardware.gpu_bench import PcieLink
+from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS
+from offload_runtime.hardware.store import shipped_directory
 
 GIB = 1 << 30
 SHIPPED = ("h200", "rtx3090", "rtx4090", "rtx4090-x2")

@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError
-from offload_runtime.kv_cache import DeviceKVCache, kv_cache_bytes
+from offload_runtime.kv import DeviceKVCache, kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device
 
 CPU = torch.device("cpu")

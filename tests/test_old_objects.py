@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_runtime.copy_engine.on_cpu import ThreadCopyEngine
+from offload_runtime.copy.cpu import ThreadCopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.old_objects import OldObjects
 from offload_runtime.errors import OptionError

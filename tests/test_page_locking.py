@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import PAGE_BYTES, HostArena
-from offload_runtime.page_locking import CudaRegistrar, LockedPages, make_registrar
+from offload_runtime.memory import PAGE_BYTES, CudaRegistrar, HostArena, LockedPages, make_registrar
 from tests.helpers.page_locking import REFUSED, LimitedRegistrar
 
 NO_LIMIT = 1 << 60
@@ -93,7 +92,7 @@ def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
 
 @pytest.mark.gpu
 def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload_runtime.copy_engine import COPY_PIECE_BYTES, CudaCopyEngine
+    from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine
 
     monkeypatch.setattr("offload_runtime.memory.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")

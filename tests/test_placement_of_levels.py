@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.engine import Runtime, assembly
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
+from offload_runtime.kv.streaming import StreamingDraftCache
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 
 CARD = load_profile("rtx4090")

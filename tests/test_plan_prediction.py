@@ -16,7 +16,7 @@ from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
 from offload_runtime.planner import (
     DEFAULT_STAGING_GBPS,
     LayerCosts,

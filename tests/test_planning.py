@@ -23,7 +23,7 @@ from offload_runtime.engine.planning import PlanRequest, plan_run, planned_speed
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile import MachineProfile, load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.model import Window
 from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import LinkTimes

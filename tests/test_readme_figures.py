@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from comparing.report import agreements
 
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"

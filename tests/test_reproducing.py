@@ -17,7 +17,7 @@ import typer
 from long_context.options import settings_of
 
 from offload_runtime.cli.app import app
-from offload_runtime.engine.verification import VerificationPlan
+from offload_runtime.verify.report import VerificationPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"

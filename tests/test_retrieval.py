@@ -13,7 +13,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv_cache.retrieval import (
+from offload_runtime.kv.retrieval import (
     ChunkPolicy,
     RetrievalPolicy,
     RetrievedChunks,

@@ -14,14 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy_engine import CudaCopyEngine, ThreadCopyEngine
+from offload_runtime.copy import CudaCopyEngine, StagingWriteEngine, ThreadCopyEngine
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.kv_cache import BlockLocking, HostBlocks, HostKVCache, host_blocks
-from offload_runtime.memory import HostArena
+from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache, host_blocks
+from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.model import Window
-from offload_runtime.page_locking import CudaRegistrar, PageableMemory
 from offload_runtime.runners import ModelRunner
-from offload_runtime.staging import StagingWriteEngine
 from tests.helpers.assembly import HostKV, StagedKV
 from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, copying_threads, delays, reset, same

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.engine import Runtime, assembly, placing, staged_layers
+from offload_runtime.copy import StagingCopyEngine, StagingWriteEngine
+from offload_runtime.engine import Runtime, placing, staged_layers
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.costs import pass_costs, prefill_costs
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes, staging_rings
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.page_locking import CudaRegistrar
-from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
+from offload_runtime.memory import CudaRegistrar
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar

@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import GB, GIB
-from offload_runtime.copy_engine import CudaCopyEngine
-from offload_runtime.engine import Runtime, assembly, loading
+from offload_runtime.copy import CudaCopyEngine, StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load as loading
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.host_memory import host_limits
 from offload_runtime.engine.run_plan import PROCESS_BYTES
 from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile.host_info import HostInfo, usable_cores
-from offload_runtime.machine_profile.schema import CpuFigures
-from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import CudaRegistrar, PageableMemory
+from offload_runtime.hardware.host_info import HostInfo, usable_cores
+from offload_runtime.hardware.profile import CpuFigures
+from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.planner import Placement
-from offload_runtime.staging import StagingCopyEngine, ring_shape, staging_threads
-from offload_runtime.streaming import LayerStreamer
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar
 

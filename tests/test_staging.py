@@ -13,11 +13,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy_engine import CopyEngine, ThreadCopyEngine
+from offload_runtime.copy import (
+    MOST_THREADS,
+    CopyEngine,
+    StagingCopyEngine,
+    ThreadCopyEngine,
+    ring_shape,
+    staging_threads,
+)
+from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
-from offload_runtime.page_locking import PageableMemory
-from offload_runtime.staging import MOST_THREADS, StagingCopyEngine, ring_shape, staging_threads
-from offload_runtime.streaming import LayerStreamer, LayerViews
+from offload_runtime.memory import PageableMemory
 
 PIECE_BYTES = 64
 LAYER_BYTES = 5 * PIECE_BYTES + 8

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.copy import StagingWriteEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
-from offload_runtime.page_locking import PageableMemory
-from offload_runtime.staging import StagingWriteEngine
+from offload_runtime.memory import PageableMemory
 from tests.helpers.kv_runners import delays
 
 PIECE_BYTES = 64

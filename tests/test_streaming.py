@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from offload_runtime.copy_engine import CopyEngine, CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.copy_schedule import _Lane
+from offload_runtime.copy import CopyEngine, CudaCopyEngine, ThreadCopyEngine
+from offload_runtime.copy.schedule import LayerStreamer, LayerViews, _Lane
 from offload_runtime.errors import CopyError
-from offload_runtime.streaming import LayerStreamer, LayerViews
 from tests.helpers.reordering import ReorderingCopyEngine
 
 LAYER_BYTES = 4096

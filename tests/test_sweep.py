@@ -30,7 +30,7 @@ from sweep import main
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import NoProposer, Proposal, Round
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 

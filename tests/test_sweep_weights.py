@@ -18,7 +18,7 @@ from streamed_weights.sweeps import resident_points, window_points
 from sweep import main
 from widening.shapes import shape_named
 
-from offload_runtime.engine import assembly
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import HostArena
 from offload_runtime.weights import HostWeights, load_weights, open_checkpoint

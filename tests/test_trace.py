@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.copy_engine import CopyEngine
-from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, assembly, placing
-from offload_runtime.engine.figures import PassMeter
+from offload_runtime.copy import CopyEngine
+from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, placing
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.stats import PassMeter
 from offload_runtime.errors import StorageError
-from offload_runtime.kv_cache import HostKVCache
-from offload_runtime.tracing import CudaClock, HostClock, TraceRecorder
+from offload_runtime.kv import HostKVCache
+from offload_runtime.trace import CudaClock, HostClock, TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.helpers.traces import (

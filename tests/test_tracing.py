@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.errors import StorageError
-from offload_runtime.tracing import (
+from offload_runtime.trace import (
     CopyLog,
     CudaClock,
     HostClock,

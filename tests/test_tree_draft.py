@@ -11,17 +11,9 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import (
-    NoProposer,
-    Proposal,
-    Proposer,
-    Round,
-    SpeculativeDecoder,
-    Turn,
-    play_round,
-)
+from offload_runtime.speculation import NoProposer, Proposal, Proposer, Round, SpeculativeDecoder, Turn, play_round
 from offload_runtime.speculation.calibration import MatchRates
-from offload_runtime.speculation.rounds import Watch
+from offload_runtime.speculation.step import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens

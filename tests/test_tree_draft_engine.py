@@ -19,8 +19,8 @@ from offload_runtime.engine.planning import PlannedDevice
 from offload_runtime.engine.plans import Plans
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError
-from offload_runtime.kv_cache import DeviceKVCache, block_bytes
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.kv import DeviceKVCache, block_bytes
+from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model

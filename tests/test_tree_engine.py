@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
-from offload_runtime.engine import Runtime, hierarchy, playing
+from offload_runtime.engine import Runtime, playing
+from offload_runtime.engine import build_proposer as hierarchy
 from offload_runtime.speculation import (
     PLAIN,
     Acceptance,
@@ -22,8 +23,8 @@ from offload_runtime.speculation import (
     StepWorth,
     Tally,
     Turn,
-    rounds,
 )
+from offload_runtime.speculation import step as rounds
 from tests.helpers.engine import load, one_thread  # noqa: F401
 from tests.helpers.trees import TreeScript, pruned
 from tests.test_cli_fakes import make_stats

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.runners.step_graph import MOST_GRAPHS
-from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
+from offload_runtime.runners.draft_tree_steps import DEPTHS, MOST_DEPTH, StepShape, StepShapes
+from offload_runtime.runners.graphs import MOST_GRAPHS
 
 CAPACITY_TOKENS = 4096
 NEAR_BOUNDARIES = st.builds(

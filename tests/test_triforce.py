@@ -12,9 +12,9 @@ import pytest
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime, placing
 from offload_runtime.engine.speed import Speed
-from offload_runtime.engine.transcripts import loaded_proposers
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import LinkTimes, NoProposer
+from offload_runtime.verify.replay import loaded_proposers
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths

@@ -12,7 +12,7 @@ import torch
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import DeviceWindow, DraftModel
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
 from offload_runtime.speculation import TriForceProposer, Turn
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.levels_together import Task, middle_of, play, stored

@@ -10,7 +10,7 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv_cache.retrieval import RetrievedChunks
+from offload_runtime.kv.retrieval import RetrievedChunks
 from offload_runtime.speculation import Proposal, Turn
 from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.dense_levels import count_accepted

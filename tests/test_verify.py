@@ -18,11 +18,12 @@ from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, verdict_line
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime, playing
-from offload_runtime.engine.transcripts import ScriptedProposer, forced_rows, transcribe
-from offload_runtime.engine.verification import VerificationPlan, VerificationReport, verify
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.speculation import Proposal, rounds
+from offload_runtime.speculation import Proposal
 from offload_runtime.speculation import accepted_path as honest_path
+from offload_runtime.speculation import step as rounds
+from offload_runtime.verify.replay import ScriptedProposer, forced_rows, transcribe
+from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 
 T1 = SamplingParams(temperature=1.0)

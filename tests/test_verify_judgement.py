@@ -19,10 +19,10 @@ from transformers.generation.logits_process import (
 from offload_runtime import sampling
 from offload_runtime.cli.verify import describe_finding, identity_table, verdict_line
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine.goodness_of_fit import Fit, fit, fit_row, target_probabilities, total
-from offload_runtime.engine.identity import Comparison, Finding, IdentityRun
-from offload_runtime.engine.transcripts import Transcript, resample
-from offload_runtime.engine.verification import VerificationReport
+from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
+from offload_runtime.verify.equality import Comparison, Finding, IdentityRun
+from offload_runtime.verify.replay import Transcript, resample
+from offload_runtime.verify.report import VerificationReport
 
 T1 = SamplingParams(temperature=1.0)
 

@@ -16,10 +16,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime, placing
-from offload_runtime.engine.hierarchy import warm_up_middle
+from offload_runtime.engine.build_proposer import warm_up_middle
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner

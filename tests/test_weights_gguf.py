@@ -132,7 +132,7 @@ def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
 
 
 def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_runtime.weights.gguf_checkpoint._CHUNK_ELEMENTS", 1500)
+    monkeypatch.setattr("offload_runtime.weights.gguf._CHUNK_ELEMENTS", 1500)
     model = build("llama")
     assert_same_weights(write(tmp_path / "m.gguf", "llama", model), model, torch.float32)
 

@@ -22,13 +22,13 @@ from bench_kernels_common import event_times_ms
 from bench_report import emit, percentiles, provenance
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams
-from offload_runtime.copy_engine import make_copy_engine
-from offload_runtime.kv_cache import DeviceKVCache
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.copy import make_copy_engine
+from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import DraftModel, Known, ModelRunner, PassShape, StepGraphs
-from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights.layout import PackedLayout, layer_layout, shared_layout
 
 DTYPE = torch.bfloat16

@@ -22,9 +22,9 @@ import torch
 from bench_report import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine
+from offload_runtime.copy import CopyEngine, make_copy_engine
+from offload_runtime.copy.pace import paced_link
 from offload_runtime.engine.emulation import Emulation, emulation_of, measure_link_both_ways
-from offload_runtime.link_pace import paced_link
 from offload_runtime.memory import HostArena, current_device, resolve_device
 
 SIZES_MIB = (1, 4, 16, 64, 256)

@@ -23,15 +23,15 @@ import torch
 from bench_report import check_out, emit, provenance
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.copy_engine import make_copy_engine
-from offload_runtime.engine.assembly import LoadedModel, connect_model
+from offload_runtime.copy import make_copy_engine
+from offload_runtime.engine.load_model import LoadedModel, connect_model
 from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
 from offload_runtime.engine.plans import Plans
-from offload_runtime.engine.transcripts import RecordingTarget, ScriptedProposer, differing_rows
 from offload_runtime.memory import DeviceBudget, resolve_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder
+from offload_runtime.verify.replay import RecordingTarget, ScriptedProposer, differing_rows
 from offload_runtime.weights import load_weights, open_checkpoint
 
 

@@ -39,7 +39,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv_cache import HostKVCache
+from offload_runtime.kv import HostKVCache
 from offload_runtime.memory import resolve_device
 from offload_runtime.speculation import NoProposer, Proposer, SpeculativeDecoder
 from offload_runtime.weights import packed_bytes

@@ -34,7 +34,7 @@ from offload_runtime.engine.machines import machine_figures
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.placing import memory_needs, placements
 from offload_runtime.engine.planning import PlannedDevice
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.planner import MachineFigures, predict_pass
 

@@ -32,7 +32,7 @@ from our_options import NO_MODEL, add_our_options, our_options
 from sources import SHAPES
 
 from offload_runtime.config import require_positive
-from offload_runtime.engine.assembly import open_sources
+from offload_runtime.engine.load_model import open_sources
 from offload_runtime.engine.making_plans import resolve_context
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device

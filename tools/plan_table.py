@@ -21,7 +21,7 @@ from offload_runtime.engine.nearest import Refusal, plan_or_refuse
 from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import USUAL_ACCEPTANCE
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
 from offload_runtime.planner import MachineFigures
 from offload_runtime.weights import describe_model
 

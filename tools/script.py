@@ -15,7 +15,7 @@ sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kerne
 
 from offload_runtime.config import parse_bytes  # noqa: E402 (found where the lines above say)
 from offload_runtime.errors import OffloadError, OptionError  # noqa: E402
-from offload_runtime.machine_profile import load_profile  # noqa: E402
+from offload_runtime.hardware import load_profile  # noqa: E402
 
 _Options = ParamSpec("_Options")
 

@@ -19,7 +19,7 @@ from offload_runtime.importing import no_collections
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Runtime
-    from offload_runtime.engine.prompts import PromptRoom
+    from offload_runtime.engine.request import PromptRoom
     from offload_runtime.engine.run_plan import RunPlan
 
 Prompt = str | Sequence[Mapping[str, str]]

@@ -11,7 +11,7 @@ import typer
 
 from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, status_line, write_json, write_text
-from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
     from offload_runtime.engine.nearest import Refusal
@@ -107,7 +107,7 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 def plan_request(options: LoadOptions) -> PlanRequest:
     """Read the configuration files of target and draft."""
-    from offload_runtime.engine.loading import parse_resident_layers
+    from offload_runtime.engine.load import parse_resident_layers
     from offload_runtime.engine.planning import PlanRequest, describe_pair
 
     target, draft = describe_pair(options.target, options.draft, options.speculation.mode)

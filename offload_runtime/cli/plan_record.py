@@ -10,7 +10,7 @@ from offload_runtime.engine.forecast import RunForecast, Upgrade
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import MemoryPart, RunPlan
 from offload_runtime.engine.speed import draft_level
-from offload_runtime.machine_profile import MachineProfile
+from offload_runtime.hardware import MachineProfile
 
 
 def plan_record(

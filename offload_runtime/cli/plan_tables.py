@@ -12,7 +12,7 @@ from offload_runtime.engine.levels import describe_draft_cache
 from offload_runtime.engine.nearest import Refusal
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.staging_plan import describe_staging
-from offload_runtime.machine_profile import MachineProfile
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.planner import MachineFigures, PassPrediction, predict_pass, predict_prefill
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from offload_runtime.cli.terminal import ProgressBars, write_json, write_text
 from offload_runtime.cli.user_text import user_path
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import StorageError
-from offload_runtime.machine_profile import check_name, profile_to_mapping, profile_toml, save_profile
+from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload_runtime.machine_profile import MachineProfile
-    from offload_runtime.machine_profile.report import GpuReport, MachineReport
+    from offload_runtime.hardware import MachineProfile
+    from offload_runtime.hardware.report import GpuReport, MachineReport
 
 _NOT_MEASURED = "not measured"
 
@@ -36,9 +36,8 @@ def run_profile(
     """Measure, print table, advice and TOML (or one JSON object), and save the profile when `save` names it."""
     if save is not None:
         check_name(save)  # before a minute of measuring, not after it
-    from offload_runtime.machine_profile.advice import advise
-    from offload_runtime.machine_profile.measure import measure_machine
-    from offload_runtime.machine_profile.report import MeasureOptions
+    from offload_runtime.hardware.measure import measure_machine
+    from offload_runtime.hardware.report import MeasureOptions, advise
 
     options = MeasureOptions(
         device=device, quick=quick, full=full, disk_file=None if disk_file is None else user_path(disk_file)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from offload_runtime.engine import Runtime
-    from offload_runtime.engine.goodness_of_fit import Fit
-    from offload_runtime.engine.identity import IdentityRun
-    from offload_runtime.engine.verification import VerificationReport
+    from offload_runtime.verify.distribution import Fit
+    from offload_runtime.verify.equality import IdentityRun
+    from offload_runtime.verify.report import VerificationReport
 
 DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
@@ -59,7 +59,7 @@ def run_verify(
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
     if options.draft == "none" and mode != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
-    from offload_runtime.engine.verification import VerificationPlan, verify
+    from offload_runtime.verify.report import VerificationPlan, verify
 
     plan = VerificationPlan.built_in(quick=quick, tokens=tokens, seeds=seeds, extra=extra_prompts)
     with ExitStack() as stack:

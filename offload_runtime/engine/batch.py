@@ -7,12 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload_runtime.config import GenerationParams
-from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.expectation import Expectation
-from offload_runtime.engine.figures import AnswerFigures, PassFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.playing import RoundPlayer, Text
-from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.request import Answer
+from offload_runtime.engine.stats import (
+    AnswerFigures,
+    GenerationResult,
+    GenerationStats,
+    PassFigures,
+    PassMeter,
+    generation_stats,
+)
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError

@@ -13,7 +13,7 @@ from offload_runtime.engine.placing import Limits, memory_needs, placements
 from offload_runtime.engine.plans import Plans
 from offload_runtime.engine.staging_plan import LockLimit, host_kv_bytes, least_pinned_bytes, place_staged
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.runners.step_graph import step_graph_bytes
+from offload_runtime.runners.graphs import step_graph_bytes
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.plans import ModelPlan
-from offload_runtime.kv_cache import block_bytes
-from offload_runtime.kv_cache.retrieval import summaries_bytes
+from offload_runtime.kv import block_bytes
+from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import LayerCosts, PassCosts, PrefillCosts, StepCosts, attention_operations
 from offload_runtime.weights import PackedLayout

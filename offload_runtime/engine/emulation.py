@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from offload_runtime.config import format_bytes
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy import CopyEngine, make_copy_engine, measure_link_gbps
 from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.machine_profile import MachineProfile, load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.memory import HostArena
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.

@@ -13,7 +13,7 @@ from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.engine.machines import known_figures
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.speed import lookahead_s, tree_steps, usual_acceptance
-from offload_runtime.machine_profile import load_profile
+from offload_runtime.hardware import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.planner import (
     MachineFigures,

@@ -11,7 +11,7 @@ from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.engine.run_plan import PROCESS_BYTES, MemoryPart, RunPlan
 from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile.host_info import HostInfo
+from offload_runtime.hardware.host_info import HostInfo
 
 # Stays with the system and with other programs when nobody says how much may be taken.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30

@@ -8,11 +8,11 @@ import torch
 
 from offload_runtime.config import ModelConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine.plans import Plans
-from offload_runtime.kv_cache import kv_cache_bytes
-from offload_runtime.kv_cache.retrieval import far_keys_bytes, retrieved_bytes, summaries_bytes
+from offload_runtime.kv import kv_cache_bytes
+from offload_runtime.kv.retrieval import far_keys_bytes, retrieved_bytes, summaries_bytes
 from offload_runtime.planner import Placement
-from offload_runtime.runners.device_window import device_window_bytes
-from offload_runtime.runners.retrieval_target import middle_step_bytes
+from offload_runtime.runners.retrieval_verifier import middle_step_bytes
+from offload_runtime.runners.token_window import device_window_bytes
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from offload_runtime.copy import MOST_THREADS
 from offload_runtime.engine.costs import DTYPE_NAMES
 from offload_runtime.errors import OptionError, ProfileError
-from offload_runtime.machine_profile import MachineProfile, list_profiles, load_profile
-from offload_runtime.machine_profile.store import shipped_directory
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware.store import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
 from offload_runtime.planner import DEFAULT_GRAPH_LAUNCH_US, DEFAULT_STAGING_GBPS, MachineFigures
-from offload_runtime.staging import MOST_THREADS
 
 # What is planned for where nothing else is known.
 COMMON_PROFILE = "rtx4090"

@@ -9,10 +9,9 @@ import torch
 from offload_runtime.config import GB, ModelConfig, SpeculationOptions
 from offload_runtime.engine.plans import ModelPlan, Plans, RetrievalPlan, StreamingPlan
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError
-from offload_runtime.kv_cache.windowed import streaming_capacity_tokens
+from offload_runtime.kv.streaming import streaming_capacity_tokens
 from offload_runtime.runners import PassShape
-from offload_runtime.runners.tree_rows import STEP_ROWS
-from offload_runtime.runners.tree_shapes import MOST_DEPTH
+from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, STEP_ROWS
 from offload_runtime.weights import ModelDescription, packed_bytes
 
 # Heights of the matrix products; they depend on nothing but the model and the kind of device, or the bits would depend

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.copy import CopyEngine
 from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.text import Tokenizer
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
-from offload_runtime.memory import DeviceBudget
-from offload_runtime.page_locking import PageableMemory
+from offload_runtime.memory import DeviceBudget, PageableMemory
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NoProposer, Proposer
 

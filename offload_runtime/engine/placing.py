@@ -8,7 +8,7 @@ from typing import Protocol
 
 from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv_cache import block_bytes
+from offload_runtime.kv import block_bytes
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.planner import RING_SLOTS, MemoryNeeds, Placement, place_kv_layers, place_layers, spread
 

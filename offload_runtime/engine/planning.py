@@ -10,7 +10,7 @@ from offload_runtime.config import SpeculationOptions, format_bytes, require_pos
 from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.loading import check_gamma, check_proposals, check_tree_nodes
+from offload_runtime.engine.load import check_gamma, check_proposals, check_tree_nodes
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed

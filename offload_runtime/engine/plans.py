@@ -9,13 +9,13 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.kv_cache import block_bytes, kv_cache_bytes, num_blocks, prefill_workspace_bytes, ring_blocks
-from offload_runtime.kv_cache.retrieved_draft import retrieved_draft_bytes
-from offload_runtime.kv_cache.windowed import streaming_cache_bytes
+from offload_runtime.kv import block_bytes, kv_cache_bytes, num_blocks, prefill_workspace_bytes, ring_blocks
+from offload_runtime.kv.retrieval_cache import retrieved_draft_bytes
+from offload_runtime.kv.streaming import streaming_cache_bytes
 from offload_runtime.model.linear import padded_rows
 from offload_runtime.planner import HostKVNeeds, workspace_bytes
 from offload_runtime.runners import PassShape, step_activation_bytes, step_graph_bytes, tree_buffer_bytes, tree_slots
-from offload_runtime.runners.tree_rows import STEP_ROWS
+from offload_runtime.runners.draft_tree_steps import STEP_ROWS
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import PackedLayout, layer_layout, packed_bytes, shared_layout
 

@@ -21,7 +21,7 @@ from offload_runtime.speculation import (
     size_for,
     size_within,
 )
-from offload_runtime.speculation.ngrams import NGRAM
+from offload_runtime.speculation.ngram import NGRAM
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16

@@ -18,16 +18,16 @@ from offload_runtime.config import (
     parse_bytes,
     require_positive,
 )
-from offload_runtime.engine.assembly import LoadProgress
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.learnt import Learnt
-from offload_runtime.engine.loading import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.load import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.old_objects import OldObjects
 from offload_runtime.engine.parts import StreamParts
-from offload_runtime.engine.prompts import Prompt, PromptRoom, encode_prompt, render_chat
+from offload_runtime.engine.request import Prompt, PromptRoom, encode_prompt, render_chat
 from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
@@ -35,8 +35,8 @@ from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput, told_of
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.machine_profile import MachineProfile, load_profile
-from offload_runtime.tracing import require_writable
+from offload_runtime.hardware import MachineProfile, load_profile
+from offload_runtime.trace import require_writable
 from offload_runtime.weights import CheckpointSource
 
 

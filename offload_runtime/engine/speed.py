@@ -24,7 +24,7 @@ from offload_runtime.planner import (
     predict_round,
     predict_step,
 )
-from offload_runtime.runners.tree_rows import STEP_ROWS
+from offload_runtime.runners.draft_tree_steps import STEP_ROWS
 from offload_runtime.speculation import LinkTimes
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The middle level: 0.93 to

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offload_runtime.config import format_bytes
-from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.copy import FEWEST_PIECES, CopyEngine, StagingCopyEngine, StagingWriteEngine, staging_threads
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.engine.staging_plan import place_staged, staging_rings
 from offload_runtime.errors import BudgetError
-from offload_runtime.machine_profile.host_info import usable_cores
-from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import PageableMemory, Registrar
+from offload_runtime.hardware.host_info import usable_cores
+from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.planner import Placement
-from offload_runtime.staging import FEWEST_PIECES, StagingCopyEngine, StagingWriteEngine, staging_threads
-from offload_runtime.tracing import LINK, current_copy_log
+from offload_runtime.trace import LINK, current_copy_log
 from offload_runtime.weights import HostWeights
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.engine.placing import layers_to_keep, streamed_blocks
 from offload_runtime.engine.plans import ModelPlan
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv_cache import block_bytes
+from offload_runtime.kv import block_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.planner import Placement
-from offload_runtime.staging import FEWEST_PIECES, RingShape, ring_shape
 
 # Pieces on their way to the host at once, each moved on by a thread of its own.
 _WRITEBACK_PIECE_BYTES = 16 << 20

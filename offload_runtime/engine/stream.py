@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from offload_runtime.config import GenerationParams
-from offload_runtime.engine.answer import Answer
 from offload_runtime.engine.expectation import Expectation
-from offload_runtime.engine.figures import AnswerFigures, PassMeter, generation_stats
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.playing import RoundPlayer, Text
-from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.request import Answer
+from offload_runtime.engine.stats import AnswerFigures, GenerationResult, GenerationStats, PassMeter, generation_stats
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device

@@ -14,7 +14,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import Acceptance, Proposal, Proposer, Round, Turn
-from offload_runtime.tracing import DRAFT, HOST, PASSES, TraceRecorder, write_trace
+from offload_runtime.trace import DRAFT, HOST, PASSES, TraceRecorder, write_trace
 
 
 class TracedTarget:

@@ -1,7 +1,7 @@
 """Decoder maths of the Llama family; weights, cache and rows are passed in."""
 
 from offload_runtime.model.decoder import Decoder, LayerCache
-from offload_runtime.model.few_rows import few_row_embed, few_row_head, few_row_layer
+from offload_runtime.model.fused_layer import few_row_embed, few_row_head, few_row_layer
 from offload_runtime.model.rope import RopeTable
 from offload_runtime.model.rows import PassRows, RowBuilder, Window, depths_of
 

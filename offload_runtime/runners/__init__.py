@@ -1,18 +1,18 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes."""
 
-from offload_runtime.runners.device_window import DeviceWindow, Known, Said, device_window_bytes
 from offload_runtime.runners.draft import DraftModel
-from offload_runtime.runners.draft_texts import DraftRunner
+from offload_runtime.runners.draft_kv import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
-from offload_runtime.runners.passes import ModelRunner, PassShape
-from offload_runtime.runners.step_graph import (
+from offload_runtime.runners.draft_tree_steps import tree_buffer_bytes, tree_slots
+from offload_runtime.runners.graphs import (
     StepGraphs,
     step_activation_bytes,
     step_graph_bytes,
     warm_up_batches,
     warm_up_lengths,
 )
-from offload_runtime.runners.tree_rows import tree_buffer_bytes, tree_slots
+from offload_runtime.runners.target import ModelRunner, PassShape
+from offload_runtime.runners.token_window import DeviceWindow, Known, Said, device_window_bytes
 
 __all__ = [
     "Asked",

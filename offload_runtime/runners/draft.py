@@ -14,14 +14,14 @@ import torch
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.model import PassRows, RopeTable
-from offload_runtime.runners.device_window import DeviceWindow, Known
-from offload_runtime.runners.draft_texts import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftRunner, DraftTexts
-from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftRunner, DraftTexts
+from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.target import window_pass
+from offload_runtime.runners.token_window import DeviceWindow, Known
 from offload_runtime.sampling import DIFFERENT_WAYS, sample
-from offload_runtime.tracing import DRAFT, TraceRecorder
+from offload_runtime.trace import DRAFT, TraceRecorder
 
 
 @runtime_checkable

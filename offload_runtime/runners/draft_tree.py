@@ -20,16 +20,26 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache import DeviceKVCache
-from offload_runtime.kv_cache.windowed import StreamingDraftCache
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.model import PassRows
-from offload_runtime.runners.draft_texts import DraftRunner, DraftTexts
-from offload_runtime.runners.passes import window_pass
-from offload_runtime.runners.step_graph import StepGraphs
-from offload_runtime.runners.tree_rows import CHILDREN, STEP_ROWS, StepLine, cut, input_words, packed
-from offload_runtime.runners.tree_shapes import DEPTHS, MOST_DEPTH, StepShape, StepShapes
+from offload_runtime.runners.draft_kv import DraftRunner, DraftTexts
+from offload_runtime.runners.draft_tree_steps import (
+    CHILDREN,
+    DEPTHS,
+    MOST_DEPTH,
+    STEP_ROWS,
+    StepLine,
+    StepShape,
+    StepShapes,
+    cut,
+    input_words,
+    packed,
+)
+from offload_runtime.runners.graphs import StepGraphs
+from offload_runtime.runners.target import window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, perturbed_logits, sample
-from offload_runtime.tracing import DRAFT, TraceRecorder
+from offload_runtime.trace import DRAFT, TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
 _MOST_KNOWN = 3

@@ -2,17 +2,15 @@
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import LinkTimes, StepWorth
-from offload_runtime.speculation.candidates import CandidateTree
 from offload_runtime.speculation.choosing import Chooser
-from offload_runtime.speculation.ngrams import NgramLookup, NgramProposer
-from offload_runtime.speculation.proposal import Proposal
-from offload_runtime.speculation.proposers import DraftProposer, NoProposer, Proposer, Turn, makes_trees
+from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
+from offload_runtime.speculation.ngram import NgramLookup, NgramProposer, WithNgrams, drafting
+from offload_runtime.speculation.proposer import NoProposer, Proposer, Turn, makes_trees
 from offload_runtime.speculation.round_times import RoundTimes, guessed_cost
-from offload_runtime.speculation.rounds import Round, SpeculativeDecoder, accepted_path, play_round
-from offload_runtime.speculation.tree_draft import TreeDraftProposer
+from offload_runtime.speculation.step import Round, SpeculativeDecoder, accepted_path, play_round
+from offload_runtime.speculation.tree import CandidateTree, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 from offload_runtime.speculation.window_sizes import PLAIN, Choice, size_for, size_within
-from offload_runtime.speculation.with_ngrams import WithNgrams, drafting
 
 __all__ = [
     "PLAIN",

@@ -15,8 +15,8 @@ from typing import Protocol
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.proposal import Proposal
-from offload_runtime.speculation.proposers import Turn, chains_where
+from offload_runtime.speculation.proposer import Turn, chains_where
+from offload_runtime.speculation.tree import Proposal
 
 
 class Window(Protocol):

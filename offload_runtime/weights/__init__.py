@@ -1,6 +1,6 @@
 """Checkpoints to packed host arenas: open, validate, load, convert."""
 
-from offload_runtime.weights.architecture import model_config_from_transformers
+from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.checkpoint import CheckpointSource, Shard, open_checkpoint
 from offload_runtime.weights.config_file import DescribedModel, ModelDescription, describe_model
 from offload_runtime.weights.convert import convert_to_safetensors

@@ -85,8 +85,8 @@ def _looks_like_hub_id(text: str) -> bool:
 
 
 def _open_directory(directory: Path, reference: str) -> CheckpointSource:
-    from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
-    from offload_runtime.weights.safetensors_checkpoint import SafetensorsCheckpoint
+    from offload_runtime.weights.gguf import GgufCheckpoint
+    from offload_runtime.weights.safetensors import SafetensorsCheckpoint
 
     gguf_files = sorted(directory.glob("*.gguf"))
     if gguf_files and not (directory / "config.json").exists():
@@ -156,7 +156,7 @@ def find_checkpoint(reference: str | Path) -> Path | str:
 
 def _open(path: Path, name: str) -> CheckpointSource:
     """Open a directory or file that is there."""
-    from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
+    from offload_runtime.weights.gguf import GgufCheckpoint
 
     if path.is_dir():
         return _open_directory(path, name)

@@ -15,10 +15,9 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architecture import check_model_type, model_config_from_transformers
+from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers
 from offload_runtime.weights.checkpoint import find_checkpoint, open_checkpoint, readable
-from offload_runtime.weights.safetensors_checkpoint import read_json, refuse_quantised
-from offload_runtime.weights.safetensors_file import DTYPES, read_header
+from offload_runtime.weights.safetensors import DTYPES, read_header, read_json, refuse_quantised
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # transformers' values for what a file leaves out.

@@ -29,7 +29,7 @@ from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights.checkpoint import CheckpointSource, Fill
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
-from offload_runtime.weights.safetensors_file import write_file
+from offload_runtime.weights.safetensors import write_file
 
 _ABANDONED_AFTER_S = 86_400.0  # a day without a new file, for runs whose process we cannot look up
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously

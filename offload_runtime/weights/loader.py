@@ -17,8 +17,7 @@ import torch
 
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import Registrar
+from offload_runtime.memory import HostArena, Registrar
 from offload_runtime.weights.checkpoint import CheckpointSource, Fill, Shard
 from offload_runtime.weights.layout import (
     Destination,

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine
-from offload_runtime.kv_cache import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.memory import DeviceBudget, HostArena
+from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
+from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, PageableMemory, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
-from offload_runtime.page_locking import CountedRegistrar, PageableMemory, make_registrar
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.staging import StagingCopyEngine, StagingWriteEngine
-from offload_runtime.streaming import LayerStreamer
 from offload_runtime.weights.checkpoint import open_checkpoint
 from offload_runtime.weights.loader import HostWeights, load_weights
 

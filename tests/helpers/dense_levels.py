@@ -13,7 +13,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache.retrieval import ChunkPolicy
+from offload_runtime.kv.retrieval import ChunkPolicy
 from offload_runtime.sampling import sample
 from offload_runtime.speculation import Acceptance
 

@@ -9,7 +9,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
 from offload_runtime.speculation import (
     Acceptance,
     Proposal,

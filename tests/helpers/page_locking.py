@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from offload_runtime.page_locking import Registrar
+from offload_runtime.memory import Registrar
 
 REFUSED = 2  # CUDA's code for memory that cannot be had
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.copy_engine import ThreadCopyEngine
+from offload_runtime.copy import ThreadCopyEngine
 
 
 class ReorderingCopyEngine(ThreadCopyEngine):

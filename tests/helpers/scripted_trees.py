@@ -9,7 +9,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Children
 from offload_runtime.speculation import NoProposer, TreeDraftProposer
-from offload_runtime.speculation.rounds import Watch
+from offload_runtime.speculation.step import Watch
 
 
 def steps(count: int) -> Watch:

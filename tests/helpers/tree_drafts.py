@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache import DeviceKVCache
-from offload_runtime.kv_cache.windowed import StreamingDraftCache, kept_positions
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots

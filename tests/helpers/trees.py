@@ -10,7 +10,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
+from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
@@ -23,7 +23,7 @@ from offload_runtime.speculation import (
     Turn,
     play_round,
 )
-from offload_runtime.speculation.ngrams import Guesses
+from offload_runtime.speculation.ngram import Guesses
 from tests.helpers.models import VOCAB_SIZE
 
 

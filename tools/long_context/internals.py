@@ -10,16 +10,16 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import GenerationParams
-from offload_runtime.copy_engine import CopyEngine
+from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.assembly import LoadedModels
+from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.engine.playing import RoundPlayer
-from offload_runtime.kv_cache import DeviceKVCache, HostKVCache
-from offload_runtime.kv_cache.device import block_shape
+from offload_runtime.kv import DeviceKVCache, HostKVCache
+from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
-from offload_runtime.runners.device_window import DeviceWindow
-from offload_runtime.runners.retrieval_target import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.speculation import (
     DraftProposer,
     NoProposer,

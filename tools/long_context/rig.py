@@ -17,7 +17,7 @@ from long_context.internals import (
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.hierarchy import make_proposer
+from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import Proposer

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError
-from offload_runtime.machine_profile.host_info import read_host_info
+from offload_runtime.hardware.host_info import read_host_info
 
 # More than any round of decoding reads, proposals included.
 _LEAST_PIECE_TOKENS = 256

@@ -13,7 +13,7 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
 )
-from offload_runtime.engine.loading import check_proposals, check_tree_nodes
+from offload_runtime.engine.load import check_proposals, check_tree_nodes
 from offload_runtime.engine.making_plans import check_window
 from offload_runtime.errors import OptionError
 

@@ -20,8 +20,8 @@ from script import one_line_errors
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 
 from offload_runtime.config import GB, SamplingParams
-from offload_runtime.copy_engine import CopyEngine, make_copy_engine
-from offload_runtime.engine.assembly import LoadedModel, connect_model, warm_up
+from offload_runtime.copy import CopyEngine, make_copy_engine
+from offload_runtime.engine.load_model import LoadedModel, connect_model, warm_up
 from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
 from offload_runtime.engine.plans import Plans

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from offload_runtime.engine import assembly
+from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import HostArena
-from offload_runtime.page_locking import Registrar
+from offload_runtime.memory import HostArena, Registrar
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights
 from offload_runtime.weights.loader import Progress
 

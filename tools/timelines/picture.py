@@ -10,7 +10,7 @@ from typing import Any
 from timelines.spans import Event, Totals, clipped, totals_of, window_of
 
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.tracing import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
+from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
 
 Interval = tuple[float, float]
 _TARGET, _HERE, _AHEAD, _IDLE, _BACK = "target", " for this pass", " for the next pass", "link idle", "kv to the host"

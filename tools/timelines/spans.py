@@ -13,16 +13,7 @@ from typing import Any
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError, TraceError
-from offload_runtime.tracing import (
-    COMPUTE,
-    DRAFT,
-    LINK,
-    PASSES,
-    STALLS,
-    TRACE_VERSION,
-    covered_seconds,
-    union_seconds,
-)
+from offload_runtime.trace import COMPUTE, DRAFT, LINK, PASSES, STALLS, TRACE_VERSION, covered_seconds, union_seconds
 
 _GZIP = b"\x1f\x8b"
 _MOST_BY_ITSELF = 3  # passes that are drawn where none are named

@@ -27,7 +27,7 @@ from widening.shapes import WideShape, check_architecture, check_fits, place_hea
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
-from offload_runtime.weights.architecture import model_config_from_transformers
+from offload_runtime.weights.architectures import model_config_from_transformers
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

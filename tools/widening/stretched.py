@@ -16,9 +16,8 @@ from widening.rope import frequencies
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
-from offload_runtime.weights.architecture import ROPE_TYPES, model_config_from_transformers
-from offload_runtime.weights.safetensors_checkpoint import file_shards, shortened
-from offload_runtime.weights.safetensors_file import DTYPES, StoredTensor, read_header
+from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
+from offload_runtime.weights.safetensors import DTYPES, StoredTensor, file_shards, read_header, shortened
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.

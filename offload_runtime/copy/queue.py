@@ -1,0 +1,82 @@
+"""What everything that goes over the link needs of a copy queue, wherever its copies go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from offload_runtime.copy.cpu import ThreadCopyEngine
+from offload_runtime.copy.cuda import CudaCopyEngine
+from offload_runtime.copy.pace import current_link_pace
+from offload_runtime.trace import Label, current_copy_log
+
+
+class CopyEngine(Protocol):
+    """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
+
+    def new_event(self) -> Any:
+        """An event that counts as fired until it is first used."""
+
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
+        """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
+
+        `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
+        owns `src`. `label` says what it is, for a trace.
+        """
+
+    def compute_wait(self, ready: Any) -> None:
+        """Make the compute side wait for the latest `enqueue` with this event."""
+
+    def compute_record(self, free: Any) -> None:
+        """Fire `free` once all compute issued so far has finished."""
+
+    def is_done(self, ready: Any) -> bool:
+        """Whether the latest `enqueue` with this event has finished; never waits."""
+
+    def wait(self, ready: Any) -> None:
+        """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
+
+    def copy_seconds(self) -> float:
+        """Total time that finished copies have kept the link busy, in seconds."""
+
+    def stall_seconds(self) -> float:
+        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now."""
+
+    def drain(self) -> None:
+        """Wait until every queued copy has finished."""
+
+    def close(self) -> None:
+        """Finish outstanding work and release the queue."""
+
+
+def make_copy_engine(device: torch.device, *, before_copy: Callable[[], None] | None = None) -> CopyEngine:
+    """The copy engine that fits `device`; within `paced_link` it emulates a slower link, within `traced_copies` it is
+    part of a trace."""
+    pace, log = current_link_pace(device), current_copy_log()
+    if device.type == "cuda":
+        return CudaCopyEngine(device, before_copy=before_copy, pace=pace, log=log)
+    return ThreadCopyEngine(before_copy=before_copy, pace=pace, log=log)
+
+
+def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
+    """Peak bandwidth of back-to-back copies of `src` into `dst`, in GB/s; what is on the host is pinned on CUDA.
+
+    Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
+    """
+    free, ready = engine.new_event(), engine.new_event()
+    engine.enqueue(dst, src, free=free, ready=ready)  # the first touch of a buffer is slower
+    engine.drain()
+    before_s = engine.copy_seconds()
+    for _ in range(repeats):
+        engine.enqueue(dst, src, free=free, ready=ready)
+    engine.drain()
+    return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9

@@ -1,0 +1,321 @@
+"""The cyclic schedule of copies to the device.
+
+Items pass through rings of device slots in a fixed order, pass after pass without end: the first items of the next pass
+are on their way while this pass still computes, while tokens are sampled, while a draft drafts. The link idles only
+when every slot that the next item could take is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from offload_runtime.copy.queue import CopyEngine
+from offload_runtime.trace import COMPUTE, TraceRecorder
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to bring to the device: `source` (uint8 [n], host) into a slot of the ring `lane`."""
+
+    lane: str
+    key: tuple[int, ...]
+    source: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What one pass brings, in the order of its use, and which state of the KV cache that was made for."""
+
+    items: Sequence[Item]
+    snapshot: Any = None
+
+
+@dataclass
+class _Slot:
+    """One device buffer: `ready` fires when its item has arrived, `free` after the item's last read."""
+
+    buffer: torch.Tensor  # uint8 [slot_bytes], device
+    ready: Any
+    free: Any
+
+
+@dataclass
+class _Lane:
+    """A ring of slots that items of one kind take in turn."""
+
+    slots: list[_Slot]
+    turn: int = 0  # items queued so far
+    held: deque[_Slot] = field(default_factory=deque)  # in use, oldest first
+    arriving: deque[_Slot] = field(default_factory=deque)  # queued and not yet in use
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another item may be queued: every earlier user of its slot has let go of it."""
+        return len(self.held) + len(self.arriving) < len(self.slots)
+
+
+class CopySchedule:
+    """Queues the items of pass after pass as far ahead as there are slots.
+
+    Args:
+        engine: The copy queue.
+        lanes: Device buffers of each ring: uint8 [slot_bytes] each.
+        plan_pass: Called whenever the schedule has to know what another pass will bring.
+    """
+
+    def __init__(
+        self, engine: CopyEngine, lanes: Mapping[str, Sequence[torch.Tensor]], plan_pass: Callable[[], PassPlan]
+    ) -> None:
+        self._engine = engine
+        self._plan_pass = plan_pass
+        self._lanes = {
+            name: _Lane([_Slot(buffer, engine.new_event(), engine.new_event()) for buffer in buffers])
+            for name, buffers in lanes.items()
+        }
+        self._plans: deque[PassPlan] = deque()  # of this pass, while it runs, and of those planned ahead
+        self._left: deque[Item] = deque()  # of all those plans, what has not been taken yet
+        self._num_queued = 0  # items at the front of `_left` that are queued for copying
+        self._running_left = 0  # items of the running pass that have not been taken yet
+        self._running = False
+        for lane in self._lanes.values():
+            for slot in lane.slots:  # the allocator may hand out memory that queued kernels still use
+                engine.compute_record(slot.free)
+
+    def begin_pass(self, is_valid: Callable[[Any], bool]) -> PassPlan:
+        """Start a pass; what an interrupted one left behind is dropped.
+
+        Args:
+            is_valid: Whether a plan made earlier for this snapshot still describes the pass.
+        """
+        self._release_all()  # kernels that are already queued may still read what an interrupted pass held
+        if self._running:
+            self._plans.popleft()
+            if self._running_left:
+                self._drop()
+        if self._plans and not is_valid(self._plans[0].snapshot):
+            self._drop()
+        if not self._plans:
+            self._extend()
+        self._running, self._running_left = True, len(self._plans[0].items)
+        self.fill()
+        return self._plans[0]
+
+    def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
+        """The slot of the pass's next item, which must be `key` of `lane`: uint8 [slot_bytes], to be read by compute
+        issued from now on, until `release`."""
+        item = self._left.popleft()
+        assert (item.lane, item.key) == (lane, key), f"{lane} {key} is not next: {item.lane} {item.key} is"
+        assert self._num_queued > 0, "every slot is held: the item cannot arrive"
+        self._num_queued -= 1
+        self._running_left -= 1
+        ring = self._lanes[lane]
+        slot = ring.arriving.popleft()
+        ring.held.append(slot)
+        self._engine.compute_wait(slot.ready)
+        return slot.buffer
+
+    def release(self, lane: str) -> None:
+        """Let go of the slot of `lane` that was taken first."""
+        ring = self._lanes[lane]
+        if ring.held:
+            self._engine.compute_record(ring.held.popleft().free)
+
+    def fill(self) -> None:
+        """Queue copies as far ahead as there are slots."""
+        while True:
+            if self._num_queued == len(self._left) and not self._extend():
+                return
+            item = self._left[self._num_queued]
+            ring = self._lanes[item.lane]
+            if not ring.has_room:
+                return
+            slot = ring.slots[ring.turn % len(ring.slots)]
+            self._engine.enqueue(
+                slot.buffer[: item.source.nbytes], item.source, free=slot.free, ready=slot.ready,
+                label=(item.lane, item.key),
+            )  # fmt: skip
+            ring.turn += 1
+            ring.arriving.append(slot)
+            self._num_queued += 1
+
+    def _extend(self) -> bool:
+        """Plan another pass; whether it brings anything. One is planned ahead at the most: its snapshot ages."""
+        if len(self._plans) > self._running:
+            return False
+        plan = self._plan_pass()
+        self._plans.append(plan)
+        self._left.extend(plan.items)
+        return bool(plan.items)
+
+    def _release_all(self) -> None:
+        for name, ring in self._lanes.items():
+            while ring.held:
+                self.release(name)
+
+    def _drop(self) -> None:
+        """Forget what is planned. Copies run in order, so a slot's next copy cannot overtake one that was dropped, and
+        its `free` event still guards reads."""
+        self._plans.clear()
+        self._left.clear()
+        self._num_queued = 0
+        for ring in self._lanes.values():
+            ring.arriving.clear()
+
+
+LayerViews = dict[str, torch.Tensor]
+WEIGHTS = "weights"
+KV = "kv"
+
+
+class StreamedKV(Protocol):
+    """What the streamer needs of a KV cache that lives in host memory."""
+
+    def snapshot(self) -> Any:
+        """Which of its blocks a pass that is planned now would stream."""
+
+    def is_valid(self, snapshot: Any) -> bool:
+        """Whether a pass that begins now may go by this snapshot."""
+
+    def pieces(self, layer: int, snapshot: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are taken."""
+
+    def begin_pass(self, snapshot: Any, feed: KVFeed) -> None:
+        """A pass begins; its pieces come out of `feed`."""
+
+
+class KVFeed:
+    """Hands the pieces of the KV cache to it, one after the other."""
+
+    def __init__(self, schedule: CopySchedule) -> None:
+        self._schedule = schedule
+
+    def take(self, key: tuple[int, ...]) -> torch.Tensor:
+        """The next piece, which must be `key`: uint8 [slot_bytes] on the device, valid until `release`."""
+        return self._schedule.take(KV, key)
+
+    def release(self) -> None:
+        """Let go of the piece that was taken first."""
+        self._schedule.release(KV)
+        self._schedule.fill()
+
+
+class ResidentLayers:
+    """Weights that are all on the device, for passes that do not take part in the streaming.
+
+    Args:
+        views: The layers, in order.
+    """
+
+    def __init__(self, views: Sequence[LayerViews]) -> None:
+        self._views = views
+        self.num_layers = len(views)
+
+    def layers(self) -> Iterator[tuple[int, LayerViews]]:
+        """Iterate over one pass: (layer index, its weights), in order."""
+        return enumerate(self._views)
+
+
+class LayerStreamer:
+    """Hands out the weights of one layer after the other, pass after pass.
+
+    Args:
+        layers_host: One packed buffer per layer: uint8 [layer_bytes], host, pinned on CUDA.
+        resident: Device buffers of the layers that stay: layer index to uint8 [layer_bytes].
+        slots: Device buffers of the ring: uint8 [layer_bytes] each; none when every layer is resident.
+        make_views: Turns a packed buffer into its named tensors without copying.
+        engine: The copy queue.
+        kv: A KV cache whose pieces cross the link in the same order, or None.
+        kv_slots: Device buffers of its ring: uint8 each.
+    """
+
+    def __init__(
+        self,
+        layers_host: Sequence[torch.Tensor],
+        resident: dict[int, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        *,
+        make_views: Callable[[torch.Tensor], LayerViews],
+        engine: CopyEngine,
+        kv: StreamedKV | None = None,
+        kv_slots: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._layers_host = layers_host
+        self._resident = {index: make_views(buffer) for index, buffer in resident.items()}
+        self._streamed = [index for index in range(len(layers_host)) if index not in resident]
+        assert bool(slots) == bool(self._streamed), "a ring is needed exactly when something is streamed"
+        assert len(slots) <= len(self._streamed), "a ring larger than what it streams wastes slots"
+        assert bool(kv_slots) == (kv is not None)
+        self._kv = kv
+        self._slot_views = {slot.data_ptr(): make_views(slot) for slot in slots}
+        self._bytes_begun = 0
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
+        self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
+        self.schedule.fill()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, resident and streamed."""
+        return len(self._layers_host)
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers that pass through the ring."""
+        return len(self._streamed)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights over the link for one trip through all layers."""
+        return sum(self._layers_host[index].nbytes for index in self._streamed)
+
+    @property
+    def bytes_begun(self) -> int:
+        """Bytes of all passes begun so far, weights and KV."""
+        return self._bytes_begun
+
+    def layers(self) -> Iterator[tuple[int, LayerViews]]:
+        """Iterate over one pass: (layer index, its weights on the device), in order.
+
+        The weights of a streamed layer may be read until the next one is asked for. After an interrupted pass the
+        cycle starts again at layer 0.
+        """
+        kv = self._kv
+        plan = self.schedule.begin_pass(lambda snapshot: kv is None or kv.is_valid(snapshot))
+        self._bytes_begun += sum(item.source.nbytes for item in plan.items)
+        if kv is not None:
+            kv.begin_pass(plan.snapshot, KVFeed(self.schedule))
+        recorder = self.recorder
+        for index in range(self.num_layers):
+            streamed = index not in self._resident
+            if streamed:
+                weights = self._slot_views[self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+            else:
+                weights = self._resident[index]
+            started = None if recorder is None else recorder.mark()
+            yield index, weights
+            if recorder is not None:
+                told = {"layer": index, "streamed": streamed}
+                recorder.add(COMPUTE, f"layer {index}", started, recorder.mark(), told)
+            if streamed:
+                # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
+                # a later one.
+                self.schedule.release(WEIGHTS)
+                self.schedule.fill()
+
+    def resident_layers(self) -> ResidentLayers | None:
+        """The weights for passes of their own beside this stream; None when some are streamed."""
+        return None if self._streamed else ResidentLayers([self._resident[index] for index in range(self.num_layers)])
+
+    def _plan_pass(self) -> PassPlan:
+        snapshot = None if self._kv is None else self._kv.snapshot()
+        items: list[Item] = []
+        for index, source in enumerate(self._layers_host):
+            if index not in self._resident:
+                items.append(Item(WEIGHTS, (index,), source))
+            if self._kv is not None:
+                items += [Item(KV, key, source) for key, source in self._kv.pieces(index, snapshot)]
+        return PassPlan(items, snapshot)

@@ -1,0 +1,162 @@
+"""The levels between the draft and the full target, built and connected as they were planned."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine.levels import MiddlePlan
+from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.kv import DeviceKVCache, HostKVCache
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, StreamingPolicy, TopKPolicy
+from offload_runtime.kv.retrieval_cache import RetrievalCache
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.draft import DraftModel
+from offload_runtime.runners.draft_tree import grows_trees
+from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.token_window import DeviceWindow
+from offload_runtime.sampling import DIFFERENT_WAYS
+from offload_runtime.speculation import (
+    DraftProposer,
+    LinkTimes,
+    NgramProposer,
+    NoProposer,
+    Proposer,
+    StepWorth,
+    TreeDraftProposer,
+    TriForceProposer,
+    Turn,
+    WithNgrams,
+)
+from offload_runtime.trace import TraceRecorder
+
+
+def make_proposer(
+    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
+    recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
+) -> Proposer:  # fmt: skip
+    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
+
+    Args:
+        draft: `none`, `ngram`, or anything else for the draft model.
+        models: What was loaded.
+        middle: The middle level to put on top; None for a chain.
+        budget: Of the device.
+        batch: Sequences.
+        recorder: Of a trace that steps are told; None: none.
+        link: How long it is busy with passes, and behind them; None for nothing streamed.
+    """
+    if middle is not None:
+        hierarchy = _make_triforce(models, middle, budget, recorder)
+        beside = link is not None and link.most_rows > 1
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if beside else hierarchy
+    if models.draft is None:
+        return NoProposer() if draft == "none" else NgramProposer()
+    runner = models.draft.runner
+    target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
+    chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    if budget.device.type == "cuda":
+        chains.model.warm_up()
+    chains.model.recorder = recorder
+    ngrams = NgramProposer()
+    if not grows_trees(runner.cache):
+        return WithNgrams(chains, ngrams)
+    tree = DraftTree(
+        runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
+    )  # fmt: skip
+    tree.warm_up()
+    tree.recorder = recorder
+    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(link))
+    return WithNgrams(trees, ngrams)
+
+
+def _make_triforce(
+    models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget, recorder: TraceRecorder | None
+) -> Proposer:
+    options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
+    layers = target.runner.streamer.resident_layers()
+    assert layers is not None, "refused when it was planned"
+    chunks = RetrievedChunks(
+        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=batch,
+        budget=budget,
+    )  # fmt: skip
+    policy = _make_policy(plan, budget)
+    source = target.runner.cache
+    assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
+    source.observers.append(policy)
+    if isinstance(source, HostKVCache) and batch == 1:
+        source.lender = chunks
+    budget.reserve("steps of the middle level", plan.step_bytes)
+    gamma = options.gamma_draft if draft is not None else 0
+    window = DeviceWindow(budget.device, batch=batch)
+    middle = RetrievalTarget(
+        target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
+        target.rope, window, gamma=gamma, reach_tokens=source.reach_tokens, batch=batch,
+    )  # fmt: skip
+    first = None
+    if draft is not None:
+        draft_vocab, cache = draft.runner.decoder.config.vocab_size, draft.runner.cache
+        has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of the draft's
+        first = DraftModel(
+            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window,
+            reach_tokens=cache.reach_tokens if has_all else None,
+        )  # fmt: skip
+    proposer = TriForceProposer(
+        window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
+        reach_tokens=source.reach_tokens,
+    )  # fmt: skip
+    if budget.device.type == "cuda":
+        with ExitStack() as eager:
+            for graphs in [middle.graphs] if first is None else [middle.graphs, first.graphs]:
+                eager.enter_context(graphs.eager())
+            warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
+        policy.warm_up()
+        if first is not None:
+            first.warm_up()
+    middle.recorder = recorder
+    if first is not None:
+        first.recorder = recorder
+    return proposer
+
+
+def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+    """Compile the kernels of the middle level's steps, which would hold up the first proposals. `start` has to follow.
+
+    Leaves the target's cache empty, and the draft's with what was played.
+
+    Args:
+        proposer: Of the target.
+        target: All of its layers are resident.
+        gamma: Tokens that the draft proposes to a step.
+        batch: Sequences.
+    """
+
+    def play(num_sequences: int, length: int, params: SamplingParams) -> None:
+        turns = [Turn(sequence, [0] * length, gamma=1) for sequence in range(num_sequences)]
+        proposer.start(params, num_sequences)
+        proposer.propose(turns)
+
+    for params in DIFFERENT_WAYS[1:]:
+        play(1, 1, params)
+    for num_sequences in warm_up_batches(batch):
+        play(num_sequences, 1, DIFFERENT_WAYS[0])
+    longest = min(target.cache.capacity_tokens, target.cache.reach_tokens - gamma - 2)  # a step puts so many behind
+    for length in warm_up_lengths(longest):
+        target.prefill(0, [0] * (length - 1))
+        play(1, length, DIFFERENT_WAYS[0])
+        target.cache.truncate(0, 0)
+
+
+def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:
+    options = plan.options
+    if options.policy == "streaming":
+        sinks = min(options.budget_tokens, -(-options.sink_tokens // options.chunk_size) * options.chunk_size)
+        return StreamingPolicy(
+            plan.config, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, sink_tokens=sinks
+        )
+    made = RetrievalPolicy if options.policy == "retrieval" else TopKPolicy
+    return made(
+        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+        capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
+    )  # fmt: skip

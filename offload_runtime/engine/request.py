@@ -1,0 +1,139 @@
+"""Prompts to token ids: a text, token ids, or chat messages through the model's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload_runtime.config import GenerationParams, ModelConfig
+from offload_runtime.engine.text import IncrementalDecoder, StopStrings, Tokenizer
+from offload_runtime.errors import ContextLengthError, OptionError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        prompt: Text, token ids or chat messages.
+        tokenizer: The model's, of transformers.
+        vocab_size: Token ids that the model knows.
+
+    Raises:
+        OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        tokens = list(tokenizer.encode(prompt))
+    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        text = render_chat([dict(item) for item in prompt if isinstance(item, Mapping)], tokenizer, open_answer=True)
+        tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    else:
+        tokens = [item for item in prompt if isinstance(item, int)]
+        if len(tokens) < len(prompt):
+            raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
+    if not tokens:
+        raise OptionError("the prompt is empty: give it at least one token")
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+@dataclass(frozen=True)
+class PromptRoom:
+    """What prompts have to go with: the model's `tokenizer` and `config`, and `context_tokens` that are reserved."""
+
+    tokenizer: Any
+    config: ModelConfig
+    context_tokens: int
+
+    def fit(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """Token ids of a prompt that leaves room for its answer.
+
+        Raises:
+            ContextLengthError: It does not; OptionError: as of `encode_prompt`.
+        """
+        tokens = encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
+        room = self.context_tokens - len(tokens)
+        if room < max_new_tokens:
+            raise ContextLengthError(
+                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
+                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
+            )
+        return tokens
+
+    def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """The same of several, whose errors say which of them it is."""
+        fitting = []
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                fitting.append(self.fit(prompt, max_new_tokens))
+            except (OptionError, ContextLengthError) as error:
+                raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
+        return fitting
+
+
+def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:
+    """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+    except Exception as error:  # templates raise whatever they like about the messages
+        raise OptionError(f"the chat template refused the messages: {error}") from error
+
+
+class Answer:
+    """Tokens of one generation and their text.
+
+    Args:
+        tokenizer: Turns tokens into text.
+        prompt: Tokens before the first one.
+        params: When to end.
+        eos_token_ids: Tokens that end it, unless `params` ignores them.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: GenerationParams, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.tokens: list[int] = []
+        self.sequence = list(prompt)  # prompt and answer; grows, so that no round copies it
+        self._params = params
+        self._eos_token_ids = eos_token_ids
+        self._pieces: list[str] = []
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._stops = StopStrings(params.stop)
+
+    @property
+    def text(self) -> str:
+        """Everything so far."""
+        return "".join(self._pieces)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still grow by."""
+        return self._params.max_new_tokens - len(self.tokens)
+
+    def push(self, token: int) -> tuple[str, str | None]:
+        """Append a token: the text it completes, and the reason to end after it."""
+        self.tokens.append(token)
+        self.sequence.append(token)
+        if token in self._eos_token_ids and not self._params.ignore_eos:
+            return "", "stop"
+        piece, stopped = self._stops.push(self._decoder.push(token))
+        self._pieces += [piece] if piece else []
+        if stopped:
+            return piece, "stop_string"
+        return piece, None if self.remaining else "length"
+
+    def finish(self, reason: str) -> str:
+        """End for this reason; returns text that was held back."""
+        if reason == "stop_string":
+            return ""
+        rest, stopped = self._stops.push(self._decoder.flush())
+        rest += "" if stopped else self._stops.flush()
+        self._pieces += [rest] if rest else []
+        return rest

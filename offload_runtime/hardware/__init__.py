@@ -1,0 +1,31 @@
+"""Machines: what their link, memories and processors can do, measured here or from a named file.
+
+Measuring itself is in `hardware.measure`, which needs torch; reading profiles does not.
+"""
+
+from offload_runtime.hardware.profile import CpuFigures, MachineProfile, profile_from_mapping, profile_to_mapping
+from offload_runtime.hardware.store import (
+    ProfileEntry,
+    check_name,
+    config_directory,
+    list_profiles,
+    load_profile,
+    own_directory,
+    profile_toml,
+    save_profile,
+)
+
+__all__ = [
+    "CpuFigures",
+    "MachineProfile",
+    "ProfileEntry",
+    "check_name",
+    "config_directory",
+    "list_profiles",
+    "load_profile",
+    "own_directory",
+    "profile_from_mapping",
+    "profile_to_mapping",
+    "profile_toml",
+    "save_profile",
+]

@@ -1,0 +1,293 @@
+"""The GPU as NVIDIA's management library (NVML) describes it. That it is missing or refuses costs a reason, no more."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offload_runtime.config import GB, format_bytes
+from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, OnProgress, best_time_s, counted
+from offload_runtime.hardware.profile import PCIE_WIDTHS
+
+# GB/s of one lane by PCIe generation, after line coding and before packet headers.
+_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563, 7: 15.125}
+
+
+@dataclass(frozen=True)
+class PcieLink:
+    """Generation and lanes of a card's link: now, and the most that card and system could do."""
+
+    generation: int
+    width: int
+    generation_max: int
+    width_max: int
+
+    @property
+    def peak_gbps(self) -> float:
+        """What the link carries each way before packet headers, in GB/s."""
+        return _LANE_GBPS[self.generation] * self.width
+
+
+@dataclass(frozen=True)
+class NvmlAnswer:
+    """What NVML told: the driver's version and the link, or `reason`, why it is None."""
+
+    driver: str | None
+    link: PcieLink | None
+    reason: str
+
+
+def load_nvml() -> Any:
+    """The binding of NVML; raises what importing it raises."""
+    return importlib.import_module("pynvml")
+
+
+def read_nvml(uuid: str, load: Callable[[], Any] = load_nvml) -> NvmlAnswer:
+    """Ask NVML about one card.
+
+    An idle link drops to a lower generation: ask while copies run.
+
+    Args:
+        uuid: Of the card as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
+        load: Gives the module `pynvml`, or what stands for it.
+    """
+    try:
+        nvml = load()
+        nvml.nvmlInit()
+    except Exception as error:  # without a driver the library itself is missing; its errors have many types
+        return NvmlAnswer(None, None, f"NVML is not available: {error}")
+    driver: str | None = None
+    try:
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        link = PcieLink(
+            generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            width=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            generation_max=int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+            width_max=int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+        )
+    except Exception as error:  # virtual machines and WSL2 answer some queries with "not supported"
+        return NvmlAnswer(driver, None, f"NVML refuses a query: {error}")
+    finally:
+        nvml.nvmlShutdown()
+    if link.generation not in _LANE_GBPS or link.width not in PCIE_WIDTHS:  # some virtual machines have no real link
+        return NvmlAnswer(driver, None, f"NVML tells of a link of generation {link.generation}, x{link.width}")
+    return NvmlAnswer(driver, link, "")
+
+
+MIB = 1 << 20
+# From a few rows of a KV cache to a whole layer.
+COPY_SIZES_MIB = (0.0625, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
+QUICK_COPY_SIZES_MIB = (0.25, 1.0, 16.0, 64.0)
+# Streaming cuts larger copies into pieces of this size.
+_PIECE_BYTES = 64 * MIB
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_EAGER_LAUNCHES = 2000
+_GRAPH_KERNELS = 1000
+
+
+def _event_time_s(device: torch.device, enqueue: Callable[[], object], *, budget_s: float) -> float:
+    """Shortest time between two events around `enqueue` on the current stream, in seconds; see `best_time_s`."""
+    times_s: list[float] = []
+
+    def once() -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        enqueue()
+        end.record()
+        end.synchronize()
+        times_s.append(start.elapsed_time(end) / 1e3)
+
+    with torch.cuda.device(device):
+        best_time_s(once, budget_s=budget_s)
+    return min(times_s[1:])
+
+
+class LinkBench:
+    """Buffers on both sides of one GPU's link: each [nbytes] uint8, pinned or on the device, all pages touched.
+
+    Args:
+        device: The GPU, with its index.
+        nbytes: Of one buffer; the largest copy. Takes twice as much on either side.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        # A page that was never written is the kernel's one zero page, which stays in the caches.
+        self._source_pinned, self._sink_pinned = (
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1) for _ in range(2)
+        )
+        self._source_gpu, self._sink_gpu = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy_in(self, piece_bytes: int = _PIECE_BYTES) -> None:
+        """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`."""
+        _copy(self._sink_gpu, self._source_pinned, piece_bytes)
+
+    def copy_back(self, piece_bytes: int = _PIECE_BYTES) -> None:
+        """Enqueue the whole buffer to the host on the current stream, in copies of `piece_bytes`."""
+        _copy(self._sink_pinned, self._source_gpu, piece_bytes)
+
+    def by_copy_mib(
+        self, sizes_mib: Sequence[float], *, budget_s: float, on_progress: OnProgress
+    ) -> dict[float, float]:
+        """Host to device in GB/s by MiB of one copy; the copies walk through the buffer, not over one cached place."""
+        rates = {}
+        for size_mib in counted(sizes_mib, "link, to the device", on_progress):
+            piece_bytes = int(size_mib * MIB)
+            if piece_bytes <= self.nbytes:
+                seconds = _event_time_s(self.device, partial(self.copy_in, piece_bytes), budget_s=budget_s)
+                rates[size_mib] = self.nbytes / seconds / GB
+        return rates
+
+    def back_gbps(self, *, budget_s: float) -> float:
+        """Device to host in GB/s."""
+        return self.nbytes / _event_time_s(self.device, self.copy_back, budget_s=budget_s) / GB
+
+    def both_gbps(self, *, budget_s: float) -> float:
+        """Each direction in GB/s while both run, by the slower one."""
+        streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+        def both() -> None:
+            current = torch.cuda.current_stream(self.device)
+            for stream, copy in zip(streams, (self.copy_in, self.copy_back), strict=True):
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    for _ in range(4):  # the moment in which only one has begun must not count
+                        copy()
+            for stream in streams:
+                current.wait_stream(stream)
+
+        return 4 * self.nbytes / _event_time_s(self.device, both, budget_s=budget_s) / GB
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        del self._source_pinned, self._sink_pinned, self._source_gpu, self._sink_gpu
+
+
+def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
+    for offset in range(0, src.nbytes, piece_bytes):
+        piece = slice(offset, offset + piece_bytes)
+        dst[piece].copy_(src[piece], non_blocking=True)
+
+
+class BusyLink:
+    """Keeps the link to the device busy from a thread while the `with` block runs."""
+
+    def __init__(self, bench: LinkBench) -> None:
+        self._bench = bench
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._finished_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="busy-link", daemon=True)
+
+    @property
+    def finished_bytes(self) -> int:
+        """Bytes of the copies that have arrived by now."""
+        return self._finished_bytes
+
+    def __enter__(self) -> BusyLink:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failure is not None and error is None:
+            raise CannotMeasureError(f"copies beside it failed: {self._failure}")
+
+    def _run(self) -> None:
+        try:
+            stream = torch.cuda.Stream(self._bench.device)
+            with torch.cuda.device(self._bench.device), torch.cuda.stream(stream):
+                previous = self._enqueue()
+                while not self._stop.is_set():
+                    latest = self._enqueue()  # the next ones wait in the queue while these run
+                    previous.synchronize()
+                    self._finished_bytes += self._bench.nbytes
+                    previous = latest
+            stream.synchronize()
+        except RuntimeError as failure:
+            self._failure = failure
+
+    def _enqueue(self) -> torch.cuda.Event:
+        self._bench.copy_in()
+        done = torch.cuda.Event()
+        done.record()
+        return done
+
+
+def measure_beside_link(bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float) -> tuple[float, float]:
+    """Host memory read by `threads` and the link to the device while both run, each in GB/s."""
+    passes = 0
+    with BusyLink(bench) as busy:
+        reader.read(threads)  # the copies have begun by its end
+        before_bytes, started_s = busy.finished_bytes, time.perf_counter()
+        while passes < 3 or time.perf_counter() - started_s < budget_s:
+            reader.read(threads)
+            passes += 1
+        seconds = time.perf_counter() - started_s
+        copied_bytes = busy.finished_bytes - before_bytes
+    if copied_bytes == 0:
+        raise CannotMeasureError("no copy ended while the memory was read")
+    return passes * reader.nbytes / seconds / GB, copied_bytes / seconds / GB
+
+
+def measure_hbm_gbps(device: torch.device, *, most_bytes: int, budget_s: float) -> float:
+    """Copying within the device's memory, bytes read and written together, in GB/s."""
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    nbytes = min(most_bytes, free_bytes // 4)
+    if nbytes < 128 * MIB:  # the second-level cache would answer
+        raise CannotMeasureError(f"only {format_bytes(free_bytes)} of VRAM is free: close other programs")
+    source, sink = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))  # [nbytes] uint8, GPU
+    return 2 * nbytes / _event_time_s(device, lambda: sink.copy_(source), budget_s=budget_s) / GB
+
+
+def measure_tflops(
+    device: torch.device, dtypes: Sequence[str], *, budget_s: float, on_progress: OnProgress
+) -> dict[str, float]:
+    """Dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
+    size = 8192 if torch.cuda.mem_get_info(device)[0] > 2 * GB else 4096
+    rates = {}
+    for name in counted(dtypes, "matrix products", on_progress):
+        # Products of zeros draw less power and run at higher clocks than any model's.
+        left, right = (torch.randn(size, size, device=device).to(_TORCH_DTYPES[name]) for _ in range(2))  # [n, n], GPU
+        product = torch.empty_like(left)
+        multiply = partial(torch.mm, left, right, out=product)
+        rates[name] = 2 * size**3 / _event_time_s(device, multiply, budget_s=budget_s) / 1e12
+    return rates
+
+
+def measure_launch_us(device: torch.device, *, budget_s: float) -> float:
+    """One small kernel launched from Python through torch, back to back, in microseconds."""
+    count = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_EAGER_LAUNCHES):
+            count.add_(1)
+        torch.cuda.synchronize(device)
+
+    return best_time_s(launch, budget_s=budget_s) / _EAGER_LAUNCHES * 1e6
+
+
+def measure_graph_launch_us(device: torch.device, *, budget_s: float) -> float:
+    """One small kernel within a CUDA graph of many, each after the one before, in microseconds."""
+    with torch.cuda.device(device):
+        count = torch.zeros(1, device=device)
+        count.add_(1)  # its module must be loaded before a capture
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_GRAPH_KERNELS):
+                count.add_(1)
+        return _event_time_s(device, graph.replay, budget_s=budget_s) / _GRAPH_KERNELS * 1e6

@@ -1,0 +1,277 @@
+"""What every measurement shares: how long it may take, how it shows progress, how it says that it cannot be made."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import torch
+
+from offload_runtime.config import GB, GIB, format_bytes
+from offload_runtime.hardware.host_info import HostInfo
+from offload_runtime.memory import CudaRegistrar
+
+Item = TypeVar("Item")
+# Called with (stage, done steps, steps).
+OnProgress = Callable[[str, int, int], None]
+
+
+class CannotMeasureError(Exception):
+    """A figure cannot be had on this machine; the text is the reason. Becomes part of the report, never an end."""
+
+
+def counted(items: Sequence[Item], stage: str, on_progress: OnProgress) -> Iterator[Item]:
+    """Go through the steps of a stage and report each as it begins and the last as it ends."""
+    for done, item in enumerate(items):
+        on_progress(stage, done, len(items))
+        yield item
+    on_progress(stage, len(items), len(items))
+
+
+def best_time_s(action: Callable[[], object], *, budget_s: float, least: int = 3) -> float:
+    """Shortest time of one `action`, in seconds: others on the machine only ever make it longer.
+
+    One untimed call comes first; then calls follow until `budget_s` is spent, at least `least` of them.
+    """
+    action()
+    times_s: list[float] = []
+    started_s = time.perf_counter()
+    while len(times_s) < least or time.perf_counter() - started_s < budget_s:
+        before_s = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - before_s)
+    return min(times_s)
+
+
+# Large enough that the kernel keeps several requests in flight for one reader.
+_DISK_BLOCK_BYTES = 16 << 20
+_IN_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+class HostReader:
+    """Reads a large array with a number of threads.
+
+    Args:
+        nbytes: Of the array; far more than the caches hold.
+        threads: Most threads that will read.
+        reduce: Reads a part; numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
+    """
+
+    def __init__(self, nbytes: int, threads: int, *, reduce: Callable[[np.ndarray], object] = np.max) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._reduce = reduce
+        # Pages are placed beside the core that first writes them, so each thread writes the part it will read.
+        self._words = np.empty(nbytes // 4, dtype=np.float32)
+        list(self._pool.map(lambda part: part.fill(1.0), np.array_split(self._words, threads)))
+        self.nbytes = self._words.nbytes
+
+    def read(self, threads: int) -> None:
+        """Read the whole array once with this many threads."""
+        list(self._pool.map(self._reduce, np.array_split(self._words, threads)))
+
+    def close(self) -> None:
+        """End the threads and give the array back."""
+        self._pool.shutdown()
+        self._words = np.empty(0, dtype=np.float32)
+
+
+def thread_counts(cores: int, *, quick: bool) -> list[int]:
+    """Numbers of threads to try: powers of two and all cores; quick: one and all."""
+    powers = [1] if quick else [1 << power for power in range(cores.bit_length())]
+    return sorted({*powers, cores})
+
+
+def measure_host_by_threads(
+    reader: HostReader, counts: list[int], *, budget_s: float, on_progress: OnProgress
+) -> dict[int, float]:
+    """Reading of host memory in GB/s for each number of threads."""
+    return {
+        threads: reader.nbytes / best_time_s(partial(reader.read, threads), budget_s=budget_s) / GB
+        for threads in counted(counts, "host memory", on_progress)
+    }
+
+
+def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -> float:
+    """Sequential reading of a file's first `most_bytes` past the page cache, in GB/s.
+
+    Raises:
+        CannotMeasureError: The file is in memory, too small to time, or cannot be read around the cache.
+        OSError: It cannot be read at all.
+    """
+    refuse_memory_file(file)
+    total_bytes = min(file.stat().st_size, most_bytes) // _DISK_BLOCK_BYTES * _DISK_BLOCK_BYTES
+    if total_bytes == 0:
+        raise CannotMeasureError(f"{file} has less than {_DISK_BLOCK_BYTES >> 20} MiB to read")
+    # Anonymous pages are aligned, as direct reads want.
+    with _opened_past_cache(file) as descriptor, mmap.mmap(-1, _DISK_BLOCK_BYTES) as block:
+        block.write(bytes(_DISK_BLOCK_BYTES))  # page faults are not the disk's time
+        started_s = time.perf_counter()
+        for offset in counted(range(0, total_bytes, _DISK_BLOCK_BYTES), "disk, reading", on_progress):
+            if os.preadv(descriptor, [block], offset) != _DISK_BLOCK_BYTES:
+                raise CannotMeasureError(f"{file} became shorter while it was read")
+        return total_bytes / (time.perf_counter() - started_s) / GB
+
+
+@contextmanager
+def _opened_past_cache(file: Path) -> Iterator[int]:
+    """A descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped first."""
+    if not hasattr(os, "preadv"):
+        raise CannotMeasureError("this system cannot read around its file cache")
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # the file system, or a system that is not Linux, has no direct reads
+        descriptor = os.open(file, os.O_RDONLY)
+        if not hasattr(os, "posix_fadvise"):
+            os.close(descriptor)
+            raise CannotMeasureError("this system cannot read around its file cache") from None
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def temporary_disk_file(directory: Path, nbytes: int, *, on_progress: OnProgress) -> Iterator[Path]:
+    """A file of `nbytes` of noise (file systems compress zeros) in `directory`, on the disk and gone afterwards.
+
+    Raises:
+        CannotMeasureError: Less than twice as much is free there, or the directory is in memory.
+        OSError: It cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    refuse_memory_file(directory)
+    free_bytes = psutil.disk_usage(str(directory)).free
+    if free_bytes < 2 * nbytes:
+        raise CannotMeasureError(f"{directory} has only {format_bytes(free_bytes)} free: name a file with --disk-file")
+    block = np.random.default_rng(0).bytes(min(nbytes, _DISK_BLOCK_BYTES))
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="offload-runtime-", suffix=".tmp") as file:
+        for _ in counted(range(0, nbytes, len(block)), "disk, writing a file", on_progress):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
+
+
+def refuse_memory_file(path: Path) -> None:
+    """Refuse what no disk holds, however much it looks like a file.
+
+    Raises:
+        CannotMeasureError: The path lies in a file system that is memory.
+    """
+    resolved = path.resolve()
+    mounts = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
+    holding = next((mounts[parent] for parent in (resolved, *resolved.parents) if parent in mounts), "")
+    if holding in _IN_MEMORY_FILE_SYSTEMS:
+        raise CannotMeasureError(f"{path} is in memory ({holding}): name a file on a disk with --disk-file")
+
+
+# Stays with the system and with other programs: an eighth of the memory, at most 8 GiB.
+_KEPT_SHARE, _MOST_KEPT_BYTES = 8, 8 * GIB
+_HUGE_PAGE_BYTES = 2 << 20
+_TRIALS = 3
+
+
+def kept_bytes(ram_bytes: int) -> int:
+    """Memory in bytes that is never to be locked."""
+    return min(ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES)
+
+
+def sample_bytes(host: HostInfo, wanted_bytes: int) -> int:
+    """As much of `wanted_bytes` as can be locked for a moment without anybody noticing."""
+    return max(_HUGE_PAGE_BYTES, min(wanted_bytes, host.available_bytes // 8) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+
+
+class _Pages:
+    """Anonymous memory that has been written to, [nbytes] uint8, so that locking it is all that is left to do."""
+
+    def __init__(self, nbytes: int) -> None:
+        pages = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # as the arenas of the weights ask for
+            with contextlib.suppress(OSError):  # a kernel built without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+        self.nbytes = nbytes
+
+    def lock(self) -> int:
+        """Lock the pages; returns CUDA's error code, 0 for success."""
+        return CudaRegistrar().register(self._buffer.data_ptr(), self.nbytes)
+
+    def unlock(self) -> None:
+        """Unlock the pages."""
+        CudaRegistrar().unregister(self._buffer.data_ptr())
+
+
+def measure_pin_gbps(nbytes: int) -> float:
+    """Locking `nbytes` that have been written to, in GB/s; the best of a few.
+
+    Raises:
+        CannotMeasureError: The system refuses to lock that much.
+    """
+    pages = _Pages(nbytes)
+    times_s = []
+    for _ in range(_TRIALS):
+        started_s = time.perf_counter()
+        code = pages.lock()
+        times_s.append(time.perf_counter() - started_s)
+        if code != 0:
+            raise CannotMeasureError(f"the system refuses to lock {format_bytes(nbytes)} (CUDA error {code})")
+        pages.unlock()
+    return nbytes / min(times_s) / GB
+
+
+def estimate_pinnable_bytes(host: HostInfo, *, sample_locked: bool) -> int:
+    """What may be locked, judged by free memory and the kind of system, without trying it.
+
+    `sample_locked` says whether a sample could be locked: drivers do not count CUDA's locking against RLIMIT_MEMLOCK,
+    so the limit is believed only where the sample was refused.
+
+    Raises:
+        CannotMeasureError: Not even the sample could be locked, and no limit says why.
+    """
+    if not sample_locked:
+        if not host.locked_limit_bytes:
+            raise CannotMeasureError("the system refuses to lock memory")
+        return min(host.locked_limit_bytes, host.ram_bytes)
+    spare_bytes = host.available_bytes - kept_bytes(host.ram_bytes)
+    if host.wsl:  # Windows' driver locks about half of what the virtual machine has
+        spare_bytes = min(spare_bytes, host.ram_bytes // 2)
+    if spare_bytes <= 0:
+        raise CannotMeasureError(
+            f"{format_bytes(host.available_bytes)} of memory is free and {format_bytes(kept_bytes(host.ram_bytes))} of "
+            "it stays with the system: close other programs"
+        )
+    return spare_bytes
+
+
+def try_pinnable_bytes(host: HostInfo, *, on_progress: OnProgress) -> int:
+    """Lock memory in blocks of 1 GiB until the system refuses or only its own share is free; in bytes.
+
+    Raises:
+        CannotMeasureError: Not one block can be locked.
+    """
+    blocks = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB
+    locked: list[_Pages] = []
+    try:
+        for _ in counted(range(blocks), "pinning all", on_progress):
+            pages = _Pages(GIB)
+            if pages.lock() != 0:
+                break
+            locked.append(pages)
+    finally:
+        for pages in locked:
+            pages.unlock()
+    if not locked:
+        raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")
+    return len(locked) * GIB

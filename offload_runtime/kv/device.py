@@ -1,0 +1,159 @@
+"""The KV cache on the compute device, reserved in full up front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from offload_runtime_kernels.attention import QueryRows, attention
+from offload_runtime_kernels.compact_rows import compact_rows
+from offload_runtime_kernels.gather_chunks import BlockTable
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.errors import BudgetError, ContextLengthError
+from offload_runtime.kv.cache import BlockObserver, compact_path, upload_slots
+from offload_runtime.memory import DeviceBudget
+
+
+class DeviceKVCache:
+    """A cache that lives on the compute device.
+
+    Rolling back is only a length: what lies behind it is overwritten later.
+
+    Args:
+        config: The model's shape.
+        dtype: Of keys and values.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
+        batch: Sequences.
+        budget: Ledger to reserve from.
+        name: What to call it in the ledger.
+        spare_slots: Places behind all tokens of each sequence, for keys and values of what may become part of it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
+        name: str = "KV cache", spare_slots: int = 0,
+    ) -> None:  # fmt: skip
+        self.capacity_tokens = capacity_tokens
+        self.reach_tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.spare_slots = range(self.reach_tokens, self.reach_tokens + spare_slots)
+        self._lengths = [0] * batch
+        self._tables: dict[int, BlockTable] = {}
+        self._rows = slice(None)  # of the batch, that the running pass is about
+        self._ends = [0] * batch  # tokens that the running pass reaches
+        self.observers: list[BlockObserver] = []
+        blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+        shape = (config.num_layers, batch, blocks, *block_shape(config))
+        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch, spare_slots=spare_slots)
+        # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
+        try:
+            self._data = budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
+        except (RuntimeError, MemoryError) as error:
+            raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
+
+    def store(self, layer: int) -> KVBlocks:
+        return KVBlocks(self._data[layer, self._rows])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        return attention(q, self.store(layer), rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def length(self, sequence: int) -> int:
+        return self._lengths[sequence]
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._ends[sequence] = self._lengths[sequence] + count
+            check_capacity(self._ends[sequence], self.reach_tokens)
+        self._rows = slice(None)
+
+    def begin_prefill(self, sequence: int, count: int) -> None:
+        check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
+        self._rows = slice(sequence, sequence + 1)
+
+    def end_prefill(self, sequence: int, count: int) -> None:
+        self.commit(sequence, count)
+
+    def commit(self, sequence: int, count: int) -> None:
+        before = self._lengths[sequence]
+        assert count >= 0 and before + count <= self.reach_tokens
+        self._lengths[sequence] += count
+        full = range(before // BLOCK_TOKENS, self._lengths[sequence] // BLOCK_TOKENS)
+        for observer in self.observers if full else ():
+            for layer in range(self._data.shape[0]):
+                observer.on_blocks(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
+
+    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+        compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
+        self.commit(sequence, len(rows))
+
+    def adopt(self, sequence: int, slots: Sequence[int], first: int) -> None:
+        """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:
+        one launch on the current stream, however many. Commits nothing."""
+        assert all(slot in self.spare_slots for slot in slots) and first + len(slots) <= self.capacity_tokens
+        if slots:
+            sources = upload_slots(slots, self._data.device)
+            compact_rows(KVBlocks(self._data[:, sequence]), sources, first)
+
+    def recent_blocks(self, sequence: int) -> range:
+        """The open block, a full one before it, and what the announced window reaches."""
+        return range(kept_from(self._lengths[sequence]), num_blocks(self._ends[sequence]))
+
+    def block_table(self, layer: int) -> BlockTable:
+        """Where the layer's blocks lie."""
+        if layer not in self._tables:
+            table = BlockTable.empty(self._data.shape[1], self._data.shape[2], self._data.device)
+            for sequence in range(self._data.shape[1]):
+                table.put(sequence, 0, self._data[layer, sequence])
+            self._tables[layer] = table
+        return self._tables[layer]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        assert 0 <= length <= self._lengths[sequence]
+        self._lengths[sequence] = length
+
+    def close(self) -> None:
+        pass
+
+
+def kept_from(length: int) -> int:
+    """First of the blocks that are kept at hand of `length` tokens: the open one and a full one before it."""
+    return max(0, length // BLOCK_TOKENS - 1)
+
+
+def check_capacity(needed_tokens: int, capacity_tokens: int) -> None:
+    """Raise `ContextLengthError` when a sequence would not fit."""
+    if needed_tokens > capacity_tokens:
+        raise ContextLengthError(
+            f"{needed_tokens} tokens do not fit the {capacity_tokens} that the KV cache was reserved for: "
+            "raise --context, shorten the prompt or lower --max-new-tokens"
+        )
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def block_shape(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Shape of one layer's block: keys and values, heads, tokens, channels."""
+    return 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
+
+
+def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one layer's block."""
+    return 2 * config.num_kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
+
+
+def kv_cache_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_slots: int = 0
+) -> int:
+    """Bytes of a `DeviceKVCache`."""
+    blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+    return config.num_layers * batch * blocks * block_bytes(config, dtype)

@@ -1,0 +1,286 @@
+"""The middle level's view of sequences: the chunks that their queries choose, and the target's newest blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
+from offload_runtime_kernels.gather_chunks import BlockTable
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.kv.cache import BlockObserver
+from offload_runtime.kv.device import DeviceKVCache, kv_cache_bytes, num_blocks
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, retrieved_bytes, summaries_bytes
+from offload_runtime.memory import DeviceBudget
+
+_NO_LIMIT = (1 << 31) - 1
+# Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.
+_FAR_BLOCKS = 16
+
+
+class ChunkSource(Protocol):
+    """What the middle level needs of the target's own cache."""
+
+    reach_tokens: int
+
+    def store(self, layer: int) -> KVBlocks:
+        """Where new keys and values go: tentative ones, which the target's own pass overwrites."""
+
+    def recent_blocks(self, sequence: int) -> range:
+        """Blocks that are at hand on the device, up to the end of the announced window; the earlier ones are complete
+        where `block_table` says."""
+
+    def block_table(self, layer: int) -> BlockTable:
+        """Where the layer's blocks lie."""
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """Passes will put `counts[i]` tokens behind the committed ones of `sequences[i]`."""
+
+
+class RetrievalCache:
+    """A `LayerCache` of several sequences: each one's retrieved chunks beside the target's newest blocks, with nothing
+    between. What belongs to a sequence alone is on the device, so that passes of equal `shape` are the same launches.
+
+    Args:
+        source: The target's cache.
+        chunks: What is retrieved.
+        policy: Chooses it by the queries of a pass.
+        batch: Sequences of all of them.
+        device: The compute device.
+    """
+
+    def __init__(
+        self, source: ChunkSource, chunks: RetrievedChunks, policy: ChunkPolicy, *, batch: int, device: torch.device
+    ) -> None:
+        self._source = source
+        self._chunks = chunks
+        self._policy = policy
+        self._batch = batch
+        self._rows = range(0)  # sequences of the running passes: every pass is about all of these
+        self._recent = [range(0)] * batch
+        self._refresh = True  # whether the next pass chooses chunks anew
+        # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys.
+        self._words = _RowWords(batch, device)
+        self._available: list[int] = []
+        self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
+
+    def recent(self, sequence: int = 0) -> range:
+        """Blocks of a sequence that are attended to in full."""
+        return self._recent[sequence]
+
+    @property
+    def shape(self) -> Hashable:
+        """All that the next pass depends on besides device memory."""
+        return self._rows, self._refresh, self._most_available, self._far_blocks, self._recent_blocks
+
+    @property
+    def _most_available(self) -> int:
+        """Chunks that no sequence has more of to choose from."""
+        chunks_per_block = BLOCK_TOKENS // self._chunks.chunk_size
+        blocks = -(-max(self._available) // chunks_per_block)
+        most = -(-blocks // _FAR_BLOCKS) * _FAR_BLOCKS
+        return min(most, num_blocks(self._source.reach_tokens)) * chunks_per_block
+
+    def begin_window(self, rows: range, counts: Mapping[int, int]) -> bool:
+        """Passes over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
+        still in every one of them.
+
+        Returns:
+            Whether the far part of a sequence has grown since its last window: the first pass must choose chunks.
+        """
+        self._source.begin_window(list(counts), list(counts.values()))
+        self._rows, grown = rows, False
+        recent = [range(0)] * len(rows)
+        for sequence in counts:
+            before, now = self._recent[sequence].start, self._source.recent_blocks(sequence)
+            self._recent[sequence] = recent[rows.index(sequence)] = now
+            grown |= now.start != before
+        size = self._chunks.chunk_size
+        self._available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
+        keys = [min(available, self._chunks.budget_chunks) * size for available in self._available]
+        self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
+        self._words.put(
+            self._available, [(0, count) for count in keys], [(blocks.start, _NO_LIMIT) for blocks in recent]
+        )
+        return grown
+
+    def begin_pass(self, *, refresh: bool) -> None:
+        """The next pass chooses chunks anew, or uses what is there; a replay runs no other code of this class."""
+        self._refresh = refresh
+
+    def forget(self) -> None:
+        """Other sequences begin: what was retrieved is of no use."""
+        for sequence in range(self._batch):
+            self._chunks.forget(sequence)
+        self._recent = [range(0)] * self._batch
+
+    def store(self, layer: int) -> KVBlocks:
+        return self._source.store(layer)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Choose chunks if asked to, then attend to them and to the recent blocks."""
+        assert sliding_window is None and not prefill and q.shape[0] == len(self._rows)
+        first, count = self._rows.start, len(self._rows)
+        if self._refresh and self._far_blocks:
+            selected = self._policy.select(
+                layer, q, self._words.available(count), scale=scale, rows_used=rows.used, sequence=first,
+                held=self._chunks.resident(layer)[first : first + count], most=self._most_available,
+            )  # fmt: skip
+            self._chunks.update(
+                layer, selected, self._source.block_table(layer), self._available, sequence=first, used=rows.used
+            )
+        # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
+        far = KeySource(self._chunks.blocks(layer), range(self._far_blocks), bounds=self._words.far(count))
+        near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=self._words.near(count))
+        return attend_sources(q, [far, near], rows, scale=scale)
+
+
+class _RowWords:
+    """A few integers of every row of a pass, in one tensor that never moves and one copy to the device.
+
+    Args:
+        batch: Most rows.
+        device: Where they are read.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        # Each part begins at a multiple of 16 bytes.
+        self._starts = [0, -(-batch // 4) * 4, -(-batch // 4) * 4 + -(-2 * batch // 4) * 4]
+        self._device = torch.zeros(self._starts[2] + 2 * batch, dtype=torch.int32, device=device)
+        self._host: list[int] = []
+
+    def put(self, available: Sequence[int], far: Sequence[tuple[int, int]], near: Sequence[tuple[int, int]]) -> None:
+        """Send the integers of the next passes' rows, on the current stream and without waiting."""
+        words = [0] * len(self._device)
+        parts = available, [word for pair in far for word in pair], [word for pair in near for word in pair]
+        for start, part in zip(self._starts, parts, strict=True):
+            words[start : start + len(part)] = part
+        if words != self._host:
+            host = torch.tensor(words, dtype=torch.int32)
+            self._device.copy_(host.pin_memory() if self._device.is_cuda else host, non_blocking=True)
+            self._host = words
+
+    def available(self, count: int) -> torch.Tensor:
+        """[count] int32: chunks to choose from."""
+        return self._device[:count]
+
+    def far(self, count: int) -> torch.Tensor:
+        """[count, 2] int32: bounds of the retrieved keys; see `KeySource`."""
+        return self._device[self._starts[1] :][: 2 * count].view(count, 2)
+
+    def near(self, count: int) -> torch.Tensor:
+        """[count, 2] int32: bounds of the recent keys."""
+        return self._device[self._starts[2] :][: 2 * count].view(count, 2)
+
+
+class RetrievedDraftCache:
+    """All keys and values of a small model, and for decoding the chunks that its queries choose (cf. arXiv 2404.11912).
+
+    A prefill attends to everything. Every other pass attends to each sequence's retrieved chunks and newest blocks; its
+    own queries choose the chunks, unless `begin_step` says otherwise. Layers with a sliding window attend to their
+    window. A text that the budget holds is attended to in full.
+
+    Args:
+        config: The draft's shape.
+        dtype: Of keys and values.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
+        budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
+        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
+        batch: Sequences.
+        budget: Ledger to reserve from; see `retrieved_draft_bytes`.
+        name: What to call it in the ledger.
+
+    Raises:
+        OptionError: The retrieval budget or the chunk size makes no sense.
+        BudgetError: The device memory is not there.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
+        batch: int, budget: DeviceBudget, name: str = "draft: KV cache",
+    ) -> None:  # fmt: skip
+        self.capacity_tokens = capacity_tokens
+        self._full = DeviceKVCache(
+            config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget, name=name
+        )
+        self._chunks = RetrievedChunks(
+            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
+            name=f"{name}: retrieved",
+        )  # fmt: skip
+        policy = RetrievalPolicy(
+            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, capacity_tokens=capacity_tokens,
+            batch=batch, budget=budget,
+        )  # fmt: skip
+        self._full.observers.append(policy)
+        self.warm_up = policy.warm_up
+        self._view = RetrievalCache(self._full, self._chunks, policy, batch=batch, device=budget.device)
+        self._reach = [0] * batch  # no token from here on is in a retrieved chunk
+        self.store, self.length = self._full.store, self._full.length
+        self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill
+        self.commit, self.commit_path = self._full.commit, self._full.commit_path
+        self.close, self.reach_tokens = self._full.close, self._full.reach_tokens
+        self.observers: list[BlockObserver] = self._full.observers
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+        """
+        (sequence,), (count,) = sequences, counts
+        self.begin_steps(range(sequence, sequence + 1), {sequence: count})
+        self._view.begin_pass(refresh=True)
+
+    def begin_steps(self, rows: range, counts: Mapping[int, int]) -> None:
+        """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
+        still.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+        """
+        self._view.begin_window(rows, counts)
+        for sequence in counts:
+            self._reach[sequence] = max(self._reach[sequence], self._view.recent(sequence).start * BLOCK_TOKENS)
+
+    def begin_step(self, *, first: bool) -> Hashable:
+        """The next pass is one of the announced steps; the first chooses chunks, the others use them.
+
+        Returns:
+            All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
+        """
+        self._view.begin_pass(refresh=first)
+        return self._view.shape
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        whole = prefill or sliding_window is not None  # a window is close by, and no chunk stands for it
+        cache = self._full if whole else self._view
+        return cache.attend(layer, q, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._full.truncate(sequence, length)
+        # Not at every rejected guess: those lie behind what is retrieved.
+        if length < self._reach[sequence]:
+            self._chunks.forget(sequence, length)
+            self._reach[sequence] = length
+
+
+def retrieved_draft_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int, batch: int
+) -> int:
+    """Device bytes of a `RetrievedDraftCache`: all keys and values, the retrieved ones, and what chooses them."""
+    return (
+        kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
+        + retrieved_bytes(config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch)
+        + summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
+    )

@@ -1,0 +1,44 @@
+"""Memory with hard limits: page-aligned host arenas, what of them is page-locked, and a ledger of device memory.
+
+The lowest room: it knows bytes and devices, and nothing of what lies in them.
+"""
+
+from offload_runtime.memory.arena import PAGE_BYTES, HostArena, check_host_memory
+from offload_runtime.memory.device_budget import (
+    LAZY_MODULE_BYTES,
+    TYPICAL_CONTEXT_BYTES,
+    DeviceBudget,
+    Reservation,
+    current_device,
+    device_memory_used_by_others,
+    resolve_device,
+)
+from offload_runtime.memory.page_locking import (
+    LOCK_BLOCK_BYTES,
+    CountedRegistrar,
+    CudaRegistrar,
+    LockedPages,
+    PageableMemory,
+    Registrar,
+    make_registrar,
+)
+
+__all__ = [
+    "LAZY_MODULE_BYTES",
+    "LOCK_BLOCK_BYTES",
+    "PAGE_BYTES",
+    "TYPICAL_CONTEXT_BYTES",
+    "CountedRegistrar",
+    "CudaRegistrar",
+    "DeviceBudget",
+    "HostArena",
+    "LockedPages",
+    "PageableMemory",
+    "Registrar",
+    "Reservation",
+    "check_host_memory",
+    "current_device",
+    "device_memory_used_by_others",
+    "make_registrar",
+    "resolve_device",
+]

@@ -1,0 +1,185 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from offload_runtime.config import format_bytes, size_option_down
+from offload_runtime.errors import BudgetError, DeviceError
+
+# Context, cuBLAS and Triton modules of one process, when nothing was there to measure it by (H200, torch 2.11: 0.5 GB).
+TYPICAL_CONTEXT_BYTES = 600_000_000
+
+
+# Modules that load lazily, after the context has been measured.
+LAZY_MODULE_BYTES = 200_000_000
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """One line of the ledger."""
+
+    name: str
+    nbytes: int
+
+
+class DeviceBudget:
+    """Ledger of device memory with a hard limit.
+
+    Args:
+        device: Where the memory is. On the CPU the ledger only counts, so that the same plans can be tried anywhere.
+        limit_bytes: Most that this process may take on the device, everything included; None: all that is free.
+        other_bytes: On CUDA, what other processes already held before this one touched the device.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None, *, other_bytes: int | None = None) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.reservations: list[Reservation] = []
+        self._other_bytes = 0
+        self.context_bytes = 0
+        if device.type == "cuda":
+            limit_bytes = self._measure_context(limit_bytes, other_bytes)
+        self.limit_bytes = limit_bytes
+        self._peak_bytes = 0
+        self._cap_allocator()
+
+    def _measure_context(self, limit_bytes: int | None, other_bytes: int | None) -> int:
+        torch.zeros(1, device=self.device)  # creates the context
+        gc.collect()
+        torch.cuda.empty_cache()  # what an earlier runtime's last tensors left with the allocator would count as ours
+        torch.cuda.synchronize(self.device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        used_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
+        if other_bytes is None:
+            other_bytes = max(0, used_bytes - TYPICAL_CONTEXT_BYTES)
+        self._other_bytes = min(other_bytes, used_bytes)
+        self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
+        available_bytes = total_bytes - self._other_bytes
+        if limit_bytes is None:
+            return available_bytes
+        if limit_bytes > available_bytes:
+            raise BudgetError(
+                f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(available_bytes)} that "
+                f"{self.device} has free: lower it to {size_option_down(available_bytes)} or close other programs "
+                "that use the card"
+            )
+        return limit_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Sum of the ledger and of the CUDA context."""
+        return self.context_bytes + sum(item.nbytes for item in self.reservations)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What may still be reserved; None without a limit."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.reserved_bytes
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Enter `nbytes` for `name`, or raise `BudgetError` when the limit would be exceeded."""
+        free_bytes = self.free_bytes
+        if free_bytes is not None and nbytes > free_bytes:
+            raise BudgetError(
+                f"{name} needs {format_bytes(nbytes)} of device memory but {format_bytes(max(free_bytes, 0))} of "
+                f"{format_bytes(self.limit_bytes or 0)} is left: raise --vram, lower --context or "
+                "keep fewer layers resident"
+            )
+        self.reservations.append(Reservation(name, nbytes))
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        """Reserve and allocate a device buffer: uint8 [nbytes]."""
+        self.reserve(name, nbytes)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{name}: the device refused {format_bytes(nbytes)} although the budget allows it: "
+                "another program took the memory; close it or lower --vram"
+            ) from error
+
+    def _cap_allocator(self) -> None:
+        """Hold torch's allocator to the limit: what exceeds it raises instead of being taken."""
+        if self.device.type != "cuda" or self.limit_bytes is None:
+            return
+        total_bytes = torch.cuda.mem_get_info(self.device)[1]
+        # What this process holds already belongs to others than this budget's owner.
+        allowed_bytes = self.limit_bytes - self.context_bytes + torch.cuda.memory_reserved(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, allowed_bytes) / total_bytes), self.device)
+
+    def release(self) -> None:
+        """Lift the cap of torch's allocator again; the memory itself is given back by whoever holds it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def peak_bytes(self) -> int:
+        """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
+        if self.device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            self._peak_bytes = max(self._peak_bytes, total_bytes - free_bytes - self._other_bytes)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self.reserved_bytes)
+        return self._peak_bytes
+
+
+def device_memory_used_by_others(index: int) -> int | None:
+    """Bytes in use on GPU `index` before this process touches it, from the driver; None when that cannot be told.
+
+    Must be called before the CUDA context exists, since afterwards the context itself is counted.
+    """
+    if torch.cuda.is_initialized():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no driver library: nothing to measure by
+        return None
+    try:
+        used_by_uuid: dict[str, int] = {}
+        for position in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(position)
+            uuid = str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
+            # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
+            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+            used_by_uuid[uuid] = int(info.used)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return used_by_uuid.get(str(torch.cuda.get_device_properties(index).uuid))
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one for a while: kernels, events and page-locking go where the current device is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn `auto`, `cpu`, `cuda` or `cuda:N` into a device that exists.
+
+    Raises:
+        DeviceError: CUDA was asked for and is not there, or there is no such GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"{name!r} is not a device: use auto, cuda, cuda:N or cpu") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise DeviceError(f"device {name!r} is not supported: use cuda or cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("no CUDA device is available to torch: use --device cpu, or install a CUDA build of torch")
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} GPU(s)")
+    return torch.device("cuda", index)

@@ -1,0 +1,195 @@
+"""What a draft's cache holds of each text: brought up to what is known now, however the text got there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
+from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
+
+# More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
+CATCH_UP_TOKENS = 32
+# The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
+# its cache, and the rest is written a second time.
+REWRITTEN_TOKENS = 2
+
+
+class DraftRunner(Protocol):
+    """What is needed of the runner of a small model."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """Its maths."""
+
+    @property
+    def streamer(self) -> Any:
+        """Its weights: a `LayerStreamer`."""
+
+    @property
+    def cache(self) -> Any:
+        """Its `KVCache`."""
+
+    def prefill(self, sequence: int, tokens: Sequence[int]) -> torch.Tensor:
+        """Put tokens into the cache and commit them."""
+
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        """Logits [B, T, V] of a pass over prepared rows; never waits."""
+
+
+class DraftTexts:
+    """The texts of all sequences as far as the draft has read them.
+
+    Passes are about one sequence: steps leave almost nothing to catch up with. Everything is enqueued on the current
+    stream.
+
+    Args:
+        runner: Of the small model.
+        rope: Its rotary table; of a `StreamingDraftCache` for `fixed_length=cache.capacity_tokens`.
+        last_token: Of the draft's vocabulary.
+        batch: Sequences.
+    """
+
+    def __init__(self, runner: DraftRunner, rope: RopeTable, *, last_token: int, batch: int) -> None:
+        self._runner = runner
+        self._streaming = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
+        self._last_token = last_token
+        self.rope = rope
+        self._rows = RowBuilder(rope, runner.cache.store(0).data.device)
+        # The leading tokens whose keys the cache holds, or held before it let go of them.
+        self._cached: list[list[int]] = [[] for _ in range(batch)]
+
+    def start(self, sequence: int) -> int:
+        """Tokens that a streaming cache has let go of, so that indices in it are so much smaller than positions."""
+        return 0 if self._streaming is None else self._streaming.start(sequence)
+
+    def start_for(self, length: int) -> int:
+        """The same of a text of `length` tokens."""
+        return 0 if self._streaming is None else self._streaming.start_for(length)
+
+    def num_kept(self, length: int) -> int:
+        """Tokens that the cache keeps of a text of `length`."""
+        return length - self.start_for(length)
+
+    def rope_shift(self, sequence: int) -> int:
+        """How much further keys are rotated than their indices say."""
+        return 0 if self._streaming is None else self._streaming.rope_shift(sequence)
+
+    @torch.inference_mode()
+    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Bring the cache to all of `tokens` but those that a first step feeds itself."""
+        target = max(0, len(tokens) - REWRITTEN_TOKENS)
+        self._bring(sequence, tokens, min(_common_prefix(self._cached[sequence], tokens), target), target)
+
+    @torch.inference_mode()
+    def catch_up_but(self, sequence: int, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Bring the cache to all of `tokens` but the last one and at most `most` before it, which a step feeds itself.
+
+        Returns:
+            These.
+        """
+        known = _common_prefix(self._cached[sequence], tokens[:-1])
+        target = max(known, len(tokens) - 1 - most)
+        if self._streaming is not None and (start := self.start_for(len(tokens))):
+            target = max(target, start + self._streaming.sink_tokens)  # sinks are fed when they move, and never again
+        self._bring(sequence, tokens, known, target)
+        return tokens[target:]
+
+    @torch.inference_mode()
+    def move_on(self, sequence: int) -> None:
+        """Let a streaming cache that holds a whole text let go of what it does not keep of one of this length."""
+        tokens = self._cached[sequence]
+        self._bring(sequence, tokens, len(tokens), len(tokens))
+
+    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+        """Whether the cache has the keys of exactly these tokens."""
+        return self._cached[sequence] == list(tokens)
+
+    def _bring(self, sequence: int, tokens: Sequence[int], known: int, target: int) -> None:
+        """Bring the cache to the first `target` of `tokens`, of which it keeps the first `known`."""
+        # First, so that an interruption never leaves it longer than the cache.
+        cached, self._cached[sequence] = self._cached[sequence], []
+        del cached[known:]
+        if self._must_begin_anew(sequence, len(tokens), known):
+            self._begin_anew(sequence, tokens[:target], self.start_for(len(tokens)))
+        else:
+            if self.start_for(len(tokens)) > self.start(sequence):
+                self._let_go(sequence, cached, self.start_for(len(tokens)))
+            self._set_length(sequence, known)
+            self._cached[sequence] = cached
+            self._feed(sequence, tokens[known:target])
+        cached += tokens[known:target]
+        self._cached[sequence] = cached
+
+    def learned(self, sequence: int, newest: Sequence[int]) -> None:
+        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
+        self._set_length(sequence, len(self._cached[sequence]) + len(newest))
+        self._cached[sequence] += newest
+
+    def _begin_pass(self, sequence: int, count: int) -> None:
+        """Announce a pass that is no prefill and puts `count` tokens behind the cache's own."""
+        self._runner.cache.begin_window([sequence], [count])
+
+    def _set_length(self, sequence: int, length: int) -> None:
+        """Let the cache hold the sequence's first `length` tokens, whose keys have been written."""
+        cache, length = self._runner.cache, length - self.start(sequence)
+        if length < cache.length(sequence):
+            cache.truncate(sequence, length)
+        else:
+            cache.commit(sequence, length - cache.length(sequence))
+
+    def _must_begin_anew(self, sequence: int, length: int, known: int) -> bool:
+        """Whether a streaming cache has let go of what it should hold, or would be fed too much at a time."""
+        cache = self._streaming
+        if cache is None:
+            return False
+        start = cache.start_for(length)
+        if start < cache.start(sequence) or (start and known < start + cache.sink_tokens):
+            return True
+        # A prompt is rotated by its indices.
+        return start > 0 and length - known > CATCH_UP_TOKENS
+
+    def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
+        """Prefill what a streaming cache keeps of `tokens`, and nothing else."""
+        assert self._streaming is not None
+        self._streaming.reset(sequence, start)
+        kept = kept_positions(len(tokens), start, self._streaming.sink_tokens)
+        if kept:
+            self._runner.prefill(sequence, self._clamped([tokens[position] for position in kept]))
+
+    def _let_go(self, sequence: int, tokens: Sequence[int], start: int) -> None:
+        """Move a streaming cache on, and compute its sinks where they now belong."""
+        cache = self._streaming
+        assert cache is not None
+        self._set_length(sequence, len(tokens))
+        cache.move(sequence, start)
+        sinks = Window(tuple(self._clamped(tokens[: cache.sink_tokens])))
+        self._begin_pass(sequence, 0)  # over what is in the cache already
+        rows = self._rows.build([sinks], [0], [sequence], rope_shift=cache.rope_shift(sequence))
+        self._runner.run_rows(rows)
+
+    def _feed(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Put tokens behind those in the cache."""
+        cache, new = self._runner.cache, self._clamped(tokens)
+        if len(new) > CATCH_UP_TOKENS:
+            self._runner.prefill(sequence, new)
+        elif new:
+            self._begin_pass(sequence, len(new))
+            committed, shift = cache.length(sequence), self.rope_shift(sequence)
+            rows = self._rows.build([Window(tuple(new))], [committed], [sequence], rope_shift=shift)
+            self._runner.run_rows(rows)
+            cache.commit(sequence, len(new))
+
+    def _clamped(self, tokens: Sequence[int]) -> list[int]:
+        """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""
+        return [min(token, self._last_token) for token in tokens]
+
+
+def _common_prefix(left: list[int], right: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences share; of long ones, which mostly share all, without many copies."""
+    length = min(len(left), len(right))
+    if (left if len(left) == length else left[:length]) == list(right[:length]):
+        return length
+    return next(index for index in range(length) if left[index] != right[index])

@@ -1,0 +1,129 @@
+"""The middle level: the target's own weights over a small retrieved cache, as a step on the device.
+
+A step feeds every sequence's newest known token and the draft's proposals behind it, samples with the shared noise,
+accepts by equality, and moves the windows' ends, all without the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from offload_runtime_kernels.attention_sources import sources_workspace_bytes
+from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
+from offload_runtime_kernels.window_steps import StepRotation
+
+from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.copy.schedule import ResidentLayers
+from offload_runtime.kv.retrieval_cache import RetrievalCache
+from offload_runtime.model import Decoder, PassRows, RopeTable
+from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
+from offload_runtime.runners.target import window_pass
+from offload_runtime.runners.token_window import DeviceWindow
+from offload_runtime.sampling import sample
+from offload_runtime.trace import DRAFT, TraceRecorder
+
+
+class RetrievalTarget:
+    """Runs the target over retrieved chunks and recent blocks (TriForce, arXiv 2404.11912, section 4).
+
+    Args:
+        decoder: The target's maths.
+        layers: Its weights, all on the device.
+        cache: What it sees.
+        rope: Its rotary table.
+        window: Where tokens come from and go.
+        gamma: Most proposals a step verifies.
+        reach_tokens: Most tokens of a sequence, tentative ones included.
+        batch: Sequences; their numbers are the batch rows in the caches and key the noise.
+    """
+
+    def __init__(
+        self, decoder: Decoder, layers: ResidentLayers, cache: RetrievalCache, rope: RopeTable, window: DeviceWindow,
+        *, gamma: int, reach_tokens: int, batch: int = 1,
+    ) -> None:  # fmt: skip
+        device = window.device
+        self.cache = cache
+        self._window = window
+        self._gamma = gamma
+        self._reach_tokens = reach_tokens
+        self._rope = rope
+        self._decoder = decoder
+        self._layers = layers
+        self._last_token = decoder.config.vocab_size - 1
+        self.graphs = StepGraphs(device)
+        self._params = SamplingParams()
+        self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
+        self._rotation = StepRotation(rope.frequencies(1).repeat(batch, 1), rope.scaling)
+        self._frequency_sets = [0] * batch
+        self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+
+    @torch.inference_mode()
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        """Choose tokens this way from now on, for the first `num_sequences` sequences, which are others than before."""
+        self._params = params
+        self._window.use(num_sequences)
+        self.cache.forget()
+        self._counts.zero_()
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """Of every sequence, its steps since `start` and the proposals that they accepted. Waits for the device."""
+        return [(steps, accepted) for steps, accepted in self._counts.tolist()]
+
+    @torch.inference_mode()
+    def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
+        """Steps will put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all others stand still;
+        whether the chunks must be chosen anew."""
+        for sequence, length in lengths.items():
+            chosen = self._rope.frequency_set(length)
+            if chosen != self._frequency_sets[sequence]:
+                self._rotation.frequencies[sequence].copy_(self._rope.frequencies(length))
+                self._frequency_sets[sequence] = chosen
+        return self.cache.begin_window(range(self._window.num_rows), counts)
+
+    @torch.inference_mode()
+    def step(self, num_proposals: int, *, refresh: bool) -> None:
+        """Enqueue one step that verifies `num_proposals` tokens behind every window's end; never waits.
+
+        Args:
+            num_proposals: At most `gamma`.
+            refresh: Choose the chunks by this step's queries first.
+        """
+        assert num_proposals <= self._gamma
+        started = None if self.recorder is None else self.recorder.mark()
+        self.cache.begin_pass(refresh=refresh)
+        key = num_proposals, self.cache.shape, self._params
+        self.graphs.run(key, partial(self._step, num_proposals, self._params))
+        if self.recorder is not None:
+            told = {"proposals": num_proposals, "refresh": refresh}
+            self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), told)
+
+    def _step(self, num_proposals: int, params: SamplingParams) -> None:
+        """Captured: no tensor of the host."""
+        window, count = self._window, num_proposals + 1
+        step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
+        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._reach_tokens)
+        # The middle level promises no bits, so its products only have to be quick.
+        logits = window_pass(self._decoder, self._layers, self.cache, rows, None).flatten(0, 1)  # [B*T, V]
+        samples = sample(logits, params, step.following, step.sequences)
+        window.accept(samples.view(window.num_rows, count), self._counts)
+
+
+def middle_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int) -> int:
+    """Device bytes of what a step of the middle level computes on its way, which its graphs keep.
+
+    Args:
+        config: The target's shape.
+        element_bytes: Of its dtype.
+        batch: Sequences.
+        rows: Of each sequence.
+        far_chunks: Most chunks of a sequence to choose from.
+    """
+    all_rows, heads = batch * rows, batch * config.num_kv_heads
+    scores = 4 * heads * far_chunks
+    chunk_logits = 4 * all_rows * config.num_heads * far_chunks
+    workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
+    return step_activation_bytes(config, element_bytes, rows=all_rows) + workspace

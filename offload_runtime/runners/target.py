@@ -1,0 +1,174 @@
+"""Runners: tokens in, logits out. They join weights in motion, decoder and cache into passes.
+
+A pass is layer-major: every piece of its rows goes through layer 0, then layer 1, …, so that each streamed layer
+crosses the link once per pass, however long the prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.kv import KVCache, LayerCache
+from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, few_row_embed, few_row_head, few_row_layer
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Heights of the matrix products, the same for every pass of a run (see `model.linear`).
+
+    `window_rows` for decoding windows, `prefill_rows` for prompts; a prompt is worked on in pieces of
+    `prefill_chunk_tokens`, a multiple of `prefill_rows`, which bounds the activations and changes no bit.
+    """
+
+    window_rows: int
+    prefill_rows: int
+    prefill_chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        assert self.window_rows > 0 and self.prefill_rows > 0
+        assert self.prefill_chunk_tokens % self.prefill_rows == 0
+
+
+class ModelRunner:
+    """Runs passes of one model.
+
+    Args:
+        decoder: The maths.
+        streamer: The weights, resident or streamed.
+        cache: Keys and values; the runner owns what is committed to it.
+        rows: Builder of the pass's rows.
+        shape: Heights of the matrix products.
+    """
+
+    def __init__(
+        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rows: RowBuilder, shape: PassShape
+    ) -> None:
+        self.decoder = decoder
+        self.streamer = streamer
+        self.cache = cache
+        self.shape = shape
+        self._rows = rows
+
+    @torch.inference_mode()
+    def prefill(
+        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
+    ) -> torch.Tensor:
+        """Put a prompt, or the rest of one, into the cache and commit it.
+
+        Args:
+            sequence: Batch row in the cache; its committed tokens come before these.
+            tokens: At least one.
+            on_layer: Called with (layers done, layers) as the host enqueues them.
+
+        Returns:
+            Logits of the last token, [1, V] on the compute device.
+
+        Raises:
+            ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
+        """
+        self.cache.begin_prefill(sequence, len(tokens))
+        start = self.cache.length(sequence)
+        step = self.shape.prefill_chunk_tokens
+        pieces = [
+            self._rows.build(
+                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [0],
+                prompt_length=start + len(tokens),
+            )
+            for offset in range(0, len(tokens), step)
+        ]  # fmt: skip
+        residual, delta = _run_layers(
+            self.decoder, self.streamer, self.cache, pieces, self.shape.prefill_rows, on_layer
+        )
+        last = pieces[-1].num_rows - 1
+        logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
+        self.cache.end_prefill(sequence, len(tokens))
+        return logits
+
+    @torch.inference_mode()
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        """One pass over a window per sequence; nothing is committed.
+
+        Args:
+            windows: Tokens behind each sequence's committed ones.
+            sequences: Their batch rows in the cache, all different.
+
+        Returns:
+            Logits [B, T, V] on the compute device, T the longest window; rows beyond a window's own are undefined.
+
+        Raises:
+            ContextLengthError, BudgetError: The cache has no room for a window.
+        """
+        self.cache.begin_window(sequences, [len(window.tokens) for window in windows])
+        committed = [self.cache.length(sequence) for sequence in sequences]
+        return self.run_rows(self._rows.build(windows, committed, sequences))
+
+    @torch.inference_mode()
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        """One pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
+        return window_pass(self.decoder, self.streamer, self.cache, rows, self.shape.window_rows)
+
+
+class Layers(Protocol):
+    """The weights of a model, resident or on their way."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+
+    def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Iterate over one pass: (layer index, its weights on the device), in order."""
+
+
+def window_pass(
+    decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassRows, tile_rows: int | None
+) -> torch.Tensor:
+    """One decoding pass over prepared rows. Commits nothing and never waits for the device.
+
+    Args:
+        decoder: The maths.
+        layers: The weights.
+        cache: Keys and values.
+        rows: Which tokens, and where.
+        tile_rows: Height of the matrix products; None takes the quickest way, whose bits depend on the number of rows.
+
+    Returns:
+        Logits [B, T, V].
+    """
+    if tile_rows is None:
+        residual = few_row_embed(decoder, rows)
+        for index, weights in layers.layers():
+            few_row_layer(decoder, index, weights, residual, rows, cache)
+        return few_row_head(decoder, residual).view(*rows.shape, -1)
+    residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
+    logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
+    return logits.view(*rows.shape, -1)
+
+
+def _run_layers(
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], tile_rows: int,
+    on_layer: Callable[[int, int], None] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Residual stream and last delta of the last piece, each [N, H].
+
+    A prompt's deltas are added at once: holding them through the layer would take as much memory again as the residual
+    streams do. Of the last layer only the last piece's is of use.
+    """
+    residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
+    deltas: list[torch.Tensor | None] = [None] * len(pieces)
+    for index, weights in layers.layers():
+        for number, rows in enumerate(pieces):
+            delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+            if rows.prefill and index + 1 < layers.num_layers:
+                residuals[number].add_(delta)
+            elif number + 1 == len(pieces):
+                deltas[number] = delta
+        if on_layer is not None:
+            on_layer(index + 1, layers.num_layers)
+    last = deltas[-1]
+    assert last is not None, "a model has at least one layer"
+    return residuals[-1], last

@@ -1,0 +1,446 @@
+"""A sequence's tree of candidates with what a draft said about its nodes, and the way from its nodes to a draft's step.
+
+Pure data on the host: `TreeDraftProposer` grows it, a model of `TreeModel` says what follows its nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from heapq import heappush, heappushpop
+from math import inf
+from operator import neg
+from typing import Protocol
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner
+from offload_runtime.runners.draft_tree_steps import MOST_DEPTH
+from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
+from offload_runtime.speculation.ngram import NgramProposer
+from offload_runtime.speculation.proposer import Proposer, Turn, chains_where
+from offload_runtime.speculation.tree import CandidateTree, Proposal
+
+
+class TreeModel(Protocol):
+    """What is needed of a `DraftTree`."""
+
+    def room(self, length: int) -> int:
+        """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
+
+    @property
+    def num_slots(self) -> int:
+        """Nodes of a sequence that can have keys at a time."""
+
+    def width(self, num_sequences: int) -> int:
+        """Most rows of a sequence in a step about so many."""
+
+    def start(self, params: SamplingParams) -> None:
+        """Score this way from now on."""
+
+    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+        """Whether there are keys of exactly these tokens at their own places."""
+
+    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """The text has gone on with nodes of the tree: move their keys to their places."""
+
+    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
+        """Prepare one more of the steps that texts of these lengths, and up to so many more tokens, will need.
+
+        Returns:
+            Whether there was one to prepare.
+        """
+
+    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
+        """What may follow some nodes of each sequence, or the first of them, in one step."""
+
+
+@dataclass
+class GrownTree:
+    """A sequence's tree, and what it stands behind."""
+
+    turn: Turn
+    tree: CandidateTree
+    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
+
+    def __post_init__(self) -> None:
+        self.text = list(self.turn.tokens)  # the turn's own list grows
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text; its last one is the root."""
+        return len(self.text)
+
+    def window(self) -> tuple[Proposal, list[int]]:
+        """The most probable candidates that the turn may propose, and their nodes."""
+        return self.tree.best(self.turn.most_nodes, self.turn.gamma)
+
+    def placed(self, nodes: Sequence[int]) -> dict[int, int | None]:
+        """A free slot for every one of these nodes; None for the root, whose keys have a place."""
+        others = [node for node in nodes if node != self.tree.root]
+        slots = dict(zip(others, self.tree.free_slots(len(others)), strict=True))
+        return {node: slots.get(node) for node in nodes}
+
+    def asked(self, placed: Mapping[int, int | None]) -> Asked:
+        """What a step is to find out about nodes that have been given their slots only now, parents first."""
+        tree, branches = self.tree, []
+        paths: dict[int, tuple[int, ...]] = {}
+        for node, slot in placed.items():
+            if slot is None:
+                path: tuple[int, ...] = ()
+            else:
+                above = tree.parent(node)
+                assert above in paths or tree.is_expanded(above), "what comes before a node has keys"
+                path = (*(paths[above] if above in paths else tree.slots(above)), slot)
+            paths[node] = path
+            branches.append(Branch(tree.token(node), path))
+        return Asked(self.text, branches)
+
+
+class LeastOfBest:
+    """The least of the `count` largest numbers so far: what a candidate has to exceed to be among the best."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._best: list[float] = []
+
+    def add(self, number: float) -> None:
+        """One more."""
+        if len(self._best) < self._count:
+            heappush(self._best, number)
+        else:
+            heappushpop(self._best, number)
+
+    @property
+    def value(self) -> float:
+        """-inf as long as there are fewer."""
+        return self._best[0] if len(self._best) == self._count else -inf
+
+
+# Less probable than this is not drafted past a window: it would hardly ever be of use.
+_NEGLIGIBLE = math.log(1e-4)
+# Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
+_LEAST_CHANCE = math.log(2e-3)
+# A window hardly ever brings more tokens than so many, for which steps are made ready.
+_FURTHER = 63
+# A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
+_MARGIN = math.log(2)
+
+
+class TreeDraftProposer:
+    """Grows trees for turns that ask for them, and leaves the others to a proposer of chains.
+
+    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
+    starts: draft and target share nothing that either of them writes.
+
+    Args:
+        chains: Of the same draft.
+        model: Of the same draft.
+        device: Where it computes.
+        ngrams: Whose guesses join the trees; None for nobody's.
+        worth: Says when a step is not worth the wait any more; None for one that knows of no link.
+    """
+
+    name = "draft"
+
+    def __init__(
+        self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None,
+        worth: StepWorth | None = None,
+    ) -> None:  # fmt: skip
+        self._chains, self._model, self._ngrams = chains, model, ngrams
+        self._worth = worth or StepWorth()
+        self._device = device
+        self._stream = _drafting_stream(device) if device.type == "cuda" else None
+        self._params: SamplingParams | None = None
+        self._probabilities = ChildProbabilities()
+        self._grown: dict[int, GrownTree] = {}
+        self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
+        self._going_on: list[int] = []  # sequences whose windows are being verified
+        self._num_sequences = 1
+        self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain", "tree") if self._chains.families(texts) else ()
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self._forget()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        before = self._params
+        if before is None or replace(before, seed=0) != replace(params, seed=0):
+            self._probabilities = ChildProbabilities()  # other scores
+        self._params = params
+        self._bars.clear()
+        self._num_sequences, self._begun = num_sequences, []
+        self._worth.forget()
+        self._model.start(params)
+        self._chains.start(params, num_sequences)
+        if self._ngrams is not None:
+            self._ngrams.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        with self._at_work():
+            self._chains.prepare(sequence, tokens)
+        self._begun.append(len(tokens))
+        if self._ngrams is not None:
+            self._ngrams.prepare(sequence, tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        chains = [turn for turn in turns if turn.tree_nodes is None]
+        trees = [turn for turn in turns if turn.tree_nodes is not None]
+        self._going_on, self._begun = [], []
+        answers: dict[int, Proposal] = {}
+        with self._at_work():
+            if chains:
+                for turn in chains:
+                    self._grown.pop(turn.sequence, None)
+                said = self._chains.propose(chains)
+                answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
+                self._worth.pause()  # what a chain brings is not seen here
+            if trees:
+                rows = 1 + max(turn.most_nodes for turn in trees)
+                self._worth.begin(sum(self._new_tokens(turn) for turn in trees), rows)
+                grown = [self._follow(turn) for turn in trees]
+                self._fill_windows(grown)
+                answers |= {one.turn.sequence: one.window()[0] for one in grown}
+                self._going_on = [turn.sequence for turn in trees]
+                self._worth.proposed()
+        return [answers[turn.sequence] for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        """Get ready what comes, then expand the trees past their windows, one step at a time, as far as there are
+        slots for what is found."""
+        with self._at_work():
+            ready = False
+            while pending():
+                if not ready and self._get_ready():
+                    continue
+                ready = True
+                asked = {}
+                for sequence in self._going_on:
+                    one = self._grown[sequence]
+                    # So deep that a window behind the deepest of this one is full.
+                    nodes = self._next(one, 2 * one.turn.gamma)
+                    probable = [node for node in nodes if one.tree.log_probability(node) > _NEGLIGIBLE]
+                    if probable:
+                        asked[sequence] = probable
+                if not asked:
+                    return
+                started_s = time.perf_counter()
+                self._expand(asked)
+                self._worth.stepped_behind(time.perf_counter() - started_s)
+
+    def _get_ready(self) -> bool:
+        """Whether there was another step to prepare for the text behind the pass that runs."""
+        lengths, further = list[int](), 0
+        if len(self._begun) == self._num_sequences:  # fewer of them are asked about only where others have ended
+            lengths = [length + 1 for length in self._begun]
+        elif self._going_on:
+            grown = [self._grown[sequence] for sequence in self._going_on]
+            lengths, further = [one.length + 1 for one in grown], min(_FURTHER, max(one.turn.gamma for one in grown))
+        return bool(lengths) and self._model.get_ready(lengths, further)
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around work of the draft: on its own stream, and what is cut off is not trusted afterwards."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                yield
+            except BaseException:
+                self._forget()
+                raise
+
+    def _forget(self) -> None:
+        self._grown.clear()
+        self._going_on = []
+        self._worth.pause()
+
+    def _new_tokens(self, turn: Turn) -> int:
+        """What the round before gave this sequence."""
+        before = self._grown.get(turn.sequence)
+        return 0 if before is None else len(turn.tokens) - before.length
+
+    def _follow(self, turn: Turn) -> GrownTree:
+        """The tree behind a turn's text: what is left of the one before, or a new one, with what n-grams say."""
+        before = self._grown.pop(turn.sequence, None)
+        one = GrownTree(turn, CandidateTree(turn.tokens[-1]))
+        if before is not None and list(turn.tokens[: before.length]) == before.text:
+            new = turn.tokens[before.length :]
+            self._learn(before, new)
+            if self._adopt(before, new) and before.tree.follow(new):
+                one.tree = before.tree
+                one.children = {node: said for node, said in before.children.items() if node in one.tree}
+        if self._ngrams is not None:
+            self._add_ngrams(one)
+        self._grown[turn.sequence] = one
+        return one
+
+    def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
+        """What the target has said tells how much scores are worth."""
+        tree, node = before.tree, before.tree.root
+        for token in new:
+            said = before.children.get(node)
+            if said is not None:
+                self._learn_rank(said.scores, said.tokens.index(token) if token in said.tokens else None)
+            path = tree.walk([token], node)
+            if not path:
+                return
+            node = path[0]
+
+    def _learn_rank(self, scores: Sequence[float], rank: int | None) -> None:
+        """The target said the child of this rank, or none of them (None)."""
+        self._probabilities.observe(scores, rank)
+
+    def _adopt(self, before: GrownTree, new: Sequence[int]) -> bool:
+        """Bring the keys of the path that came true to their places, as far as it was expanded.
+
+        Returns:
+            Whether the keys before it are at theirs, without which the tree is of no use.
+        """
+        if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.turn.sequence, before.text):
+            return False
+        slots: tuple[int, ...] = ()
+        for node in before.tree.walk(new):
+            if not before.tree.is_expanded(node):
+                break
+            slots = before.tree.slots(node)
+        if slots:
+            self._model.adopt(before.turn.sequence, new[: len(slots)], slots)
+        return True
+
+    def _add_ngrams(self, one: GrownTree) -> None:
+        """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
+        assert self._ngrams is not None
+        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE, self._expected_bar(one.turn.sequence)))
+        guess, nodes = guesses.proposal, list[int]()
+        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
+            above = nodes[parent] if parent >= 0 else one.tree.root
+            nodes.append(one.tree.add(above, token, chance, self._ngrams.name))
+
+    def _expected_bar(self, sequence: int) -> float:
+        """Log-probability of the least probable node that the window of this round may have, by the last one's."""
+        return self._bars.get(sequence, -math.inf) - _MARGIN
+
+    def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
+        """Expand until no node that could still be has a chance to be among the most probable of its window; for
+        thrifty turns only as long as what a step may add is worth the time."""
+        least: dict[int, LeastOfBest] = {}
+        for one in grown:
+            best = least[one.turn.sequence] = LeastOfBest(one.turn.most_nodes)
+            for node in one.window()[1]:
+                best.add(one.tree.log_probability(node))
+        guessed = True
+        while True:
+            started_s = time.perf_counter()
+            asked: dict[int, list[int]] = {}
+            gain, thrifty = 0.0, True
+            for one in grown:
+                sequence, bar = one.turn.sequence, least[one.turn.sequence].value
+                if guessed:
+                    bar = max(bar, self._expected_bar(sequence))
+                # Children are less probable than their parent.
+                nodes = self._next(one, one.turn.gamma - 1, len(grown))
+                promising = [node for node in nodes if one.tree.log_probability(node) > bar]
+                if promising:
+                    asked[sequence] = promising
+                    # Without a first step nothing is proposed and no step is timed, so that this would never change.
+                    thrifty = thrifty and one.turn.thrifty and one.tree.root not in promising
+                    # All its children together are at most as probable as a node, and each new one drives out another.
+                    displaced = math.exp(least[sequence].value)
+                    gain += sum(math.exp(one.tree.log_probability(node)) - displaced for node in promising)
+            if not asked or (thrifty and not self._worth.pays(gain)):
+                if not guessed:
+                    break
+                guessed = False  # a step takes as long for all that could be in a window
+                continue
+            for sequence, found in self._expand(asked).items():
+                for log_probability in found:
+                    least[sequence].add(log_probability)
+            # All that delays the pass: choosing what to ask and noting the answers, too.
+            self._worth.stepped(time.perf_counter() - started_s)
+        self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
+
+    def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
+        """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
+        # A node's keys need a position.
+        depth = min(depth, self._model.room(one.length), MOST_DEPTH)
+        if depth < 0:
+            return []
+        width = self._model.width(num_sequences or len(self._going_on))
+        # The root needs no slot, but is expanded alone or first.
+        room = self._model.num_slots - one.tree.num_slots
+        return one.tree.next_to_expand(min(width, room), depth)
+
+    def _expand(self, asked: Mapping[int, Sequence[int]]) -> dict[int, list[float]]:
+        """Ask the draft what follows some nodes of each sequence, in one step, and put it into the trees.
+
+        Returns:
+            By sequence the log-probabilities of the candidates that are new and not too deep for the window.
+        """
+        placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
+        said = self._model.expand({sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()})
+        found: dict[int, list[float]] = {}
+        for sequence, slots in placed.items():
+            one = self._grown[sequence]
+            found[sequence] = []
+            for (node, slot), children in zip(slots.items(), said[sequence], strict=False):
+                chances = self._probabilities.log_probabilities(children.scores)
+                count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
+                new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
+                if one.tree.depth(node) < one.turn.gamma:
+                    found[sequence] += new
+                one.children[node] = children
+                one.tree.set_expanded(node, slot)
+        return found
+
+
+@cache
+def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
+    return torch.cuda.Stream(device)
+
+
+class DraftProposer:
+    """A small model on the compute device guesses with the target's own noise; see `DraftModel`.
+
+    Args:
+        draft: Runner of the small model; the rows of its cache are the target's sequences.
+        vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        draft_vocab_size: Rows of the draft's embedding.
+        batch: Sequences.
+    """
+
+    name = "draft"
+
+    def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
+        self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return chains_where(self.model.room, texts)
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self.model.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self.model.prepare(sequence, tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        texts = {turn.sequence: turn.tokens for turn in turns}
+        guesses = self.model.propose(texts, {turn.sequence: turn.longest_chain for turn in turns})
+        return [Proposal.chain(guesses[turn.sequence], self.name) for turn in turns]
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()

@@ -1,0 +1,338 @@
+"""Guesses from the context itself: what followed earlier occurrences of its own ending (prompt lookup)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.speculation.acceptance import Acceptance
+from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
+from offload_runtime.speculation.proposer import Proposer, Turn
+from offload_runtime.speculation.tree import Proposal
+
+NGRAM, UNIGRAM = "ngram", "unigram"
+# Endings that are looked up, in tokens, and earlier occurrences of each that are looked at, however many there are.
+_SIZES = (3, 2, 1)
+_MOST_OCCURRENCES = 32
+# Where more proposals are not worth the time that they take, those less probable than this are left out.
+LEAST_CHANCE = math.log(1e-3)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A proposal, and of each node the log-probability that it follows its parent and those before it do not."""
+
+    proposal: Proposal
+    log_probabilities: Sequence[float]
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """What may become a node: log-probabilities from the text's end on and given its parent, and the continuations that
+    say so, by match and start, the longest match first."""
+
+    chance: float
+    given: float
+    parent: int
+    token: int
+    depth: int
+    starts: Sequence[tuple[int, int]]
+
+    def __lt__(self, other: _Candidate) -> bool:
+        return self.chance > other.chance
+
+
+class NgramLookup:
+    """Prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023), as a tree: what followed every earlier
+    occurrence of the sequence's ending, the more probable the more of it matches.
+
+    An index of all n-grams grows with the sequence, so a lookup does not search: every n-gram knows its latest
+    occurrence, and every occurrence the one before.
+
+    Args:
+        rates: What matches are worth; learns from what comes true.
+    """
+
+    def __init__(self, rates: MatchRates | None = None) -> None:
+        self._rates = rates or MatchRates()
+        self._tokens: list[int] = []
+        # n-gram -> index of the token after its latest occurrence that something follows
+        self._followers: dict[tuple[int, ...], int] = {}
+        # For each size, by index of a token: the index behind the occurrence before of the n-gram that ends there.
+        self._earlier: dict[int, list[int]] = {size: [] for size in _SIZES}
+        self._guess: tuple[int, int, int] | None = None  # the best one's start and match, and where it would be
+
+    def chain(self, tokens: Sequence[int], count: int) -> Proposal:
+        """What followed the longest match, the latest of several: `count` tokens, or none where nothing matches.
+
+        Args:
+            tokens: As for `catch_up`.
+            count: Past the end of the text the guess repeats itself, as text that loops does.
+        """
+        starts = self._starts(tokens)
+        if not starts:
+            return Proposal()
+        _, start = starts[0]
+        return Proposal.chain([self._continued(start, offset) for offset in range(count)], NGRAM)
+
+    def tree(self, tokens: Sequence[int], depth: int, nodes: int, *, least: float = -math.inf) -> Guesses:
+        """The most probable continuations that the text has seen, merged, the most probable nodes first.
+
+        Args:
+            tokens: As for `catch_up`.
+            depth: Most tokens in a row; a continuation that reaches the end of the text repeats itself.
+            nodes: Most tokens in all.
+            least: Log-probability that they all have, from the text's end on.
+        """
+        starts = self._starts(tokens)
+        made: list[_Candidate] = []
+        waiting: list[_Candidate] = []
+        self._look_behind(-1, 0.0, 0, starts, waiting)
+        while waiting and len(made) < nodes and waiting[0].chance >= least:
+            best = heappop(waiting)
+            made.append(best)
+            if best.depth < depth:
+                self._look_behind(len(made) - 1, best.chance, best.depth, best.starts, waiting)
+        tokens, parents = tuple(node.token for node in made), tuple(node.parent for node in made)
+        return Guesses(Proposal(tokens, parents, (NGRAM,) * len(made)), [node.given for node in made])
+
+    def _look_behind(
+        self, parent: int, chance: float, depth: int, starts: Sequence[tuple[int, int]], waiting: list[_Candidate]
+    ) -> None:
+        """Let what follows a node, so deep and so probable, take part: all continuations that have come to it go on,
+        and of those that say the same the longest match tells how probable it is."""
+        said: dict[int, list[tuple[int, int]]] = {}
+        for matched, start in starts:
+            said.setdefault(self._continued(start, depth), []).append((matched, start))
+        others = 0.0
+        for token, behind in said.items():
+            comes, fails = self._rates.logs(behind[0][0] + depth)
+            given = others + comes
+            others += fails
+            heappush(waiting, _Candidate(chance + given, given, parent, token, depth + 1, behind))
+
+    def longest(self) -> int:
+        """Tokens of the ending of what is known that occurred before, up to the largest size of an n-gram; 0 where its
+        last token is new."""
+        return next((size for size in _SIZES if self._latest(size) is not None), 0)
+
+    def _starts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """How much matches, and where the continuation begins: the longest match first, of several the latest."""
+        self.catch_up(tokens)
+        found: dict[int, int] = {}
+        for size in _SIZES:
+            for start in self._occurrences(size):
+                if start not in found:
+                    found[start] = self._matched(start, size)
+        starts = sorted(((matched, start) for start, matched in found.items()), reverse=True)
+        self._guess = (starts[0][1], starts[0][0], len(self._tokens)) if starts else None
+        return starts
+
+    def _continued(self, start: int, offset: int) -> int:
+        """What a continuation says so far behind its start; past the end of the text it repeats itself."""
+        return self._tokens[start + offset % (len(self._tokens) - start)]
+
+    def _latest(self, size: int) -> int | None:
+        start = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
+        # An entry that was interrupted may know of a follower that did not come to be.
+        return start if start is not None and start < len(self._tokens) else None
+
+    def _occurrences(self, size: int) -> Iterator[int]:
+        """Behind the newest occurrences of the ending of this size."""
+        start = self._latest(size)
+        for _ in range(_MOST_OCCURRENCES):
+            if start is None or start < 0:
+                return
+            yield start
+            start = self._earlier[size][start]
+
+    def _matched(self, start: int, known: int) -> int:
+        """Tokens before `start` that are those of the ending, of which so many are known to be."""
+        tokens, most = self._tokens, min(start, LONGEST_MATCH)
+        while known < most and tokens[start - 1 - known] == tokens[-1 - known]:
+            known += 1
+        return known
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Compare everything that is known with a sequence that may be another one or have been cut, and enter what is
+        new."""
+        known = len(self._tokens)
+        if list(tokens[:known]) != self._tokens:
+            self._forget()
+        self._guess = None  # what follows now is not what was guessed at
+        self._enter(tokens)
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Enter what is new of a sequence that has only grown since the last call.
+
+        So that a round costs what it adds, its newest known tokens alone are compared: where it is another sequence or
+        was cut all the same, they mostly tell, and where they do not, guesses are worse until `begin`.
+        """
+        known = len(self._tokens)
+        first = max(0, known - max(_SIZES))
+        if len(tokens) < known or list(tokens[first:known]) != self._tokens[first:]:
+            self._forget()
+        self._enter(tokens)
+        self._learn()
+
+    def _learn(self) -> None:
+        """What has come of the last guess."""
+        if self._guess is None or len(self._tokens) == self._guess[2]:
+            return
+        (start, matched, end), self._guess = self._guess, None
+        for offset in range(len(self._tokens) - end):
+            # Past the end, what came so far is what was guessed.
+            hit = self._tokens[end + offset] == self._tokens[start + offset]
+            self._rates.observe(matched + offset, hit)
+            if not hit:
+                return
+
+    def _forget(self) -> None:
+        self._guess = None
+        # In this order: whatever interrupts it, no follower is known that the tokens do not have.
+        self._followers.clear()
+        self._tokens.clear()
+
+    def _enter(self, tokens: Sequence[int]) -> None:
+        for index in range(len(self._tokens), len(tokens)):
+            # The n-grams that end right before `index` now have a follower.
+            for size in _SIZES:
+                earlier = self._earlier[size]
+                del earlier[index:]  # of what was forgotten, or an entry that was interrupted
+                before = -1
+                if index >= size:
+                    ngram = tuple(self._tokens[index - size : index])
+                    before = self._followers.get(ngram, -1)
+                    self._followers[ngram] = index
+                earlier.append(before if before < index else -1)
+            self._tokens.append(tokens[index])
+
+
+class NgramProposer:
+    """An `NgramLookup` for every sequence.
+
+    It has two families: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
+    token did, which is right far less often.
+    """
+
+    name = NGRAM
+
+    def __init__(self) -> None:
+        self._rates = MatchRates()
+        self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self._rates))
+        self._known: set[int] = set()  # sequences that have only grown since they were compared
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        if not texts:
+            return NGRAM, UNIGRAM
+        for sequence, tokens in texts.items():
+            self.prepare(sequence, tokens)
+        longest = max(self._lookups[sequence].longest() for sequence in texts)
+        return () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self._known.clear()
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        lookup = self._lookups[sequence]
+        if sequence in self._known:
+            lookup.catch_up(tokens)
+            return
+        lookup.begin(tokens)
+        self._known.add(sequence)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        proposals = []
+        for turn in turns:
+            if turn.tree_nodes is None:
+                self.prepare(turn.sequence, turn.tokens)
+                proposals.append(self._lookups[turn.sequence].chain(turn.tokens, turn.gamma))
+            else:
+                proposals.append(self.guesses(turn, LEAST_CHANCE if turn.thrifty else -math.inf).proposal)
+        return proposals
+
+    def guesses(self, turn: Turn, least: float) -> Guesses:
+        """The most probable nodes of a turn's tree. Arguments as of `NgramLookup.tree`."""
+        self.prepare(turn.sequence, turn.tokens)
+        return self._lookups[turn.sequence].tree(turn.tokens, turn.gamma, turn.most_nodes, least=least)
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        pass
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return ()
+
+
+class WithNgrams:
+    """Leaves turns of the family `ngram` to n-grams, which cost nothing, and all others to a draft; beside its chains
+    n-grams take what room there is.
+
+    Args:
+        draft: Proposes unless n-grams are asked for.
+        ngrams: May be shared with the draft.
+        alone: Whether n-grams may be asked for by themselves. Where a round of the draft brings many tokens, finding
+            out what they bring without it is dear.
+    """
+
+    def __init__(self, draft: Proposer, ngrams: NgramProposer, *, alone: bool = True) -> None:
+        self.draft, self.ngrams, self._alone = draft, ngrams, alone
+        self._drafted = False  # in the last round, or to be next
+
+    @property
+    def name(self) -> str | None:
+        """The draft's."""
+        return self.draft.name
+
+    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        drafts = self.draft.families(texts)
+        if not self._alone:
+            return drafts
+        # What costs nothing is tried first; a single token tells less than a draft.
+        told = (family for family in self.ngrams.families(texts) if family == self.ngrams.name)
+        return (*told, *drafts)
+
+    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+        self.draft.start(params, num_sequences)
+        self.ngrams.start(params, num_sequences)
+
+    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+        self._drafted = True
+        self.draft.prepare(sequence, tokens)
+        self.ngrams.prepare(sequence, tokens)
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        found: dict[int, Proposal] = {}
+        drafted = [turn for turn in turns if turn.family != self.ngrams.name]
+        self._drafted = bool(drafted)
+        for proposer, asked in (
+            (self.draft, drafted),
+            (self.ngrams, [turn for turn in turns if turn.family == self.ngrams.name]),
+        ):
+            if asked:
+                answers = proposer.propose(asked)
+                found |= {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
+        return [self._filled(turn, found[turn.sequence]) for turn in turns]
+
+    def _filled(self, turn: Turn, proposal: Proposal) -> Proposal:
+        """With n-grams in the room beside a chain."""
+        if not turn.beside:
+            return proposal
+        room = turn.gamma + turn.beside
+        looked_up = self.ngrams.guesses(replace(turn, gamma=room, tree_nodes=room), LEAST_CHANCE).proposal
+        return proposal.joined(looked_up, room)
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        if self._drafted:
+            self.draft.ahead(pending)
+
+    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+        return self.draft.counts(sequence)
+
+
+def drafting(proposer: Proposer) -> Proposer:
+    """Who drafts, without the n-grams beside."""
+    return proposer.draft if isinstance(proposer, WithNgrams) else proposer

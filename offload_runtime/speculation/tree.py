@@ -1,0 +1,400 @@
+"""What is proposed to one sequence in one round: a chain of guesses, or a tree of which at most one path comes true.
+
+Pure data between the proposers, which make it, and the round, which verifies all of it in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count as numbers
+from itertools import islice
+
+from offload_runtime.model import depths_of
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Guesses behind the committed end of a sequence, as nodes of a trie. Without any, nothing is proposed.
+
+    `tokens[i]` follows node `parents[i]`, or the committed end where that is -1, and was proposed first by
+    `sources[i]`. Parents come before their children, and no two children of a node have the same token.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) == len(self.sources)
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
+        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), "siblings differ"
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], source: str) -> Proposal:
+        """Tokens that follow each other."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), (source,) * len(tokens))
+
+    @classmethod
+    def of_paths(cls, paths: Iterable[tuple[Sequence[int], str]], count: int) -> Proposal:
+        """Paths from the committed end, each with its source, in one trie.
+
+        Args:
+            paths: The most promising first; no more of them are asked for than are needed.
+            count: Most nodes; a path is cut where they run out.
+        """
+        nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        sources: list[str] = []
+        for tokens, source in paths if count > 0 else ():
+            parent = -1
+            for token in tokens:
+                if (parent, token) not in nodes:
+                    if len(nodes) >= count:
+                        break
+                    nodes[parent, token] = len(nodes)
+                    sources.append(source)
+                parent = nodes[parent, token]
+            if len(nodes) >= count:
+                break
+        return cls(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
+
+    def joined(self, other: Proposal, count: int) -> Proposal:
+        """These nodes, and behind them those of another one that are not among them, up to `count` in all."""
+        nodes = {key: node for node, key in enumerate(zip(self.parents, self.tokens, strict=True))}
+        sources, places = list(self.sources), {-1: -1}  # of the other's nodes
+        for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
+            if parent not in places:
+                continue
+            key = places[parent], token
+            if key not in nodes:
+                if len(nodes) >= count:
+                    continue
+                nodes[key] = len(nodes)
+                sources.append(other.sources[node])
+            places[node] = nodes[key]
+        return Proposal(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node but the last has one child: a window that needs no tree."""
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of every node its distance from the committed end, 1 for what follows it directly."""
+        return tuple(depth + 1 for depth in depths_of(self.parents))
+
+
+@dataclass(slots=True)
+class Offer:
+    """Children that are no nodes yet, the likeliest first, from place `next` on but for those that have become nodes
+    otherwise. `last`, the newest node among those before, is likelier than all that are left, and not expanded."""
+
+    tokens: Sequence[int]
+    log_probabilities: Sequence[float]  # given the parent
+    source: str
+    next: int
+    last: int
+
+
+@dataclass(slots=True)
+class Node:
+    """`depth` and `log_probability` count from where the tree once began, so that a new root changes neither."""
+
+    token: int
+    parent: int
+    depth: int
+    log_probability: float
+    source: str
+    children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
+    expanded: bool = False
+    slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
+    offer: Offer | None = None  # where there is something left of it
+
+
+class CandidateTree:
+    """Candidates behind a text.
+
+    Args:
+        token: The text's last one, the root.
+    """
+
+    def __init__(self, token: int) -> None:
+        self._made = 0
+        self._begin(token)
+
+    def _begin(self, token: int) -> None:
+        """A root and nothing else."""
+        self.root = self._made
+        self._made += 1
+        self._nodes = {self.root: Node(token, -1, 0, 0.0, "")}
+        self._slots: set[int] = set()
+        self._first_free = 0
+        self._rank_frontier()
+
+    def _rank_frontier(self) -> None:
+        """Order the nodes that wait to be expanded; what is deeper than anybody has looked is set aside."""
+        # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
+        self._frontier = [(-node.log_probability, key) for key, node in self._nodes.items() if not node.expanded]
+        heapify(self._frontier)
+        self._deeper: list[tuple[float, int]] = []
+        self._reach = self._nodes[self.root].depth
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._nodes
+
+    def free_slots(self, count: int) -> list[int]:
+        """The first so many that hold keys of no living candidate."""
+        while self._first_free in self._slots:
+            self._first_free += 1
+        return list(islice((slot for slot in numbers(self._first_free) if slot not in self._slots), count))
+
+    @property
+    def num_slots(self) -> int:
+        """How many there are of them."""
+        return len(self._slots)
+
+    def token(self, node: int) -> int:
+        """What a node says."""
+        return self._nodes[node].token
+
+    def depth(self, node: int) -> int:
+        """Its distance from the root."""
+        return self._nodes[node].depth - self._nodes[self.root].depth
+
+    def log_probability(self, node: int) -> float:
+        """That the text goes on as its path does."""
+        return self._nodes[node].log_probability - self._nodes[self.root].log_probability
+
+    def source(self, node: int) -> str:
+        """Who thought of it first; of the root nobody."""
+        return self._nodes[node].source
+
+    def slots(self, node: int) -> tuple[int, ...]:
+        """Where the draft keeps the keys of an expanded node's path, from below the root on; none where it has not
+        been expanded."""
+        return self._nodes[node].slots
+
+    def is_expanded(self, node: int) -> bool:
+        """Whether it has been asked what follows it."""
+        return self._nodes[node].expanded
+
+    def children(self, node: int) -> list[int]:
+        """What may follow a node, as far as it has become nodes, in the order in which it has."""
+        return list(self._nodes[node].children.values())
+
+    def parent(self, node: int) -> int:
+        """The node that it follows; not of the root."""
+        return self._nodes[node].parent
+
+    def add(self, parent: int, token: int, log_probability: float, source: str) -> int:
+        """What may follow a node; if that is there already, the larger of the two probabilities counts.
+
+        Args:
+            parent: The node.
+            token: What follows.
+            log_probability: That it does, if the text goes that far; at most 0.
+            source: Who says so.
+
+        Returns:
+            The child.
+        """
+        known = self._child(parent, token)
+        if known is None:
+            return self._make(parent, token, log_probability, source)
+        self._raise(known, parent, log_probability)
+        return known
+
+    def offer(self, parent: int, tokens: Sequence[int], log_probabilities: Sequence[float], source: str) -> list[float]:
+        """As `add` for each of these tokens, for a node that has had no offer. They are all different, the likeliest
+        first.
+
+        Returns:
+            Log-probabilities of the paths that end with those that were not there.
+        """
+        above = self._nodes[parent]
+        assert above.offer is None, "a node is expanded once"
+        if above.children:
+            for token, log_probability in zip(tokens, log_probabilities, strict=True):
+                if token in above.children:
+                    self._raise(above.children[token], parent, log_probability)
+            new = [place for place, token in enumerate(tokens) if token not in above.children]
+            tokens, log_probabilities = [tokens[place] for place in new], [log_probabilities[place] for place in new]
+        if tokens:
+            first = self._make(parent, tokens[0], log_probabilities[0], source)
+            if len(tokens) > 1:
+                above.offer = Offer(tokens, log_probabilities, source, next=1, last=first)
+        # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
+        root = self._nodes[self.root].log_probability
+        return [above.log_probability + log_probability - root for log_probability in log_probabilities]
+
+    def _child(self, parent: int, token: int) -> int | None:
+        """The node that says this behind another one, where anybody has thought of it."""
+        above = self._nodes[parent]
+        offer = above.offer
+        if token in above.children or offer is None or token not in offer.tokens:
+            return above.children.get(token)
+        return self._make(parent, token, offer.log_probabilities[offer.tokens.index(token)], offer.source)
+
+    def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
+        assert log_probability <= 0
+        above = self._nodes[parent]
+        node, self._made = self._made, self._made + 1
+        self._nodes[node] = Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
+        above.children[token] = node
+        self._wait(node)
+        return node
+
+    def _make_next(self, parent: int) -> int | None:
+        """The likeliest of the children that were only offered so far is a node now."""
+        above = self._nodes[parent]
+        offer = above.offer
+        assert offer is not None
+        for place in range(offer.next, len(offer.tokens)):
+            if offer.tokens[place] not in above.children:
+                offer.next = place + 1
+                offer.last = self._make(parent, offer.tokens[place], offer.log_probabilities[place], offer.source)
+                if offer.next == len(offer.tokens):
+                    above.offer = None
+                return offer.last
+        above.offer = None
+        return None
+
+    def _make_sibling(self, node: int) -> int | None:
+        """The node that is now to be asked for after this one, if it was not there."""
+        above = self._nodes.get(self._nodes[node].parent)
+        if above is None or above.offer is None or above.offer.last != node:
+            return None
+        return self._make_next(self._nodes[node].parent)
+
+    def _raise(self, top: int, parent: int, log_probability: float) -> None:
+        """Make a node and all below it more probable, if this is more than it has, given its parent."""
+        by = self._nodes[parent].log_probability + log_probability - self._nodes[top].log_probability
+        below = [top] if by > 0 else []
+        while below:
+            node = self._nodes[below[-1]]
+            # Never above its parent by a rounding.
+            raised = min(node.log_probability + by, self._nodes[node.parent].log_probability)
+            moved, node.log_probability = raised > node.log_probability, raised
+            if moved and not node.expanded:  # else it was rounded away, and the node waits already
+                self._wait(below[-1])
+            below[-1:] = node.children.values()
+
+    def _wait(self, key: int) -> None:
+        """Put a node among those that may be expanded next."""
+        heappush(self._frontier, (-self._nodes[key].log_probability, key))
+
+    def set_expanded(self, node: int, slot: int | None) -> None:
+        """What follows a node has been added, and its keys are in a slot, or at their own place (None: the root's).
+
+        Parents come before their children.
+        """
+        expanded = self._nodes[node]
+        expanded.expanded = True
+        if slot is not None:
+            assert slot not in self._slots, "two candidates share a slot"
+            expanded.slots = (*self._nodes[expanded.parent].slots, slot)
+            self._slots.add(slot)
+        self._make_sibling(node)
+
+    def next_to_expand(self, count: int, depth: int) -> list[int]:
+        """The most probable nodes that have not been expanded, parents before their children.
+
+        Args:
+            count: Most nodes.
+            depth: Greatest depth.
+        """
+        limit = self._nodes[self.root].depth + depth
+        if limit > self._reach:
+            for entry in self._deeper:
+                heappush(self._frontier, entry)
+            self._deeper.clear()
+        self._reach = limit
+        picked: list[tuple[float, int]] = []
+        while self._frontier and len(picked) < count:
+            entry = heappop(self._frontier)
+            node = self._nodes.get(entry[1])
+            if node is None or node.expanded or node.log_probability != -entry[0]:
+                continue
+            if node.depth > limit:
+                self._deeper.append(entry)
+            else:
+                picked.append(entry)
+                self._make_sibling(entry[1])
+        for entry in picked:
+            heappush(self._frontier, entry)
+        return [key for _, key in picked]
+
+    def best(self, count: int, depth: int) -> tuple[Proposal, list[int]]:
+        """The most probable candidates, with each the path to it, and their nodes.
+
+        Args:
+            count: Most candidates.
+            depth: Greatest depth.
+        """
+        limit = self._nodes[self.root].depth + depth
+        chosen: dict[int, int] = {self.root: -1}
+        parents: list[int] = []
+        heap: list[tuple[float, int]] = []
+        last = self.root
+        while len(chosen) <= count:
+            if self._nodes[last].depth < limit:
+                for child in self._nodes[last].children.values():
+                    heappush(heap, (-self._nodes[child].log_probability, child))
+            if not heap:
+                break
+            last = heappop(heap)[1]
+            sibling = self._make_sibling(last)
+            if sibling is not None:
+                heappush(heap, (-self._nodes[sibling].log_probability, sibling))
+            parents.append(chosen[self._nodes[last].parent])
+            chosen[last] = len(chosen) - 1
+        nodes = list(chosen)[1:]
+        tokens, sources = ([getattr(self._nodes[node], name) for node in nodes] for name in ("token", "source"))
+        return Proposal(tuple(tokens), tuple(parents), tuple(sources)), nodes
+
+    def walk(self, tokens: Sequence[int], start: int | None = None) -> list[int]:
+        """The nodes below `start` (None: the root) of a path that begins as these tokens do, as far as there is one."""
+        path: list[int] = []
+        node = self.root if start is None else start
+        for token in tokens:
+            child = self._child(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """The text has gone on: keep what was guessed behind it and let go of everything else.
+
+        Args:
+            tokens: New ones of the text; the last becomes the root, and has its keys at their own place.
+
+        Returns:
+            Whether the path was there; else only the new root is.
+        """
+        path = self.walk(tokens)
+        if len(path) < len(tokens):
+            self._begin(tokens[-1])
+            return False
+        if not path:
+            return True
+        self.root = path[-1]
+        above = len(self._nodes[self.root].slots)
+        kept: dict[int, Node] = {}
+        below = [self.root]
+        while below:
+            key = below.pop()
+            node = kept[key] = self._nodes[key]
+            node.slots = node.slots[above:]  # of a text without end they would become ever more
+            below.extend(node.children.values())
+        self._nodes = kept
+        self._slots = {node.slots[-1] for node in kept.values() if node.slots}
+        self._first_free = 0
+        self._rank_frontier()
+        return True

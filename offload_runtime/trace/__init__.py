@@ -1,0 +1,55 @@
+"""What happened when: spans of passes, copies, layers, drafting and the host, for the file that `--trace` names.
+
+Beside the token's journey, not on it: whoever works on a token tells a `TraceRecorder` when it did, if there is one.
+"""
+
+from offload_runtime.trace.chrome import TRACE_VERSION, require_writable, write_trace
+from offload_runtime.trace.clocks import CudaClock, DeviceClock, HostClock, make_clock
+from offload_runtime.trace.recorder import (
+    COMPUTE,
+    DRAFT,
+    HOST,
+    LINK,
+    LINK_BACK,
+    PASSES,
+    ROWS,
+    STALLS,
+    CopyLog,
+    Label,
+    OnDone,
+    Span,
+    Trace,
+    TraceRecorder,
+    covered_seconds,
+    current_copy_log,
+    traced_copies,
+    union_seconds,
+)
+
+__all__ = [
+    "COMPUTE",
+    "DRAFT",
+    "HOST",
+    "LINK",
+    "LINK_BACK",
+    "PASSES",
+    "ROWS",
+    "STALLS",
+    "TRACE_VERSION",
+    "CopyLog",
+    "CudaClock",
+    "DeviceClock",
+    "HostClock",
+    "Label",
+    "OnDone",
+    "Span",
+    "Trace",
+    "TraceRecorder",
+    "covered_seconds",
+    "current_copy_log",
+    "make_clock",
+    "require_writable",
+    "traced_copies",
+    "union_seconds",
+    "write_trace",
+]

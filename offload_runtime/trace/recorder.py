@@ -1,0 +1,227 @@
+"""Collects spans while a runtime works and puts them on one clock when it is done."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from offload_runtime.trace.clocks import DeviceClock
+
+PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
+    "passes", "link", "link back", "compute", "stalls", "draft", "host",
+)  # fmt: skip
+# A pass over a 7B model and 120K tokens of keys and values makes 3000; half a kilobyte of host memory each.
+MOST_SPANS = 1_000_000
+
+OnDone = Callable[[Any, Any], None]
+
+
+class Span(NamedTuple):
+    """Something that took its time. `start_s` and `end_s` are on the device's clock or else on the host's."""
+
+    row: str
+    name: str
+    start_s: float
+    end_s: float
+    args: dict[str, Any]
+    on_device: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A finished recording: all spans by `time.perf_counter`, which was `started_s` when it began.
+
+    `dropped` spans were not kept or could not be read.
+    """
+
+    spans: Sequence[Span]
+    started_s: float
+    dropped: int
+
+
+class _Open(NamedTuple):
+    """A span whose marks may not be past yet."""
+
+    base: Any
+    start: Any
+    end: Any
+    name: str
+    args: dict[str, Any]
+
+
+class TraceRecorder:
+    """Owns what is recorded.
+
+    `mark`, `add` and `settle` are for one thread, the one that computes; `add_host` and `on_done` for any.
+
+    Args:
+        clock: Of the device that computes.
+        most_spans: Any further ones are only counted.
+    """
+
+    def __init__(self, clock: DeviceClock, *, most_spans: int = MOST_SPANS) -> None:
+        self.spans: list[Span] = []
+        # Called before the end: whoever waits for marks of its own reads them.
+        self.before_finish: list[Callable[[], object]] = []
+        self._clock = clock
+        self._most_spans = most_spans
+        self._dropped = 0
+        self._started_s = time.perf_counter()
+        # Each row is in order; one row may be ahead of another.
+        self._open: dict[str, deque[_Open]] = {}
+
+    def mark(self) -> Any:
+        """A moment of the device: when all is done that the current stream has been given."""
+        return self._clock.mark()
+
+    def add(self, row: str, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
+        """A span between two marks, which are the recorder's from now on. `args` may be completed until the end."""
+        self._open.setdefault(row, deque()).append(_Open(self._clock.base(), start, end, name, args))
+
+    def add_host(self, row: str, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
+        """A span by `time.perf_counter`."""
+        self._keep(Span(row, name, start_s, end_s, args, on_device=False))
+
+    def on_done(self, row: str, name: str, args: dict[str, Any]) -> OnDone:
+        """For a span between two events that the caller is about to record and keeps: to be called with them once both
+        are past."""
+        clock, base = self._clock, self._clock.base()
+
+        def done(start: Any, end: Any) -> None:
+            self._keep(Span(row, name, *clock.read(base, start, end), args, on_device=True))
+
+        return done
+
+    def settle(self) -> None:
+        """Read the marks that are past; never waits. To be called where the device has just been waited for."""
+        for row, waiting in self._open.items():
+            while waiting and self._clock.is_past(waiting[0].end):
+                span = waiting.popleft()
+                start_s, end_s = self._clock.read(span.base, span.start, span.end)
+                self._keep(Span(row, span.name, start_s, end_s, span.args, on_device=True))
+                self._clock.give_back(span.start)
+                self._clock.give_back(span.end)
+        self._clock.move_base()
+
+    def finish(self) -> Trace:
+        """Wait for the device, read what is left and put everything on the host's clock."""
+        try:
+            to_host = self._clock.align()
+            self.settle()
+            for read in self.before_finish:
+                read()
+        except torch.AcceleratorError:  # what the device did before it failed is what the trace is for
+            to_host = self._clock.roughly()
+        self._dropped += sum(len(waiting) for waiting in self._open.values())
+        self._open.clear()
+        spans = [
+            span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
+            for span in self.spans
+        ]
+        return Trace(sorted(spans, key=lambda span: span.start_s), self._started_s, self._dropped)
+
+    def _keep(self, span: Span) -> None:
+        if len(self.spans) < self._most_spans:
+            self.spans.append(span)
+        else:
+            self._dropped += 1
+
+
+# What is copied: `weights` of (layer,), or `kv` of (layer, sequence, first block).
+Label = tuple[str, tuple[int, ...]]
+_KEYS = ("layer", "sequence", "block")
+
+
+@dataclass(frozen=True)
+class CopyLog:
+    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls."""
+
+    recorder: TraceRecorder
+    row: str
+
+    def copied(self, label: Label | None, nbytes: int, start_s: float, end_s: float) -> None:
+        """A copy that the host made itself, by `time.perf_counter`."""
+        self.recorder.add_host(self.row, _name(label), start_s, end_s, _args(label, nbytes))
+
+    def on_copied(self, label: Label | None, nbytes: int) -> OnDone:
+        """To be called with the events around a copy that is about to be queued, once both are past."""
+        return self.recorder.on_done(self.row, _name(label), _args(label, nbytes))
+
+    def stalled(self, start_s: float, end_s: float) -> None:
+        """The computing thread waited for a copy."""
+        self.recorder.add_host(STALLS, f"wait for the {self.row}", start_s, end_s, {})
+
+    def on_stalled(self) -> OnDone:
+        """The same for events around a wait that is about to be queued."""
+        return self.recorder.on_done(STALLS, f"wait for the {self.row}", {})
+
+    def staged(self, start_s: float, end_s: float) -> None:
+        """The host waited for pageable memory to be staged."""
+        self.recorder.add_host(HOST, f"staging for the {self.row}", start_s, end_s, {})
+
+
+def _name(label: Label | None) -> str:
+    if label is None:
+        return "measurement"
+    kind, key = label
+    return f"{kind} of layer {key[0]}"
+
+
+def _args(label: Label | None, nbytes: int) -> dict[str, Any]:
+    if label is None:
+        return {"kind": "measurement", "bytes": nbytes}
+    kind, key = label
+    return {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
+
+
+_log: ContextVar[CopyLog | None] = ContextVar("copy log", default=None)
+
+
+@contextmanager
+def traced_copies(recorder: TraceRecorder | None, row: str) -> Iterator[None]:
+    """Copy engines that are made inside report to `recorder`; None: to nobody.
+
+    A scope and not an argument, for the reason that `link_pace.paced_link` is one.
+    """
+    token = _log.set(None if recorder is None else CopyLog(recorder, row))
+    try:
+        yield
+    finally:
+        _log.reset(token)
+
+
+def current_copy_log() -> CopyLog | None:
+    """Where a copy queue that is made now reports to."""
+    return _log.get()
+
+
+Interval = tuple[float, float]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as disjoint intervals in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def union_seconds(intervals: Iterable[Interval]) -> float:
+    """Seconds that are in any of the intervals (start, end)."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def covered_seconds(intervals: Iterable[Interval], by: Iterable[Interval]) -> float:
+    """Seconds that are in any of `intervals` and in any of `by`."""
+    left, right = merged(intervals), merged(by)
+    return union_seconds(left) + union_seconds(right) - union_seconds([*left, *right])

@@ -1,0 +1,237 @@
+"""Is every speculative generation what plain decoding says? Token by token, and the logits behind each bit by bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine.runtime import Runtime
+from offload_runtime.sampling import perturbed_logits
+from offload_runtime.verify.replay import (
+    ScriptedProposer,
+    Transcript,
+    differing_rows,
+    first_difference,
+    loaded_proposers,
+    resample,
+    transcribe,
+)
+
+# Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
+GAMMAS = (1, 7, 17, 8, 63)
+# The runtime as a user has it, in place of the name of a proposer.
+AS_LOADED = "as loaded"
+_SCRIPT_ACCURACY = 0.85
+# Its trees have so many times as many nodes as the longest of their paths, as far as a window of the longest has room.
+_SCRIPT_BRANCHES = 3
+# What rounding may do to a row of logits: the standard deviation of its change, in roundoffs of the row's own standard
+# deviation. On a real model of 30 layers 30 roundoffs were seen in bf16 and 155 in fp32, where sums round too; the
+# logits behind another token are 100 (bf16) and 6 million (fp32) away, or more.
+_ROUNDING = {torch.bfloat16: 48 * 2.0**-8, torch.float16: 48 * 2.0**-11, torch.float32: 512 * 2.0**-24}
+# Two candidates whose gap is wider than so many standard deviations of the change did not swap because of it.
+_SPREAD = 8.0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Figures of a token that is not plain decoding's, in units of logits / T.
+
+    Attributes:
+        plain_token: What plain decoding says.
+        token: What speculation says.
+        margin: Gap between the two in plain decoding's scores (logits / T + noise); where one of them is excluded by
+            top-k, top-p or min-p on one side only, how far it is from being allowed there.
+        moved: Standard deviation of the difference between speculation's row of logits and plain decoding's.
+        rounding: The most of it that rounding explains.
+    """
+
+    plain_token: int
+    token: int
+    margin: float
+    moved: float
+    rounding: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains it: the logits moved no further, and the candidates were that close."""
+        return self.moved <= self.rounding and self.margin <= _SPREAD * self.moved
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a comparison found.
+
+    Attributes:
+        verdict: `identical`, `near-tie` (explained by rounding; never on CUDA) or `defect`.
+        first_difference: Index of the first new token that differs; what follows it has another context.
+        differing_logit_rows: Tokens up to there whose logits are not the same to the last bit.
+        foreign_tokens: Tokens of either generation that are not what their logits, seed and position stand for.
+        mismatch: Figures of the first token that differs.
+    """
+
+    verdict: str
+    first_difference: int | None
+    differing_logit_rows: int
+    foreign_tokens: int
+    mismatch: Mismatch | None
+
+
+@dataclass(frozen=True)
+class IdentityRun:
+    """One speculative generation beside plain decoding.
+
+    Attributes:
+        prompt: Name of the prompt.
+        setting: Name of the way of sampling.
+        seed: Of the noise.
+        proposer: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
+            is what a user gets, n-grams beside the draft included.
+        gamma: Most tokens proposed per pass in a row; None where the runtime's own setting decides, or chooses.
+        tokens: Compared.
+        passes: Passes of the target; plain decoding has one for every token but the first.
+        finding: Of the comparison.
+        tree_nodes: Most tokens proposed per pass in all; None where the runtime's own setting decides.
+    """
+
+    prompt: str
+    setting: str
+    seed: int
+    proposer: str
+    gamma: int | None
+    tokens: int
+    passes: int
+    finding: Finding
+    tree_nodes: int | None = None
+
+
+def verify_identity(
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
+    on_step: Callable[[], None],
+) -> list[IdentityRun]:  # fmt: skip
+    """Compare all proposers with plain decoding, and what the runtime does by itself. The gammas take turns; each meets
+    every setting and proposer.
+
+    Args:
+        runtime: Both sides of every comparison.
+        prompts: Token ids by name.
+        settings: By name; seeds are replaced.
+        count: Tokens of every generation.
+        on_step: Called after each generation.
+    """
+    loaded, own = loaded_proposers(runtime), runtime._parts.proposer
+    runs = []
+    for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
+        for setting_number, (setting_name, setting) in enumerate(settings.items()):
+            sampling = replace(setting, seed=prompt_number * len(settings) + setting_number)
+            plain = transcribe(runtime, prompt, sampling, count=count)
+            on_step()
+            script = ScriptedProposer(
+                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=sampling.seed
+            )
+            comparison = Comparison(plain, sampling, len(prompt), bitwise=runtime.device.type == "cuda")
+            for number, (name, proposer) in enumerate({**loaded, "script": script, AS_LOADED: own}.items()):
+                gamma, nodes = None, None
+                if name != AS_LOADED:
+                    gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
+                    trees = "tree" in proposer.families({})
+                    nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
+                said = transcribe(
+                    runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
+                )
+                finding = comparison.judge(said)
+                runs.append(
+                    IdentityRun(
+                        prompt_name,
+                        setting_name,
+                        sampling.seed,
+                        name,
+                        gamma,
+                        len(said.tokens),
+                        said.passes,
+                        finding,
+                        nodes,
+                    )
+                )
+                on_step()
+    return runs
+
+
+class Comparison:
+    """Judges generations against plain decoding.
+
+    Args:
+        plain: Plain decoding.
+        sampling: Of all of them.
+        first_position: Of the first new token.
+        bitwise: Whether logits must be the same to the last bit, as passes on CUDA promise.
+    """
+
+    def __init__(self, plain: Transcript, sampling: SamplingParams, first_position: int, *, bitwise: bool) -> None:
+        self._plain = plain
+        self._sampling = sampling
+        self._first_position = first_position
+        self._bitwise = bitwise
+        self._foreign_in_plain = self._foreign_tokens(plain)
+
+    def judge(self, said: Transcript) -> Finding:
+        """What differs, and whether rounding explains it."""
+        plain = self._plain
+        at = first_difference(plain.tokens, said.tokens)
+        same_context = min(len(plain.rows), len(said.rows), len(plain.tokens) if at is None else at + 1)
+        differing = differing_rows(plain.rows[:same_context], said.rows[:same_context])
+        foreign = self._foreign_in_plain + self._foreign_tokens(said)
+        mismatch = None if at is None or at >= same_context else self._measure(said, at)
+        if foreign or (self._bitwise and (differing or at is not None)):
+            verdict = "defect"
+        elif at is None:
+            verdict = "identical"
+        else:
+            verdict = "near-tie" if mismatch is not None and mismatch.near_tie else "defect"
+        return Finding(verdict, at, len(differing), foreign, mismatch)
+
+    def _foreign_tokens(self, transcript: Transcript) -> int:
+        """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
+        again = resample(transcript.rows, self._sampling, self._first_position)
+        differing = sum(a != b for a, b in zip(again, transcript.tokens, strict=False))
+        return differing + abs(len(again) - len(transcript.tokens))
+
+    def _measure(self, said: Transcript, at: int) -> Mismatch:
+        """How close plain decoding was to saying what speculation says as new token `at`."""
+        sampling, position = self._sampling, torch.tensor([self._first_position + at])
+        row, other = self._plain.rows[at], said.rows[at]
+        expected, token = self._plain.tokens[at], said.tokens[at]
+        scores, other_scores = (
+            perturbed_logits(logits[None], sampling, position, torch.zeros_like(position))[0] for logits in (row, other)
+        )
+        if not torch.isfinite(scores[token]):
+            margin = _exclusion(row, sampling, token)
+        elif not torch.isfinite(other_scores[expected]):
+            margin = _exclusion(other, sampling, expected)
+        else:
+            margin = float(scores[expected] - scores[token])
+        scale = 1 / (sampling.temperature or 1.0)
+        moved = scale * float((row.float() - other.float()).std())
+        rounding = scale * _ROUNDING[row.dtype] * float(row.float().std())
+        return Mismatch(expected, token, margin, moved, rounding)
+
+
+def _exclusion(row: torch.Tensor, sampling: SamplingParams, token: int) -> float:
+    """How far an excluded token is from being allowed: row [V]; the largest of what the filters ask for.
+
+    In logits / T for top-k and min-p. For top-p in probability, which moves by less than the logits / T do.
+    """
+    scaled = row.double() / sampling.temperature
+    missing = []
+    if sampling.top_k and sampling.top_k < scaled.numel():
+        threshold = scaled.topk(sampling.top_k).values[-1]
+        missing.append(float(threshold - scaled[token]))
+        scaled = scaled.masked_fill((scaled < threshold) & (scaled < scaled[token]), -torch.inf)
+    if sampling.top_p < 1:
+        missing.append(float(scaled.softmax(0)[scaled > scaled[token]].sum()) - sampling.top_p)
+    if sampling.min_p > 0:
+        missing.append(float(scaled.max() + math.log(sampling.min_p) - scaled[token]))
+    return max(missing)

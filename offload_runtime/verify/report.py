@@ -1,0 +1,187 @@
+"""The proof that speculation changes nothing, on the machine at hand.
+
+1. *Identity* (`identity`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
+   compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits behind each.
+2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`goodness_of_fit`).
+
+Everything is seeded, so a second run on the same machine says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.engine.request import PromptRoom, encode_prompt
+from offload_runtime.engine.runtime import Runtime
+from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
+from offload_runtime.verify.equality import IdentityRun, verify_identity
+from offload_runtime.verify.replay import ScriptedProposer, loaded_proposers, transcribe
+
+OnProgress = Callable[[str, int, int], None]
+
+PROMPTS = {
+    "prose": "The history of the steam engine began when",
+    "code": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return",
+    "repetition": "one two three four one two three four one two three four one two three",
+    "story": "It was late in the evening when the old man opened the door, looked at the boy, and said:",
+    "list": "Things to pack for the journey:\n1. a warm coat\n2. a map\n3. a lamp\n4.",
+    "data": '{"name": "Anna", "age": 31, "city": "Oslo"}\n{"name": "Ben", "age": 27, "city":',
+    "dialogue": "Q: What is the capital of France?\nA: Paris.\nQ: What is the capital of Italy?\nA: Rome.\nQ:",
+    "languages": "Le petit café est fermé. Das kleine Café ist geschlossen. 小さな",
+}
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "T 0.6": SamplingParams(temperature=0.6),
+    "T 1, top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "T 1": SamplingParams(temperature=1.0),
+    "T 0.8, top-k 20": SamplingParams(temperature=0.8, top_k=20),
+}
+QUICK_PROMPTS, QUICK_SETTINGS, QUICK_SEEDS, SEEDS = 3, 3, 64, 256
+MIN_TOKENS, MIN_SEEDS = 8, 32
+# Of the whole run: how likely an exact runtime is called a defect by the tests of fit.
+FAMILY_LEVEL = 1e-4
+
+_FIT_PROMPTS = 4
+_GENERATION_SAMPLING = SamplingParams(temperature=1.0)
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """What is compared: `prompts` and `settings` by name; `seeds` for every test of fit."""
+
+    prompts: Mapping[str, str]
+    settings: Mapping[str, SamplingParams]
+    tokens: int = 64
+    seeds: int = SEEDS
+
+    def __post_init__(self) -> None:
+        if self.tokens < MIN_TOKENS:
+            raise OptionError(f"tokens must be at least {MIN_TOKENS}, or no window has room, not {self.tokens}")
+        if self.seeds < MIN_SEEDS:
+            raise OptionError(f"seeds must be at least {MIN_SEEDS} for a chi-square test, not {self.seeds}")
+
+    @classmethod
+    def built_in(
+        cls, *, quick: bool, tokens: int, seeds: int | None, extra: Mapping[str, str] | None = None
+    ) -> VerificationPlan:
+        """The built-in prompts and settings, or with `quick` the first few, and `extra` prompts by name."""
+        prompts = list(PROMPTS.items())[: QUICK_PROMPTS if quick else None]
+        settings = list(SETTINGS.items())[: QUICK_SETTINGS if quick else None]
+        default_seeds = QUICK_SEEDS if quick else SEEDS
+        return cls(
+            {**dict(prompts), **(extra or {})}, dict(settings), tokens, default_seeds if seeds is None else seeds
+        )
+
+    def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
+        """Token ids of the prompts by name.
+
+        Raises:
+            ContextLengthError: One and the tokens that follow it exceed the context.
+        """
+        found = {
+            name: encode_prompt(text, room.tokenizer, room.config.vocab_size) for name, text in self.prompts.items()
+        }
+        for name, prompt in found.items():
+            excess = len(prompt) + self.tokens - room.context_tokens
+            if excess > 0:
+                raise ContextLengthError(
+                    f"the prompt {name!r} of {len(prompt)} tokens and {self.tokens} new ones exceed the context of "
+                    f"{room.context_tokens} tokens by {excess}: raise --context (the model allows "
+                    f"{room.config.max_position_embeddings}), lower --tokens or shorten the prompt"
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Everything that was found."""
+
+    bitwise: bool
+    runs: list[IdentityRun]
+    fits: list[Fit]
+
+    @property
+    def level(self) -> float:
+        """Least p-value allowed to one test of fit (Bonferroni)."""
+        return FAMILY_LEVEL / max(1, len(self.fits))
+
+    @property
+    def bad_runs(self) -> list[IdentityRun]:
+        """Runs with a defect."""
+        return [run for run in self.runs if run.finding.verdict == "defect"]
+
+    @property
+    def bad_fits(self) -> list[Fit]:
+        """Tests that the sampled tokens fail."""
+        return [fit for fit in self.fits if fit.p_value < self.level]
+
+    @property
+    def verdict(self) -> str:
+        """`defect`, `near-ties` when rounding explains what differs, or `exact`."""
+        if self.bad_runs or self.bad_fits:
+            return "defect"
+        return "near-ties" if any(run.finding.verdict == "near-tie" for run in self.runs) else "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        fits = [{**asdict(fit), "p_value": fit.p_value} for fit in self.fits]
+        return {
+            "verdict": self.verdict, "bitwise_compared": self.bitwise, "identity": [asdict(run) for run in self.runs],
+            "fit_level": self.level, "fit": fits,
+        }  # fmt: skip
+
+
+def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress | None = None) -> VerificationReport:
+    """Compare speculation with plain decoding, and sampled tokens with the target's probabilities.
+
+    Args:
+        runtime: Loaded with the draft under test; it must allow a gamma of 63, and ends its current generation.
+        plan: What to compare.
+        on_progress: Called with (stage, done, all) after each generation or test.
+
+    Raises:
+        ContextLengthError: A prompt and its tokens exceed the runtime's context.
+        NumericalError: The target's logits are NaN.
+    """
+    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+    steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 3)
+    progress = _Progress("identity", steps, on_progress)
+    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=progress.step)
+    fits = _verify_fit(runtime, prompts, plan, on_progress)
+    return VerificationReport(runtime.device.type == "cuda", runs, fits)
+
+
+def _verify_fit(
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress | None
+) -> list[Fit]:
+    """Tests on single rows of logits, all of them together, and whole generations."""
+    contexts = dict(list(prompts.items())[:_FIT_PROMPTS])
+    settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
+    progress = _Progress("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
+    rows = fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=progress.step)
+    prompt = next(iter(contexts.values()))
+    likeliest = transcribe(runtime, prompt, SamplingParams(), count=GENERATION_TOKENS).tokens
+    script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
+    proposers = [script, *loaded_proposers(runtime).values()]
+    places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=progress.step)
+    return [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
+
+
+@dataclass
+class _Progress:
+    """Counts steps of a stage and tells whoever wants to know."""
+
+    stage: str
+    all: int
+    on_progress: OnProgress | None
+    done: int = field(default=0)
+
+    def step(self) -> None:
+        """One more."""
+        self.done += 1
+        if self.on_progress is not None:
+            self.on_progress(self.stage, self.done, self.all)
