@@ -166,7 +166,7 @@ def test_any_history_on_the_device(data: st.DataObject) -> None:
         elif action == "prefill" and room:
             played.prefill(sequence, data.draw(st.integers(1, min(room, 400))))
         elif action == "window" and room:
-            count = data.draw(st.integers(1, min(played.cache.reach_tokens - length, 40)))
+            count = data.draw(st.integers(1, min(played.cache.max_tokens_with_draft - length, 40)))
             behind = data.draw(st.sets(st.integers(0, count - 1)))
             played.window(sequence, count, [0, *sorted(behind - {0})][:room])
         elif action == "adopt":

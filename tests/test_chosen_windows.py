@@ -23,7 +23,7 @@ from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.runners import DraftModel, DraftTree
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
@@ -65,7 +65,7 @@ class WorkClock:
             return verify(windows, sequences)
 
         patch.setattr(runner, "verify", timed_verify)
-        for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalTarget, "step")):
+        for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalVerifier, "step")):
             self._count_steps(owner, name, patch)
         own = runtime._parts
         runtime._parts = replace(own, clock=lambda: self.now_s, learnt=Learnt(runtime._windows.by_family))

@@ -207,7 +207,7 @@ def test_a_context_that_is_full(pair: tuple[ModelRunner, ModelRunner]) -> None:
     for runner in pair:
         runner.prefill(0, random_tokens(CAPACITY - 3))
         runner.verify([Window(tuple(range(1, 9)))], [0])  # what is only tentative may use the rest of the last block
-        reach = runner.cache.reach_tokens
+        reach = runner.cache.max_tokens_with_draft
         assert reach == -(-CAPACITY // 256) * 256 > CAPACITY
         with pytest.raises(ContextLengthError, match=f"{reach + 1} tokens do not fit the {reach}"):
             runner.verify([Window(tuple(range(1, reach - CAPACITY + 5)))], [0])

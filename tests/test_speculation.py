@@ -151,7 +151,7 @@ class FakeTarget:
         def length(self, sequence: int) -> int:
             return self._length
 
-        reach_tokens = 100
+        max_tokens_with_draft = 100
 
         def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
             self._length += len(rows)

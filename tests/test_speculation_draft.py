@@ -246,8 +246,8 @@ class OneSequence:
         return self._runner.cache.length(self._row)
 
     @property
-    def reach_tokens(self) -> int:
-        return self._runner.cache.reach_tokens
+    def max_tokens_with_draft(self) -> int:
+        return self._runner.cache.max_tokens_with_draft
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         self._runner.cache.commit_path(self._row, rows)

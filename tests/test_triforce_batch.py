@@ -12,7 +12,7 @@ import torch
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import DeviceWindow, DraftModel
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import TriForceProposer, Turn
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.levels_together import Task, middle_of, play, stored
@@ -140,8 +140,8 @@ class Launches:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[int, int, list[int]]] = []  # of the draft, of the middle level, of each sequence
         self.reads: list[int] = []  # how often the host looked at the window in each round
-        self._counted = {DraftModel: 0, RetrievalTarget: 0, DeviceWindow: 0}
-        for level, name in ((DraftModel, "_step"), (RetrievalTarget, "_step"), (DeviceWindow, "read")):
+        self._counted = {DraftModel: 0, RetrievalVerifier: 0, DeviceWindow: 0}
+        for level, name in ((DraftModel, "_step"), (RetrievalVerifier, "_step"), (DeviceWindow, "read")):
             patch.setattr(level, name, self._counting(level, getattr(level, name)))
         propose = TriForceProposer.propose
 
@@ -150,7 +150,7 @@ class Launches:
             before = proposer._middle.counts
             answers = propose(proposer, turns)
             taken = [after[0] - earlier[0] for after, earlier in zip(proposer._middle.counts, before, strict=True)]
-            self.rounds.append((self._counted[DraftModel], self._counted[RetrievalTarget], taken))
+            self.rounds.append((self._counted[DraftModel], self._counted[RetrievalVerifier], taken))
             self.reads.append(self._counted[DeviceWindow])
             return answers
 

@@ -19,7 +19,7 @@ from offload_runtime.engine import Runtime, placing
 from offload_runtime.engine.build_proposer import warm_up_middle
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
@@ -161,7 +161,7 @@ def test_choices_among_any_number_of_chunks_are_played() -> None:
         assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
 
 
-def played_by(middle: RetrievalTarget, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool, SamplingParams]]:
+def played_by(middle: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool, SamplingParams]]:
     """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose, and
     how tokens are."""
     played: set[tuple[int, int, bool, SamplingParams]] = set()

@@ -14,7 +14,7 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import grows_trees
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
@@ -90,9 +90,9 @@ def _make_triforce(
     budget.reserve("steps of the middle level", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
     window = DeviceWindow(budget.device, batch=batch)
-    middle = RetrievalTarget(
+    middle = RetrievalVerifier(
         target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
-        target.rope, window, gamma=gamma, reach_tokens=source.reach_tokens, batch=batch,
+        target.rope, window, gamma=gamma, max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
     )  # fmt: skip
     first = None
     if draft is not None:
@@ -100,11 +100,11 @@ def _make_triforce(
         has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of the draft's
         first = DraftModel(
             draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window,
-            reach_tokens=cache.reach_tokens if has_all else None,
+            max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
         window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
-        reach_tokens=source.reach_tokens,
+        max_tokens_with_draft=source.max_tokens_with_draft,
     )  # fmt: skip
     if budget.device.type == "cuda":
         with ExitStack() as eager:
@@ -141,7 +141,9 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         play(1, 1, params)
     for num_sequences in warm_up_batches(batch):
         play(num_sequences, 1, DIFFERENT_WAYS[0])
-    longest = min(target.cache.capacity_tokens, target.cache.reach_tokens - gamma - 2)  # a step puts so many behind
+    longest = min(
+        target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
+    )  # a step puts so many behind
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         play(1, length, DIFFERENT_WAYS[0])

@@ -112,7 +112,7 @@ class RoundPlayer:
 
     def _most_nodes(self, text: Text) -> int:
         """Proposals behind a text that the target's cache has places for."""
-        return self._parts.target.cache.reach_tokens - len(text.tokens)
+        return self._parts.target.cache.max_tokens_with_draft - len(text.tokens)
 
     def _was_whole(self, text: Text, played: Round, window: WindowSize) -> bool:
         """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""

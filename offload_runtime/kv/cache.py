@@ -35,7 +35,7 @@ class KVCache(LayerCache, Protocol):
     """A cache of whole sequences; a token becomes part of one when it is committed."""
 
     capacity_tokens: int
-    reach_tokens: int  # of a sequence with what is only tentative: the capacity in whole blocks
+    max_tokens_with_draft: int  # of a sequence with what is only tentative: the capacity in whole blocks
     observers: list[BlockObserver]
 
     @property
@@ -49,7 +49,7 @@ class KVCache(LayerCache, Protocol):
         """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
 
         Raises:
-            ContextLengthError: They reach beyond `reach_tokens`.
+            ContextLengthError: They reach beyond `max_tokens_with_draft`.
             BudgetError: The memory that they need was refused. Committed tokens are kept.
         """
 

@@ -36,8 +36,8 @@ class DeviceKVCache:
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
-        self.reach_tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
-        self.spare_slots = range(self.reach_tokens, self.reach_tokens + spare_slots)
+        self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
         self._lengths = [0] * batch
         self._tables: dict[int, BlockTable] = {}
         self._rows = slice(None)  # of the batch, that the running pass is about
@@ -70,7 +70,7 @@ class DeviceKVCache:
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
             self._ends[sequence] = self._lengths[sequence] + count
-            check_capacity(self._ends[sequence], self.reach_tokens)
+            check_capacity(self._ends[sequence], self.max_tokens_with_draft)
         self._rows = slice(None)
 
     def begin_prefill(self, sequence: int, count: int) -> None:
@@ -82,7 +82,7 @@ class DeviceKVCache:
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
-        assert count >= 0 and before + count <= self.reach_tokens
+        assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[sequence] += count
         full = range(before // BLOCK_TOKENS, self._lengths[sequence] // BLOCK_TOKENS)
         for observer in self.observers if full else ():

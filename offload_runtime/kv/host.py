@@ -59,7 +59,7 @@ class HostKVCache:
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
-        self.reach_tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self._config = config
         self._dtype = dtype
         self._device = budget.device
@@ -217,7 +217,7 @@ class HostKVCache:
         self._abandon_prefill()
         for sequence, count in zip(sequences, counts, strict=True):
             end = self._lengths[sequence] + count
-            check_capacity(end, self.reach_tokens)
+            check_capacity(end, self.max_tokens_with_draft)
             self._grow(sequence, end // BLOCK_TOKENS)
         self._writes.collect()
         self._rows = slice(None)

@@ -24,7 +24,7 @@ _FAR_BLOCKS = 16
 class ChunkSource(Protocol):
     """What the middle level needs of the target's own cache."""
 
-    reach_tokens: int
+    max_tokens_with_draft: int
 
     def store(self, layer: int) -> KVBlocks:
         """Where new keys and values go: tentative ones, which the target's own pass overwrites."""
@@ -82,7 +82,7 @@ class RetrievalCache:
         chunks_per_block = BLOCK_TOKENS // self._chunks.chunk_size
         blocks = -(-max(self._available) // chunks_per_block)
         most = -(-blocks // _FAR_BLOCKS) * _FAR_BLOCKS
-        return min(most, num_blocks(self._source.reach_tokens)) * chunks_per_block
+        return min(most, num_blocks(self._source.max_tokens_with_draft)) * chunks_per_block
 
     def begin_window(self, rows: range, counts: Mapping[int, int]) -> bool:
         """Passes over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
@@ -223,7 +223,7 @@ class RetrievedDraftCache:
         self.store, self.length = self._full.store, self._full.length
         self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill
         self.commit, self.commit_path = self._full.commit, self._full.commit_path
-        self.close, self.reach_tokens = self._full.close, self._full.reach_tokens
+        self.close, self.max_tokens_with_draft = self._full.close, self._full.max_tokens_with_draft
         self.observers: list[BlockObserver] = self._full.observers
 
     @property

@@ -65,7 +65,7 @@ class StreamingDraftCache:
         self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
         self.commit_path, self.adopt = self._blocks.commit_path, self._blocks.adopt
         self.truncate, self.close = self._blocks.truncate, self._blocks.close
-        self.reach_tokens, self.spare_slots = self._blocks.reach_tokens, self._blocks.spare_slots
+        self.max_tokens_with_draft, self.spare_slots = self._blocks.max_tokens_with_draft, self._blocks.spare_slots
         self.observers = self._blocks.observers
 
     @property

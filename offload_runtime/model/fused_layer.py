@@ -16,12 +16,12 @@ from offload_runtime.model.linear import tiled_linear
 from offload_runtime.model.rows import PassRows
 
 
-def few_row_embed(decoder: Decoder, rows: PassRows) -> torch.Tensor:
+def fused_embed(decoder: Decoder, rows: PassRows) -> torch.Tensor:
     """The residual stream at the bottom: [N, H], no padding."""
     return decoder.embedding.index_select(0, rows.tokens)
 
 
-def few_row_layer(
+def fused_layer(
     decoder: Decoder, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache
 ) -> None:
     """One layer. Adds to the residual stream and writes the rows' keys and values into the cache.
@@ -45,7 +45,7 @@ def few_row_layer(
     _linear(activation, weights["down"], bias=weights.get("down_bias"), residual=residual)
 
 
-def few_row_head(decoder: Decoder, residual: torch.Tensor) -> torch.Tensor:
+def fused_head(decoder: Decoder, residual: torch.Tensor) -> torch.Tensor:
     """Logits [N, V] of a residual stream [N, H] in the model's dtype."""
     return _linear(residual, decoder.lm_head, norm=RowNorm(decoder.final_norm, decoder.config.rms_norm_eps))
 

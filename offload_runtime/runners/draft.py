@@ -16,7 +16,7 @@ from offload_runtime_kernels.window_steps import StepRotation
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.model import PassRows, RopeTable
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftRunner, DraftTexts
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, Known
@@ -55,19 +55,19 @@ class DraftModel:
         draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's, which keys the noise.
         window: Where known tokens come from and guesses go; by default one of its own.
-        reach_tokens: Of a sequence with what is only tentative; by default what the cache was reserved for.
+        max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
     """
 
     def __init__(
         self, runner: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        window: DeviceWindow | None = None, reach_tokens: int | None = None,
+        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
-        self._reach_tokens = cache.capacity_tokens if reach_tokens is None else reach_tokens
+        self._reach_tokens = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
         self._params = SamplingParams()
@@ -75,7 +75,7 @@ class DraftModel:
         self.window = window or DeviceWindow(device, batch=batch)
         fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
         self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
-        self.texts = DraftTexts(runner, self._rope, last_token=self._last_token, batch=batch)
+        self.texts = DraftKVState(runner, self._rope, last_token=self._last_token, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.

@@ -39,7 +39,7 @@ class DraftRunner(Protocol):
         """Logits [B, T, V] of a pass over prepared rows; never waits."""
 
 
-class DraftTexts:
+class DraftKVState:
     """The texts of all sequences as far as the draft has read them.
 
     Passes are about one sequence: steps leave almost nothing to catch up with. Everything is enqueued on the current

@@ -23,7 +23,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.model import PassRows
-from offload_runtime.runners.draft_kv import DraftRunner, DraftTexts
+from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.draft_tree_steps import (
     CHILDREN,
     DEPTHS,
@@ -94,7 +94,7 @@ class DraftTree:
     """
 
     def __init__(
-        self, runner: DraftRunner, texts: DraftTexts, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
+        self, runner: DraftRunner, texts: DraftKVState, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         graphs: bool = True,
     ) -> None:  # fmt: skip
         cache = runner.cache

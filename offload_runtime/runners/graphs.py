@@ -139,11 +139,11 @@ def warm_up_lengths(longest: int) -> list[int]:
     return sorted({min(length, longest) for length in _WARM_UP_TOKENS if longest > 1})
 
 
-def graph_reach(reach_tokens: int, capacity_tokens: int) -> int:
+def graph_reach(max_tokens_with_draft: int, capacity_tokens: int) -> int:
     """Tokens that a captured step looks at: those that it has to, up to a power of two of blocks, as far as there are
     any, so that few graphs are needed."""
     most = -(-capacity_tokens // BLOCK_TOKENS)
-    blocks = -(-reach_tokens // BLOCK_TOKENS)
+    blocks = -(-max_tokens_with_draft // BLOCK_TOKENS)
     return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
 
 

@@ -25,7 +25,7 @@ from offload_runtime.sampling import sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
 
-class RetrievalTarget:
+class RetrievalVerifier:
     """Runs the target over retrieved chunks and recent blocks (TriForce, arXiv 2404.11912, section 4).
 
     Args:
@@ -35,19 +35,19 @@ class RetrievalTarget:
         rope: Its rotary table.
         window: Where tokens come from and go.
         gamma: Most proposals a step verifies.
-        reach_tokens: Most tokens of a sequence, tentative ones included.
+        max_tokens_with_draft: Most tokens of a sequence, tentative ones included.
         batch: Sequences; their numbers are the batch rows in the caches and key the noise.
     """
 
     def __init__(
         self, decoder: Decoder, layers: ResidentLayers, cache: RetrievalCache, rope: RopeTable, window: DeviceWindow,
-        *, gamma: int, reach_tokens: int, batch: int = 1,
+        *, gamma: int, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device
         self.cache = cache
         self._window = window
         self._gamma = gamma
-        self._reach_tokens = reach_tokens
+        self._reach_tokens = max_tokens_with_draft
         self._rope = rope
         self._decoder = decoder
         self._layers = layers

@@ -14,7 +14,7 @@ import torch
 
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, few_row_embed, few_row_head, few_row_layer
+from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, fused_embed, fused_head, fused_layer
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ def window_pass(
         Logits [B, T, V].
     """
     if tile_rows is None:
-        residual = few_row_embed(decoder, rows)
+        residual = fused_embed(decoder, rows)
         for index, weights in layers.layers():
-            few_row_layer(decoder, index, weights, residual, rows, cache)
-        return few_row_head(decoder, residual).view(*rows.shape, -1)
+            fused_layer(decoder, index, weights, residual, rows, cache)
+        return fused_head(decoder, residual).view(*rows.shape, -1)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
     logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
     return logits.view(*rows.shape, -1)

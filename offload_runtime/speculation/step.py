@@ -25,7 +25,7 @@ class Cache(Protocol):
     """What a round needs of the target's cache."""
 
     @property
-    def reach_tokens(self) -> int:
+    def max_tokens_with_draft(self) -> int:
         """Most tokens of a sequence, tentative ones included."""
 
     def length(self, sequence: int) -> int:
@@ -127,7 +127,7 @@ def play_round(
     for turn in turns:
         committed = cache.length(turn.sequence)
         assert committed == len(turn.tokens) - 1, "the target must have seen all tokens but the last"
-    proposals = _proposals(proposer, [_fitting(turn, cache.reach_tokens) for turn in turns])
+    proposals = _proposals(proposer, [_fitting(turn, cache.max_tokens_with_draft) for turn in turns])
     windows = [_window(turn.tokens[-1], proposal) for turn, proposal in zip(turns, proposals, strict=True)]
     logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
     if any(proposals):
@@ -144,9 +144,9 @@ def play_round(
     return rounds
 
 
-def _fitting(turn: Turn, reach_tokens: int) -> Turn:
+def _fitting(turn: Turn, max_tokens_with_draft: int) -> Turn:
     """A turn whose tree the cache has room for: close to the end of a context its branches may not all fit."""
-    room = reach_tokens - len(turn.tokens)
+    room = max_tokens_with_draft - len(turn.tokens)
     if turn.tree_nodes is None or turn.tree_nodes <= room:
         return turn
     return replace(turn, tree_nodes=max(room, 0))

@@ -79,7 +79,7 @@ class TriForceProposer:
         draft: The small model; None lets the middle level decode by itself, a token a step.
         gamma_draft: Tokens that the draft proposes to each step of the middle level.
         refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
-        reach_tokens: Of a sequence in the target's cache, tentative ones included.
+        max_tokens_with_draft: Of a sequence in the target's cache, tentative ones included.
     """
 
     name = "middle"
@@ -88,7 +88,7 @@ class TriForceProposer:
 
     def __init__(
         self, window: Window, middle: MiddleLevel, draft: FirstLevel | None, *, gamma_draft: int, refresh_steps: int,
-        reach_tokens: int,
+        max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
         self._window = window
@@ -96,7 +96,7 @@ class TriForceProposer:
         self._draft = draft
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
-        self._reach_tokens = reach_tokens
+        self._reach_tokens = max_tokens_with_draft
         self.num_steps = 0  # of the middle level since `start`, each of all sequences
 
     def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:

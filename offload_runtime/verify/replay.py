@@ -108,7 +108,11 @@ class RecordingCache:
 
     def __init__(self, cache: KVCache, on_path: Callable[[Sequence[int]], None]) -> None:
         self._cache, self._on_path = cache, on_path
-        self.length, self.truncate, self.reach_tokens = cache.length, cache.truncate, cache.reach_tokens
+        self.length, self.truncate, self.max_tokens_with_draft = (
+            cache.length,
+            cache.truncate,
+            cache.max_tokens_with_draft,
+        )
 
     @property
     def pinned_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     Acceptance,
     Proposal,
@@ -89,10 +89,10 @@ def play(
     return played
 
 
-def middle_of(runtime: Runtime) -> RetrievalTarget:
+def middle_of(runtime: Runtime) -> RetrievalVerifier:
     """The middle level."""
     proposer = drafting(runtime._parts.proposer)
-    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._middle, RetrievalTarget)
+    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._middle, RetrievalVerifier)
     return proposer._middle
 
 

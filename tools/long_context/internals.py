@@ -18,7 +18,7 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
-from offload_runtime.runners.retrieval_verifier import RetrievalTarget
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.speculation import (
     DraftProposer,
@@ -100,7 +100,7 @@ class Levels:
     """What a proposer consists of; `gamma` is the number of tokens that the draft proposes to a middle step."""
 
     window: DeviceWindow | None
-    middle: RetrievalTarget | None
+    middle: RetrievalVerifier | None
     draft: DraftModel | None
     gamma: int
 
@@ -109,7 +109,7 @@ def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
     proposer = drafting(proposer)
     if isinstance(proposer, TriForceProposer):
-        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalTarget)
+        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalVerifier)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
         return Levels(proposer._window, proposer._middle, proposer._draft, proposer._gamma)
     if isinstance(proposer, DraftProposer):
