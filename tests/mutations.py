@@ -24,7 +24,7 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-_KV = "offload_runtime/kv_cache"
+_KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
 
 MUTATIONS = (
@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rollback: a block that is cut and filled again still counts as written",
-        f"{_KV}/host_writes.py",
+        f"{_KV}/host_blocks.py",
         "self.arrived[sequence] = min(self.arrived[sequence], block)",
         "self.arrived[sequence] = min(self.arrived[sequence], block + 1)",
         ("tests/test_cache_histories.py::test_a_block_that_is_written_anew_is_not_taken_for_there",),
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rollback: an accepted path of a tree lands one place too far",
-        f"{_KV}/tree_path.py",
+        f"{_KV}/cache.py",
         "compact_rows(KVBlocks(data), sources, committed + kept)",
         "compact_rows(KVBlocks(data), sources, committed + kept + 1)",
         ("tests/test_cache_histories.py::test_a_path_of_a_tree",),
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position: after a move the sinks are rotated as if nothing had been let go of",
-        f"{_KV}/windowed.py",
+        f"{_KV}/streaming.py",
         "_Place(start, place.rope_shift + dropped)",
         "_Place(start, place.rope_shift)",
         ("tests/test_draft_model.py::test_other_numbers_of_sinks_and_recent_tokens[1-2]",),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "refresh: steps choose chunks anew in all passes but the first",
-        f"{_KV}/retrieved_draft.py",
+        f"{_KV}/retrieval_cache.py",
         "self._view.begin_pass(refresh=first)",
         "self._view.begin_pass(refresh=not first)",
         ("tests/test_cache_histories.py::test_the_first_step_chooses_and_the_others_use",),

@@ -33,7 +33,7 @@ def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("offload_runtime.memory.LOCK_BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", 4 * PAGE_BYTES)
     return 4 * PAGE_BYTES
 
 
@@ -94,7 +94,7 @@ def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
 def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine
 
-    monkeypatch.setattr("offload_runtime.memory.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
+    monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
     arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
     assert arena.pin_blocks(CudaRegistrar())

@@ -21,7 +21,7 @@ def fused_embed(decoder: Decoder, rows: PassRows) -> torch.Tensor:
     return decoder.embedding.index_select(0, rows.tokens)
 
 
-def fused_layer(
+def fused_decoder_layer(
     decoder: Decoder, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache
 ) -> None:
     """One layer. Adds to the residual stream and writes the rows' keys and values into the cache.

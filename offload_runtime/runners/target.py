@@ -14,7 +14,7 @@ import torch
 
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, fused_embed, fused_head, fused_layer
+from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, fused_decoder_layer, fused_embed, fused_head
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def window_pass(
     if tile_rows is None:
         residual = fused_embed(decoder, rows)
         for index, weights in layers.layers():
-            fused_layer(decoder, index, weights, residual, rows, cache)
+            fused_decoder_layer(decoder, index, weights, residual, rows, cache)
         return fused_head(decoder, residual).view(*rows.shape, -1)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
     logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
