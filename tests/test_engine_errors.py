@@ -287,7 +287,7 @@ def failing_after(count: int) -> Callable[[], None]:
 def test_a_failed_copy_ends_the_generation_and_all_that_follow(
     target: Path, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(device: torch.device) -> ThreadCopyEngine:
+    def make(device: torch.device, **pace_and_log: Any) -> ThreadCopyEngine:
         return ThreadCopyEngine(before_copy=failing_after(copies))
 
     with load(target, draft="none", resident_layers=0) as whole:
@@ -305,7 +305,7 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
 
 
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "make_copy_engine", lambda device: ThreadCopyEngine(before_copy=failing_after(4)))
+    monkeypatch.setattr(loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(before_copy=failing_after(4)))
     refused(CopyError, target, "cable fell out", resident_layers=0)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from offload_runtime.copy import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.copy.pace import HostPace, paced_link
+from offload_runtime.copy.pace import HostPace
 
 CPU = torch.device("cpu")
 MS = 1_000_000
@@ -98,23 +96,17 @@ def _block(value: int, nbytes: int) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
-def test_engines_made_within_a_paced_link_keep_to_it() -> None:
-    def gbps(make: Callable[[], CopyEngine]) -> float:
-        engine = make()
+def test_an_engine_keeps_the_pace_it_was_made_with() -> None:
+    def gbps(engine: CopyEngine) -> float:
         dst = _block(0, 200_000)
         measured = measure_link_gbps(engine, dst, _block(3, 200_000))
         engine.close()
         assert torch.equal(dst, _block(3, 200_000))
         return measured
 
-    with paced_link(0.01):  # 20 ms a copy
-        with paced_link(None):
-            unpaced = make_copy_engine(CPU)
-        paced = make_copy_engine(CPU)
-    # Eight copies may make good what one overslept: 5 of 160 ms at the most.
-    assert gbps(lambda: paced) <= 0.01 * 160 / 154
-    for make in (lambda: unpaced, lambda: make_copy_engine(CPU)):
-        assert gbps(make) > 0.02
+    # 20 ms a copy; eight copies may make good what one overslept: 5 of 160 ms at the most.
+    assert gbps(make_copy_engine(CPU, pace_gbps=0.01)) <= 0.01 * 160 / 154
+    assert gbps(make_copy_engine(CPU)) > 0.02
 
 
 @pytest.mark.gpu
@@ -127,8 +119,7 @@ def test_a_paced_gpu_link_is_within_two_percent(mib: int, back: bool) -> None:
     gpu = torch.zeros(nbytes, dtype=torch.uint8, device=device) if not back else host.to(device)
     torch.cuda.synchronize()
     dst, src = (torch.zeros_like(host).pin_memory(), gpu) if back else (gpu, host)
-    with paced_link(6.0):
-        engine = make_copy_engine(device)
+    engine = make_copy_engine(device, pace_gbps=6.0)
     assert measure_link_gbps(engine, dst, src, repeats=max(4, 128 // mib)) == pytest.approx(6.0, rel=0.02)
     engine.close()
     assert torch.equal(dst.cpu(), host)

@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from bench_report import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy import CopyEngine, make_copy_engine
-from offload_runtime.copy.pace import paced_link
 from offload_runtime.engine.emulation import Emulation, emulation_of, measure_link_both_ways
 from offload_runtime.memory import HostArena, current_device, resolve_device
 
@@ -68,7 +67,7 @@ def measure_sizes(
             ("to the device", emulation.link_gbps, gpu, host),
             ("back", emulation.link_back_gbps, host, gpu),
         ):
-            with paced_link(gbps), closing(make_copy_engine(device)) as engine:
+            with closing(make_copy_engine(device, pace_gbps=gbps)) as engine:
                 for size in sizes_mib:
                     part = slice(0, round(size * (1 << 20)))
                     found = percentiles(measure_gbps(engine, dst[part], src[part], gbps, repeats))
@@ -87,9 +86,7 @@ def measure_products(emulation: Emulation, device: torch.device, repeats: int) -
         host = arena.buffer[: target.nbytes].fill_(1)
         arena.pin()
         for name, gbps in (("alone", None), ("beside_copies", None), ("beside_paced_copies", emulation.link_gbps)):
-            with ExitStack() as stack:
-                stack.enter_context(paced_link(gbps))
-                engine = stack.enter_context(closing(make_copy_engine(device)))
+            with closing(make_copy_engine(device, pace_gbps=gbps)) as engine:
                 times_ms = []
                 for _ in range(repeats + 1):
                     if name != "alone":

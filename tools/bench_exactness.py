@@ -23,7 +23,7 @@ import torch
 from bench_report import check_out, emit, provenance
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.copy import make_copy_engine
+from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.load_model import LoadedModel, connect_model
 from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
@@ -120,7 +120,8 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
     pin = streamed if device.type == "cuda" else ()
     weights = load_weights(source, dtype, pin=pin)
-    model = connect_model(weights, plan, placement, budget, make_copy_engine(device), name="target")
+    queues = CopyQueues(make_copy_engine(device))
+    model = connect_model(weights, plan, placement, budget, queues, name="target")
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 
 

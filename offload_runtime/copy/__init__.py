@@ -10,7 +10,7 @@ schedule, with real concurrency, runs and is tested anywhere.
 
 from offload_runtime.copy.cpu import ThreadCopyEngine
 from offload_runtime.copy.cuda import COPY_PIECE_BYTES, CudaCopyEngine
-from offload_runtime.copy.queue import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy.queue import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.copy.staging import (
     FEWEST_PIECES,
     MOST_THREADS,
@@ -26,6 +26,7 @@ __all__ = [
     "FEWEST_PIECES",
     "MOST_THREADS",
     "CopyEngine",
+    "CopyQueues",
     "CudaCopyEngine",
     "RingShape",
     "StagingCopyEngine",

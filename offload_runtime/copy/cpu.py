@@ -38,7 +38,7 @@ class ThreadCopyEngine:
     ) -> None:  # fmt: skip
         self.bytes_copied = 0
         self._pace = pace
-        self._log = log
+        self.log = log
         self._before_copy = before_copy
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -69,8 +69,8 @@ class ThreadCopyEngine:
         self.wait(ready)
         ended = time.perf_counter()
         self._stall_s += ended - started
-        if self._log is not None:
-            self._log.stalled(started, ended)
+        if self.log is not None:
+            self.log.stalled(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
         with self._changed:
@@ -126,8 +126,8 @@ class ThreadCopyEngine:
                     self._pace.carried(src.nbytes)
                 ended = time.perf_counter()
                 self._copy_s += ended - started
-                if self._log is not None:
-                    self._log.copied(label, src.nbytes, started, ended)
+                if self.log is not None:
+                    self.log.copied(label, src.nbytes, started, ended)
             except BaseException as error:
                 with self._changed:
                     self._failure = error

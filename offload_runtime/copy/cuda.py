@@ -57,7 +57,7 @@ class CudaCopyEngine:
     ) -> None:  # fmt: skip
         self.bytes_copied = 0
         self._pace = pace
-        self._log = log
+        self.log = log
         self._device = device
         self._before_copy = before_copy
         # What keeps the pace is a kernel: it must not queue behind the compute's.
@@ -76,7 +76,7 @@ class CudaCopyEngine:
     ) -> None:  # fmt: skip
         self._copies.harvest()
         start, end = self._copies.event(), self._copies.event()
-        done = None if self._log is None else self._log.on_copied(label, src.nbytes)
+        done = None if self.log is None else self.log.on_copied(label, src.nbytes)
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
@@ -103,7 +103,7 @@ class CudaCopyEngine:
         self._stalls.harvest()
         stream = torch.cuda.current_stream(self._device)
         start, end = self._stalls.event(), self._stalls.event()
-        done = None if self._log is None else self._log.on_stalled()
+        done = None if self.log is None else self.log.on_stalled()
         start.record(stream)
         stream.wait_event(ready)
         end.record(stream)

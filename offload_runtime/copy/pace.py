@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -85,25 +83,3 @@ class StreamPace:
 def make_link_pace(device: torch.device, gbps: float) -> LinkPace:
     """The pace that fits what copies to and from `device`."""
     return StreamPace(gbps, device) if device.type == "cuda" else HostPace(gbps)
-
-
-_pace_gbps: ContextVar[float | None] = ContextVar("link pace in GB/s", default=None)
-
-
-@contextmanager
-def paced_link(gbps: float | None) -> Iterator[None]:
-    """Copy engines that are made inside emulate a link of `gbps` GB/s; None: they copy as fast as they can.
-
-    A scope and not an argument, because queues are made deep within what loads a model, one for each direction.
-    """
-    token = _pace_gbps.set(gbps)
-    try:
-        yield
-    finally:
-        _pace_gbps.reset(token)
-
-
-def current_link_pace(device: torch.device) -> LinkPace | None:
-    """The pace for a copy queue that is made now."""
-    gbps = _pace_gbps.get()
-    return None if gbps is None else make_link_pace(device, gbps)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from offload_runtime.copy.cpu import ThreadCopyEngine
 from offload_runtime.copy.cuda import CudaCopyEngine
-from offload_runtime.copy.pace import current_link_pace
-from offload_runtime.trace import Label, current_copy_log
+from offload_runtime.copy.pace import make_link_pace
+from offload_runtime.trace import CopyLog, Label
 
 
 class CopyEngine(Protocol):
     """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
+
+    @property
+    def log(self) -> CopyLog | None:
+        """Of the trace that the queue reports to."""
 
     @property
     def bytes_copied(self) -> int:
@@ -58,13 +62,26 @@ class CopyEngine(Protocol):
         """Finish outstanding work and release the queue."""
 
 
-def make_copy_engine(device: torch.device, *, before_copy: Callable[[], None] | None = None) -> CopyEngine:
-    """The copy engine that fits `device`; within `paced_link` it emulates a slower link, within `traced_copies` it is
-    part of a trace."""
-    pace, log = current_link_pace(device), current_copy_log()
+def make_copy_engine(device: torch.device, *, pace_gbps: float | None = None, log: CopyLog | None = None) -> CopyEngine:
+    """The copy queue that fits `device`.
+
+    Args:
+        device: Where to or where from the copies go.
+        pace_gbps: Of an emulated link, which the copies are as slow as, GB/s; None: as fast as they can.
+        log: Of a trace that the queue reports to; None: none.
+    """
+    pace = None if pace_gbps is None else make_link_pace(device, pace_gbps)
     if device.type == "cuda":
-        return CudaCopyEngine(device, before_copy=before_copy, pace=pace, log=log)
-    return ThreadCopyEngine(before_copy=before_copy, pace=pace, log=log)
+        return CudaCopyEngine(device, pace=pace, log=log)
+    return ThreadCopyEngine(pace=pace, log=log)
+
+
+@dataclass(frozen=True)
+class CopyQueues:
+    """The queues of both ways: `h2d` to the device, `d2h` for what is written back to the host (None: nothing is)."""
+
+    h2d: CopyEngine
+    d2h: CopyEngine | None = None
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:

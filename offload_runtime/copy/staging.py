@@ -16,7 +16,7 @@ import torch
 from offload_runtime.copy.queue import CopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
-from offload_runtime.trace import CopyLog, Label
+from offload_runtime.trace import Label
 
 # Each thread fills a piece of its own. Copies of 16 MiB and more have the link's peak; a thread takes 2 to 3 ms for 32.
 _PIECE_BYTES = 32 << 20
@@ -180,17 +180,16 @@ class StagingCopyEngine:
         pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
         before_fill: Called in those threads before each piece: tests inject delays and failures with it.
-        log: Of a trace; None: none.
     """
 
     def __init__(
         self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_fill: Callable[[], None] | None = None, log: CopyLog | None = None,
+        before_fill: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         assert len(ring) >= FEWEST_PIECES and num_threads > 0
         self._engine = engine
         self._pageable = pageable
-        self._log = log
+        self.log = engine.log
         self._before_fill = before_fill
         self._piece_bytes = ring[0].nbytes
         self._workers = Workers()
@@ -298,8 +297,8 @@ class StagingCopyEngine:
             self._workers.wait_for(self._issued, lambda: not self._unissued[id(ready)], _FAILED)
         ended = time.perf_counter()
         self._waited_s += ended - started
-        if self._log is not None:
-            self._log.staged(started, ended)
+        if self.log is not None:
+            self.log.staged(started, ended)
 
     # --- the threads
 

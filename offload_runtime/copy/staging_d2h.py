@@ -16,7 +16,7 @@ import torch
 from offload_runtime.copy.queue import CopyEngine
 from offload_runtime.copy.staging import Workers, move_bytes
 from offload_runtime.memory import PageableMemory
-from offload_runtime.trace import CopyLog, Label
+from offload_runtime.trace import Label
 
 _FAILED = (
     "writing to pageable memory failed ({error}): the keys and values there cannot be trusted any more; load the "
@@ -55,17 +55,16 @@ class StagingWriteEngine:
         pageable: Which targets are pageable, each of them wholly or not at all.
         num_threads: That move what has come.
         before_landing: Called in those threads before each piece: tests inject delays and failures with it.
-        log: Of a trace; None: none.
     """
 
     def __init__(
         self, engine: CopyEngine, pieces: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_landing: Callable[[], None] | None = None, log: CopyLog | None = None,
+        before_landing: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         assert pieces and num_threads > 0
         self._engine = engine
         self._pageable = pageable
-        self._log = log
+        self.log = engine.log
         self._before_landing = before_landing
         self._piece_bytes = pieces[0].nbytes
         self._workers = Workers()
@@ -112,8 +111,8 @@ class StagingWriteEngine:
             piece = self._free.popleft()
         ended = time.perf_counter()
         self._waited_s += ended - started
-        if self._log is not None:
-            self._log.staged(started, ended)
+        if self.log is not None:
+            self.log.staged(started, ended)
         return piece
 
     def compute_wait(self, ready: Any) -> None:

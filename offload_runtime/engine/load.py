@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from offload_runtime.config import SpeculationOptions, format_bytes, require_nodes, require_positive
-from offload_runtime.copy import CopyEngine, make_copy_engine
-from offload_runtime.copy.pace import paced_link
+from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.candidates import Asked
@@ -36,7 +35,7 @@ from offload_runtime.hardware.host_info import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import Proposer
-from offload_runtime.trace import LINK, LINK_BACK, TraceRecorder, make_clock, traced_copies
+from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock
 from offload_runtime.weights import CheckpointSource
 
 
@@ -159,19 +158,19 @@ def load_runtime(
         check_ram(plan, host.ram_bytes, host.ram_name, host.ram_way)
         reserve_workspace(plans, budget)
         recorder = TraceRecorder(make_clock(chosen)) if trace else None
-        with traced_copies(recorder, LINK):
-            engine = _make_engine(emulation, budget)
-        # What the target makes for itself are queues of the way back.
-        back_gbps = None if emulation is None else emulation.link_back_gbps
-        with (
-            _given_back_on_failure(engine, budget) as on_failure,
-            paced_link(back_gbps),
-            traced_copies(recorder, LINK_BACK),
-        ):
+        with _given_back_on_failure(budget) as on_failure:
+            if emulation is not None:
+                require_link(emulation, chosen)
+            pace_gbps = None if emulation is None else emulation.link_gbps
+            h2d = _make_queue(budget.device, pace_gbps, recorder, LINK, on_failure)
+            d2h = None
+            if plans.target.kv.on_host:
+                pace_gbps = None if emulation is None else emulation.link_back_gbps
+                d2h = _make_queue(budget.device, pace_gbps, recorder, LINK_BACK, on_failure)
             # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
             branches = kind == "ngram" or ((kind != "none" or middle is not None) and tree_nodes != 0)
             models = assembly.load_models(
-                sources, plans, placed.placement, budget, engine, on_progress=on_progress, trees=branches
+                sources, plans, placed.placement, budget, CopyQueues(h2d, d2h), on_progress=on_progress, trees=branches
             )
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
@@ -197,17 +196,14 @@ def _figures(machine: MachineFigures | None, emulation: Emulation | None) -> Mac
     return figures if emulation is None else replace(figures, link_gbps=emulation.link_gbps)
 
 
-def _make_engine(emulation: Emulation | None, budget: DeviceBudget) -> CopyEngine:
-    """The queue of copies to the device, which keeps the pace of what is emulated."""
-    if emulation is None:
-        return make_copy_engine(budget.device)
-    try:
-        require_link(emulation, budget.device)
-    except BaseException:
-        budget.release()
-        raise
-    with paced_link(emulation.link_gbps):
-        return make_copy_engine(budget.device)
+def _make_queue(
+    device: torch.device, pace_gbps: float | None, recorder: TraceRecorder | None, row: str, on_failure: ExitStack
+) -> CopyEngine:
+    """A queue of copies one way, which is closed where loading fails. Arguments as of `make_copy_engine`."""
+    log = None if recorder is None else CopyLog(recorder, row)
+    engine = make_copy_engine(device, pace_gbps=pace_gbps, log=log)
+    on_failure.callback(engine.close)
+    return engine
 
 
 def check_proposals(draft: str, mode: str) -> None:
@@ -265,11 +261,10 @@ def check_gamma(gamma: int | None, max_gamma: int, draft: str, mode: str) -> Non
 
 
 @contextmanager
-def _given_back_on_failure(engine: CopyEngine, budget: DeviceBudget) -> Iterator[ExitStack]:
-    """Stop the copies and give the device memory back when loading fails, and first do what is put on the stack."""
+def _given_back_on_failure(budget: DeviceBudget) -> Iterator[ExitStack]:
+    """Give the device memory back when loading fails, and first do what is put on the stack."""
     on_failure = ExitStack()
     on_failure.callback(budget.release)
-    on_failure.callback(engine.close)
     try:
         yield on_failure
     except BaseException as error:

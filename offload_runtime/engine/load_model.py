@@ -13,10 +13,10 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.copy import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine.plans import ModelPlan, Plans
-from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, staged_engine, staged_writeback
+from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, stage_d2h, stage_h2d
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
@@ -30,8 +30,8 @@ from offload_runtime.weights import CheckpointSource, HostWeights, load_weights,
 
 
 def make_cache(
-    plan: ModelPlan, budget: DeviceBudget, name: str, *, registrar: CountedRegistrar | None,
-    staged: StagedMemory | None,
+    plan: ModelPlan, budget: DeviceBudget, name: str, *, writeback: CopyEngine | None,
+    registrar: CountedRegistrar | None, staged: StagedMemory | None,
 ) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache, list[torch.Tensor]]:  # fmt: skip
     """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed).
 
@@ -39,6 +39,7 @@ def make_cache(
         plan: Of the model.
         budget: Ledger of the device.
         name: Of the model there.
+        writeback: The queue of a cache on the host, which closes it; None where nothing is written there.
         registrar: Who page-locks what of it is in host memory; None where that does nothing.
         staged: What is not to be locked, and the rings for it; None where nothing is staged.
     """
@@ -61,6 +62,7 @@ def make_cache(
         )  # fmt: skip
         return cache, []
     assert registrar is not None or budget.device.type == "cpu", "what a GPU copies from is page-locked or staged"
+    assert writeback is not None, "what is kept on the host has to get there"
     slots: list[torch.Tensor] = []
     if len(plan.kv.resident_layers) < plan.config.num_layers:
         block = budget.allocate(f"{name}: KV ring", plan.kv.num_slots * plan.kv.piece_bytes)
@@ -71,7 +73,7 @@ def make_cache(
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, piece_bytes=plan.kv.piece_bytes, budget=budget,
-        writeback=staged_writeback(make_copy_engine(budget.device), staged), locking=locking,
+        writeback=stage_d2h(writeback, staged), locking=locking,
         workspace_bytes=plan.prefill_workspace_bytes, resident_layers=plan.kv.resident_layers,
         name=f"{name}: KV cache",
     ), slots  # fmt: skip
@@ -167,7 +169,7 @@ def open_sources(target: str | Path | CheckpointSource, draft: str | Path | Chec
 
 
 def load_models(
-    sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *,
+    sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, queues: CopyQueues, *,
     on_progress: LoadProgress | None, trees: bool = False,
 ) -> LoadedModels:  # fmt: skip
     """Load the draft, then the target; on a GPU also warm both up, the target for windows that are `trees` too."""
@@ -175,9 +177,9 @@ def load_models(
     if sources.draft is not None and plans.draft is not None:
         everything = all_resident(plans.draft.config.num_layers)
         draft = load_model(
-            sources.draft, plans.draft, everything, budget, engine, name="draft", on_progress=on_progress
+            sources.draft, plans.draft, everything, budget, queues, name="draft", on_progress=on_progress
         )
-    target = load_model(sources.target, plans.target, placement, budget, engine, name="target", on_progress=on_progress)
+    target = load_model(sources.target, plans.target, placement, budget, queues, name="target", on_progress=on_progress)
     if budget.device.type == "cuda":
         try:
             warm_up(target, trees=trees)
@@ -191,7 +193,7 @@ def load_models(
 
 
 def load_model(
-    source: CheckpointSource, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine,
+    source: CheckpointSource, plan: ModelPlan, placement: Placement, budget: DeviceBudget, queues: CopyQueues,
     *, name: str, on_progress: LoadProgress | None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model."""
@@ -206,7 +208,7 @@ def load_model(
     try:
         if registrar is not None:
             staged = lock_layers(weights, plan, placement, registrar)
-        return connect_model(weights, plan, placement, budget, engine, name=name, registrar=registrar, staged=staged)
+        return connect_model(weights, plan, placement, budget, queues, name=name, registrar=registrar, staged=staged)
     except BaseException:
         weights.close()
         if staged is not None:
@@ -215,7 +217,7 @@ def load_model(
 
 
 def connect_model(
-    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, engine: CopyEngine, *, name: str,
+    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, queues: CopyQueues, *, name: str,
     registrar: CountedRegistrar | None = None, staged: StagedMemory | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
@@ -239,17 +241,16 @@ def connect_model(
         for index in placement.resident_layers:
             weights.layers[index].close()
             layers_host[index] = layers_host[index][:0]
-    cache, kv_slots = make_cache(plan, budget, name, registrar=registrar, staged=staged)
+    cache, kv_slots = make_cache(plan, budget, name, writeback=queues.d2h, registrar=registrar, staged=staged)
     with ExitStack() as undo:  # what has threads, the copies before the memory that they copy
         undo.callback(cache.close)
-        link_peak_gbps = _measure_link(layers_host, placement, slots, kv_slots, engine, staged)
+        link_peak_gbps = _measure_link(layers_host, placement, slots, kv_slots, queues.h2d, staged)
         decoder = Decoder(plan.config, weights.shared_layout.views(shared))
         # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
         fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
         rope = RopeTable(plan.config, device, fixed_length=fixed_length)
         rows = RowBuilder(rope, device)
-        if staged is not None:
-            engine = staged_engine(engine, staged)
+        engine = queues.h2d if staged is None else stage_h2d(queues.h2d, staged)
         undo.callback(engine.close)
         streamer = LayerStreamer(
             layers_host, resident, slots, make_views=layout.views, engine=engine,
@@ -270,7 +271,7 @@ def _measure_link(
     slot = (*slots, *kv_slots)[0]
     pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
     if pinned or staged is not None:
-        source = pinned[0] if pinned or staged is None else staged.forth.pieces[0][: slot.nbytes]
+        source = pinned[0] if pinned or staged is None else staged.h2d.pieces[0][: slot.nbytes]
         return measure_link_gbps(engine, slot[: source.nbytes], source)
     return _measure_kv_link(slot, engine)
 

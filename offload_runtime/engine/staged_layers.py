@@ -14,7 +14,6 @@ from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_info import usable_cores
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.planner import Placement
-from offload_runtime.trace import LINK, current_copy_log
 from offload_runtime.weights import HostWeights
 
 
@@ -36,24 +35,24 @@ class Ring:
 class StagedMemory:
     """Where everything is as it turned out, and the rings that what is staged crosses.
 
-    `forth` leads to the device, `back` from there (None: nothing is written). Both ways go by `pageable`.
+    `h2d` leads to the device, `d2h` from there (None: nothing is written). Both ways go by `pageable`.
     """
 
     placement: Placement
-    forth: Ring
-    back: Ring | None
+    h2d: Ring
+    d2h: Ring | None
     pageable: PageableMemory = field(default_factory=PageableMemory)
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked memory of the rings."""
-        return self.forth.arena.pinned_bytes + (0 if self.back is None else self.back.arena.pinned_bytes)
+        return self.h2d.arena.pinned_bytes + (0 if self.d2h is None else self.d2h.arena.pinned_bytes)
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""
-        self.forth.arena.close()
-        if self.back is not None:
-            self.back.arena.close()
+        self.h2d.arena.close()
+        if self.d2h is not None:
+            self.d2h.arena.close()
 
 
 def lock_layers(
@@ -76,12 +75,12 @@ def lock_layers(
         limit_bytes = max(locked_bytes, staging_rings(plan, placement, 0).nbytes)
         placement = place_staged(plan, placement, limit_bytes, "the system")
     shapes = staging_rings(plan, placement)
-    forth = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.forth.piece_bytes)
-    rings, back = [forth], None
-    if shapes.back is not None:
+    h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
+    rings, d2h = [h2d], None
+    if shapes.d2h is not None:
         arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
-        back = Ring(arena, shapes.back.piece_bytes)
-        rings.append(back)
+        d2h = Ring(arena, shapes.d2h.piece_bytes)
+        rings.append(d2h)
     try:
         _move_locks(weights, placement, rings, registrar)
     except BaseException:
@@ -91,10 +90,10 @@ def lock_layers(
     # A lock that was given up and is refused now leaves a layer staged.
     staged = sorted({*placement.staged_layers, *_refused(weights, placement)})
     placement = replace(
-        placement, staged_layers=tuple(staged), staging_bytes=forth.arena.pinned_bytes,
-        writeback_bytes=0 if back is None else back.arena.pinned_bytes,
+        placement, staged_layers=tuple(staged), staging_bytes=h2d.arena.pinned_bytes,
+        writeback_bytes=0 if d2h is None else d2h.arena.pinned_bytes,
     )  # fmt: skip
-    memory = StagedMemory(placement, forth, back)
+    memory = StagedMemory(placement, h2d, d2h)
     for index in staged:
         arena = weights.layers[index]
         memory.pageable.enter(arena.buffer[arena.pinned_bytes :])
@@ -127,19 +126,15 @@ def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], r
             break
 
 
-def staged_engine(engine: CopyEngine, staged: StagedMemory) -> CopyEngine:
+def stage_h2d(engine: CopyEngine, staged: StagedMemory) -> CopyEngine:
     """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
     threads = staging_threads(usable_cores())
-    log = current_copy_log()
-    if log is not None:  # both ways are built together, within the scope of the way back
-        log = replace(log, row=LINK)
-    return StagingCopyEngine(engine, staged.forth.pieces, staged.pageable, num_threads=threads, log=log)
+    return StagingCopyEngine(engine, staged.h2d.pieces, staged.pageable, num_threads=threads)
 
 
-def staged_writeback(engine: CopyEngine, staged: StagedMemory | None) -> CopyEngine:
+def stage_d2h(engine: CopyEngine, staged: StagedMemory | None) -> CopyEngine:
     """The queue over `engine` for keys and values on their way to the host; closing it closes `engine`."""
-    if staged is None or staged.back is None:
+    if staged is None or staged.d2h is None:
         return engine
     threads = staging_threads(usable_cores())
-    log = current_copy_log()
-    return StagingWriteEngine(engine, staged.back.pieces, staged.pageable, num_threads=threads, log=log)
+    return StagingWriteEngine(engine, staged.d2h.pieces, staged.pageable, num_threads=threads)

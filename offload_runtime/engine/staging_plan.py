@@ -37,21 +37,21 @@ class LockLimit:
 
 @dataclass(frozen=True)
 class StagingRings:
-    """Page-locked memory that staging takes: what is read crosses `forth`, keys and values on the way to the host cross
-    `back` (None: they never go there)."""
+    """Page-locked memory that staging takes: what is read crosses `h2d`, keys and values on the way to the host cross
+    `d2h` (None: they never go there)."""
 
-    forth: RingShape
-    back: RingShape | None
+    h2d: RingShape
+    d2h: RingShape | None
 
     @property
     def writeback_bytes(self) -> int:
         """Of the way back."""
-        return 0 if self.back is None else self.back.nbytes
+        return 0 if self.d2h is None else self.d2h.nbytes
 
     @property
     def nbytes(self) -> int:
         """Of both."""
-        return self.forth.nbytes + self.writeback_bytes
+        return self.h2d.nbytes + self.writeback_bytes
 
 
 def arena_bytes(target: ModelPlan) -> int:
@@ -81,12 +81,12 @@ def staging_rings(target: ModelPlan, placement: Placement, available_bytes: int 
     # A prompt's blocks are written as they become full, piece by piece of the prompt.
     written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
     piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
-    back = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
+    d2h = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
     if available_bytes is not None:
         left = available_bytes - ring_shape(largest, 0).nbytes
-        back = replace(back, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, left // piece_bytes)))
-        available_bytes -= back.nbytes
-    return StagingRings(ring_shape(largest, available_bytes), back)
+        d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, left // piece_bytes)))
+        available_bytes -= d2h.nbytes
+    return StagingRings(ring_shape(largest, available_bytes), d2h)
 
 
 def place_staged(target: ModelPlan, placement: Placement, limit_bytes: int | None, name: str) -> Placement:
@@ -114,7 +114,7 @@ def place_staged(target: ModelPlan, placement: Placement, limit_bytes: int | Non
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
     most = placement.num_streamed if staged_kv else placement.num_streamed - 1
     return replace(
-        placement.with_pinned(min(left_bytes // layer_bytes, most)), staging_bytes=rings.forth.nbytes,
+        placement.with_pinned(min(left_bytes // layer_bytes, most)), staging_bytes=rings.h2d.nbytes,
         staged_kv_layers=staged_kv, writeback_bytes=rings.writeback_bytes,
     )  # fmt: skip
 
@@ -140,11 +140,11 @@ def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...],
 def _too_little(target: ModelPlan, placement: Placement, limit_bytes: int, name: str) -> BudgetError:
     rings = staging_rings(target, placement, 0)
     parts = [
-        ("a ring to stage layers through", rings.forth.nbytes),
+        ("a ring to stage layers through", rings.h2d.nbytes),
         ("pieces to write the KV cache through", rings.writeback_bytes),
     ]
     listed = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts if nbytes)
-    ways = ["take --kv gpu"] if rings.back is not None else []
+    ways = ["take --kv gpu"] if rings.d2h is not None else []
     ways += ["raise --vram or keep all layers resident"] if placement.num_streamed else []
     return BudgetError(
         f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "

@@ -21,8 +21,6 @@ from offload_runtime.trace.recorder import (
     Trace,
     TraceRecorder,
     covered_seconds,
-    current_copy_log,
-    traced_copies,
     union_seconds,
 )
 
@@ -46,10 +44,8 @@ __all__ = [
     "Trace",
     "TraceRecorder",
     "covered_seconds",
-    "current_copy_log",
     "make_clock",
     "require_writable",
-    "traced_copies",
     "union_seconds",
     "write_trace",
 ]

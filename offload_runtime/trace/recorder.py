@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,27 +177,6 @@ def _args(label: Label | None, nbytes: int) -> dict[str, Any]:
         return {"kind": "measurement", "bytes": nbytes}
     kind, key = label
     return {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
-
-
-_log: ContextVar[CopyLog | None] = ContextVar("copy log", default=None)
-
-
-@contextmanager
-def traced_copies(recorder: TraceRecorder | None, row: str) -> Iterator[None]:
-    """Copy engines that are made inside report to `recorder`; None: to nobody.
-
-    A scope and not an argument, for the reason that `link_pace.paced_link` is one.
-    """
-    token = _log.set(None if recorder is None else CopyLog(recorder, row))
-    try:
-        yield
-    finally:
-        _log.reset(token)
-
-
-def current_copy_log() -> CopyLog | None:
-    """Where a copy queue that is made now reports to."""
-    return _log.get()
 
 
 Interval = tuple[float, float]

@@ -20,7 +20,7 @@ from script import one_line_errors
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 
 from offload_runtime.config import GB, SamplingParams
-from offload_runtime.copy import CopyEngine, make_copy_engine
+from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
 from offload_runtime.engine.load_model import LoadedModel, connect_model, warm_up
 from offload_runtime.engine.making_plans import target_plan
 from offload_runtime.engine.placing import plan_placement, reserve_workspace
@@ -48,7 +48,7 @@ def build(
     engine = make_copy_engine(options.device)
     streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
     weights = load_weights(options.source, options.dtype, pin=streamed if options.device.type == "cuda" else ())
-    model = connect_model(weights, plan, placement, budget, engine, name="target")
+    model = connect_model(weights, plan, placement, budget, CopyQueues(engine), name="target")
     if options.device.type == "cuda":
         warm_up(model)
     return model, budget, engine
