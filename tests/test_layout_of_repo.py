@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
+import keyword
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,98 @@ def test_declared_packages_are_the_packages_there_are() -> None:
 
 def test_data_files_of_packages_exist() -> None:
     assert (RUNTIME / "py.typed").is_file()
+
+
+# A file is a whole concept: whoever has less to say says it where it is used.
+LEAST_CODE_LINES = 40
+SMALL_BUT_WHOLE = {
+    "errors.py": "the exceptions, which every room may import",
+    "importing.py": "for slow imports of the top level and of weights, which share no room",
+}
+# What the rule found when it was made; nothing may be added.
+SMALL_STILL = {
+    "cli/answer_record.py", "cli/usage.py", "cli/user_text.py", "engine/old_objects.py", "engine/parts.py",
+    "model/fused_layer.py", "model/linear.py", "speculation/window_sizes.py",
+}  # fmt: skip
+
+
+def _documentation_lines(source: str) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return lines
+
+
+def _tokens(source: str) -> list[tokenize.TokenInfo]:
+    """What is code: no blank lines, no comments, no indentation."""
+    layout = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    }  # fmt: skip
+    return [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in layout]
+
+
+def _code_lines(source: str) -> int:
+    lines = {line for token in _tokens(source) for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - _documentation_lines(source))
+
+
+def test_lines_of_code_are_counted_without_texts() -> None:
+    source = '"""About\nit."""\n\n# why\nx = (\n    1\n)\n\n\ndef f():\n    """It."""\n    return """a\nb"""\n'
+    assert _code_lines(source) == 6
+
+
+def test_no_file_is_only_a_fragment() -> None:
+    files = {path.relative_to(RUNTIME).as_posix(): path for path in RUNTIME.rglob("*.py")}
+    small = {
+        name for name, path in files.items()
+        if not path.name.startswith("__") and _code_lines(path.read_text()) < LEAST_CODE_LINES
+    }  # fmt: skip
+    assert small - SMALL_STILL <= set(SMALL_BUT_WHOLE), "too small for a file of their own"
+
+
+# Words that had to be learnt before the code could be read, and what the field says.
+PRIVATE_WORDS = {
+    "learnt": "controller", "foreseen": "prior", "roundtimes": "latency_model", "gains": "acceptance_model",
+    "round": "step", "play": "step", "playing": "generate", "played": "StepResult", "text": "Sequence",
+    "turn": "DraftRequest", "middle": "retrieval verifier", "few_rows": "fused_layer", "drafttexts": "draft KV state",
+    "lend": "borrow_workspace", "lender": "borrow_workspace", "lent": "borrowed", "forth": "h2d", "back": "d2h",
+    "reach_tokens": "max_tokens_with_draft", "making_plans": "request", "placing": "memory",
+    "goodness_of_fit": "distribution", "transcripts": "replay", "families": "draft_modes", "thrifty": "cost_aware",
+    "beside": "extra_ngrams", "told": "metadata", "known": "inputs", "said": "outputs", "old_objects": "",
+}  # fmt: skip
+# Plain as a function of Python, a parameter or an attribute; private as the name of a class.
+ONLY_AS_A_CLASS = {"round", "text", "turn", "gains"}
+# What the rule found when it was made; nothing may be added.
+PRIVATE_STILL = {
+    "beside", "families", "few_rows", "foreseen", "gains", "known", "learnt", "lend", "lender", "lent", "making_plans",
+    "middle", "old_objects", "placing", "play", "played", "playing", "reach_tokens", "round", "roundtimes", "said",
+    "text", "thrifty", "told", "turn",
+}  # fmt: skip
+
+
+def _private_words(source: str) -> set[str]:
+    """Names of the source, without underscores before them, that are words of `PRIVATE_WORDS`."""
+    names = {token.string.strip("_") for token in _tokens(source) if token.type == tokenize.NAME}
+    return {
+        name for name in names - set(keyword.kwlist)
+        if name.lower() in PRIVATE_WORDS and (name.lower() not in ONLY_AS_A_CLASS or name[0].isupper())
+    }  # fmt: skip
+
+
+def test_private_words_are_found() -> None:
+    source = "def f(turn, told):  # forth\n    return _Turn(round(turn), turn.known, 'back', _lend)\n"
+    assert _private_words(source) == {"told", "Turn", "known", "lend"}
+
+
+def test_names_are_the_fields_plain_english() -> None:
+    found = {
+        f"{path.relative_to(RUNTIME)}: {name}"
+        for path in RUNTIME.rglob("*.py")
+        for name in _private_words(path.read_text())
+        if name.lower() not in PRIVATE_STILL
+    }
+    assert not found, f"see PRIVATE_WORDS for what to say instead: {sorted(found)}"
 
 
 # Absolute paths of somebody's home, scratch or mount; not /proc, /usr or /tmp, which are everybody's.

@@ -298,8 +298,8 @@ class LayerStreamer:
             started = None if recorder is None else recorder.mark()
             yield index, weights
             if recorder is not None:
-                told = {"layer": index, "streamed": streamed}
-                recorder.add(COMPUTE, f"layer {index}", started, recorder.mark(), told)
+                metadata = {"layer": index, "streamed": streamed}
+                recorder.add(COMPUTE, f"layer {index}", started, recorder.mark(), metadata)
             if streamed:
                 # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
                 # a later one.

@@ -110,15 +110,15 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
         gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # what had this memory before may still be in use
-        there = measure_link_gbps(engine, gpu, host.buffer[:nbytes])
-        back = measure_link_gbps(engine, host.buffer[:nbytes], gpu)
+        h2d_gbps = measure_link_gbps(engine, gpu, host.buffer[:nbytes])
+        d2h_gbps = measure_link_gbps(engine, host.buffer[:nbytes], gpu)
     finally:
         engine.close()
         host.close()
     del gpu
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return there, back
+    return h2d_gbps, d2h_gbps
 
 
 def describe_emulation(emulation: Emulation, placed: PlacedLevels) -> str:

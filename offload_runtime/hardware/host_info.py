@@ -53,12 +53,12 @@ def read_cpu(proc: Path) -> CpuFigures:
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    told: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for line in lines:
         key, _, value = line.partition(":")
-        told.setdefault(key.strip(), value.strip())
-    flags = set((told.get("flags") or told.get("Features") or "").split())
-    name = told.get("model name") or platform.processor() or platform.machine() or "unknown processor"
+        entries.setdefault(key.strip(), value.strip())
+    flags = set((entries.get("flags") or entries.get("Features") or "").split())
+    name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
     return CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))
 
 

@@ -135,25 +135,25 @@ class PageableMemory:
         if memory.nbytes:
             start = memory.data_ptr()
             with self._changed:
-                place = bisect_right(self._starts, start)
-                self._starts.insert(place, start)
-                self._ends.insert(place, start + memory.nbytes)
+                index = bisect_right(self._starts, start)
+                self._starts.insert(index, start)
+                self._ends.insert(index, start + memory.nbytes)
 
     def forget(self, memory: torch.Tensor) -> None:
         """Drop what was entered as `memory`."""
         if memory.nbytes:
             with self._changed:
-                place = self._starts.index(memory.data_ptr())
-                del self._starts[place], self._ends[place]
+                index = self._starts.index(memory.data_ptr())
+                del self._starts[index], self._ends[index]
 
     def locked_bytes(self, memory: torch.Tensor) -> int:
         """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
         start = memory.data_ptr()
         with self._changed:
-            place = bisect_right(self._starts, start)
-            if place and self._ends[place - 1] > start:
+            index = bisect_right(self._starts, start)
+            if index and self._ends[index - 1] > start:
                 return 0
-            following = self._starts[place] if place < len(self._starts) else start + memory.nbytes
+            following = self._starts[index] if index < len(self._starts) else start + memory.nbytes
         return min(following - start, memory.nbytes)
 
     def begin_reads(self, count: int) -> None:
