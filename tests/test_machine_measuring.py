@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, save_profile
-from offload_runtime.hardware import host_bench as host_speed
-from offload_runtime.hardware import host_bench as pinning
+from offload_runtime.hardware import CpuFigures, MachineProfile, host_bench, load_profile, save_profile
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink, read_nvml
 from offload_runtime.hardware.host_bench import CannotMeasureError, counted
 from offload_runtime.hardware.host_info import HostInfo, read_host_info
@@ -60,14 +58,14 @@ HOST = HostInfo(CpuFigures("Some CPU", 16), 64 * GIB, 48 * GIB, 8 << 20, wsl=Fal
 
 
 def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
-    assert pinning.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
-    assert pinning.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB
-    assert pinning.estimate_pinnable_bytes(HOST, sample_locked=False) == 8 << 20
+    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
+    assert host_bench.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB
+    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=False) == 8 << 20
     for host, locked in ((replace(HOST, locked_limit_bytes=None), False), (replace(HOST, available_bytes=GIB), True)):
         with pytest.raises(CannotMeasureError):
-            pinning.estimate_pinnable_bytes(host, sample_locked=locked)
-    assert pinning.sample_bytes(HOST, 2 * GIB) == 2 * GIB
-    assert pinning.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8
+            host_bench.estimate_pinnable_bytes(host, sample_locked=locked)
+    assert host_bench.sample_bytes(HOST, 2 * GIB) == 2 * GIB
+    assert host_bench.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8
 
 
 # Measuring.
@@ -122,7 +120,7 @@ def test_what_fails_becomes_a_reason_and_ends_nothing() -> None:
 def disk(tmp_path: Path) -> Path:
     """A directory on a disk."""
     try:
-        host_speed.refuse_memory_file(tmp_path)
+        host_bench.refuse_memory_file(tmp_path)
     except CannotMeasureError as error:
         pytest.skip(str(error))
     return tmp_path
@@ -130,9 +128,9 @@ def disk(tmp_path: Path) -> Path:
 
 def test_the_disk_is_read_block_by_block_and_the_temporary_file_goes(disk: Path) -> None:
     steps: list[tuple[str, int, int]] = []
-    with host_speed.temporary_disk_file(disk / "new", 32 << 20, on_progress=quiet) as file:
+    with host_bench.temporary_disk_file(disk / "new", 32 << 20, on_progress=quiet) as file:
         assert file.stat().st_size == 32 << 20
-        rate = host_speed.measure_disk_gbps(file, most_bytes=1 << 40, on_progress=lambda *step: steps.append(step))
+        rate = host_bench.measure_disk_gbps(file, most_bytes=1 << 40, on_progress=lambda *step: steps.append(step))
     assert rate > 0
     assert steps == [("disk, reading", done, 2) for done in range(3)]
     assert list((disk / "new").iterdir()) == []
@@ -142,8 +140,8 @@ def test_what_cannot_time_a_disk_is_refused_with_the_reason(disk: Path) -> None:
     small = disk / "small"
     small.write_bytes(bytes(1000))
     with pytest.raises(CannotMeasureError, match="less than 16 MiB"):
-        host_speed.measure_disk_gbps(small, most_bytes=1 << 30, on_progress=quiet)
-    room = host_speed.temporary_disk_file(disk, 1 << 60, on_progress=quiet)
+        host_bench.measure_disk_gbps(small, most_bytes=1 << 30, on_progress=quiet)
+    room = host_bench.temporary_disk_file(disk, 1 << 60, on_progress=quiet)
     with pytest.raises(CannotMeasureError, match="free: name a file with --disk-file"), room:
         raise AssertionError("there was room for an exabyte")
     with pytest.raises(OptionError, match="absent is not a file"):
@@ -155,22 +153,22 @@ def test_a_file_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return [types.SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
             ("/", "ext4"), (tmp_path.resolve(), "tmpfs"), (tmp_path.resolve() / "disk", "xfs"))]  # fmt: skip
 
-    monkeypatch.setattr(host_speed.psutil, "disk_partitions", mounts)
+    monkeypatch.setattr(host_bench.psutil, "disk_partitions", mounts)
     with pytest.raises(CannotMeasureError, match=r"is in memory \(tmpfs\)"):
-        host_speed.refuse_memory_file(tmp_path / "some" / "file")
-    host_speed.refuse_memory_file(tmp_path / "disk" / "file")
+        host_bench.refuse_memory_file(tmp_path / "some" / "file")
+    host_bench.refuse_memory_file(tmp_path / "disk" / "file")
 
 
 @pytest.mark.parametrize(("cores", "quick", "counts"), [
     (1, False, [1]), (6, False, [1, 2, 4, 6]), (16, False, [1, 2, 4, 8, 16]), (16, True, [1, 16]), (1, True, [1]),
 ])  # fmt: skip
 def test_threads_that_are_tried_end_with_all_cores(cores: int, quick: bool, counts: list[int]) -> None:
-    assert host_speed.thread_counts(cores, quick=quick) == counts
+    assert host_bench.thread_counts(cores, quick=quick) == counts
 
 
 def test_the_reader_reads_all_of_its_memory() -> None:
     seen: list[int] = []
-    reader = host_speed.HostReader(1 << 20, 3, reduce=lambda part: seen.append(part.nbytes))
+    reader = host_bench.HostReader(1 << 20, 3, reduce=lambda part: seen.append(part.nbytes))
     for threads in (1, 2, 3):
         reader.read(threads)
     reader.close()

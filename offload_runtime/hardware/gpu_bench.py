@@ -1,4 +1,8 @@
-"""The GPU as NVIDIA's management library (NVML) describes it. That it is missing or refuses costs a reason, no more."""
+"""Measurements of a GPU: what NVIDIA's management library (NVML) tells of its link, and the speed of its link, memory,
+products and launches.
+
+That NVML is missing or refuses costs a reason, no more.
+"""
 
 from __future__ import annotations
 

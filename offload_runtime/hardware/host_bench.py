@@ -1,8 +1,11 @@
-"""What every measurement shares: how long it may take, how it shows progress, how it says that it cannot be made."""
+"""Measurements of the host: reading its memory and its disk, and page-locking. None of them needs a model.
+
+First what those of the GPU share with them: how long a measurement may take, how it shows progress, and how it says
+that it cannot be made.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
@@ -16,11 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 import psutil
-import torch
 
 from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.hardware.host_info import HostInfo
-from offload_runtime.memory import CudaRegistrar
+from offload_runtime.memory import CudaRegistrar, HostArena, LockedPages
 
 Item = TypeVar("Item")
 # Called with (stage, done steps, steps).
@@ -193,24 +195,11 @@ def sample_bytes(host: HostInfo, wanted_bytes: int) -> int:
     return max(_HUGE_PAGE_BYTES, min(wanted_bytes, host.available_bytes // 8) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
 
 
-class _Pages:
-    """Anonymous memory that has been written to, [nbytes] uint8, so that locking it is all that is left to do."""
-
-    def __init__(self, nbytes: int) -> None:
-        pages = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # as the arenas of the weights ask for
-            with contextlib.suppress(OSError):  # a kernel built without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        self._buffer = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-        self.nbytes = nbytes
-
-    def lock(self) -> int:
-        """Lock the pages; returns CUDA's error code, 0 for success."""
-        return CudaRegistrar().register(self._buffer.data_ptr(), self.nbytes)
-
-    def unlock(self) -> None:
-        """Unlock the pages."""
-        CudaRegistrar().unregister(self._buffer.data_ptr())
+def _written_arena(nbytes: int) -> HostArena:
+    """Memory that has been written to, so that locking it is all that is left to do."""
+    arena = HostArena(nbytes, name="a measurement of page-locking")
+    arena.buffer.fill_(1)
+    return arena
 
 
 def measure_pin_gbps(nbytes: int) -> float:
@@ -218,12 +207,14 @@ def measure_pin_gbps(nbytes: int) -> float:
 
     Raises:
         CannotMeasureError: The system refuses to lock that much.
+        BudgetError: It refuses to give it.
     """
-    pages = _Pages(nbytes)
+    arena = _written_arena(nbytes)
+    pages = LockedPages(arena.buffer.data_ptr(), nbytes, CudaRegistrar())
     times_s = []
     for _ in range(_TRIALS):
         started_s = time.perf_counter()
-        code = pages.lock()
+        code = pages.lock(nbytes)
         times_s.append(time.perf_counter() - started_s)
         if code != 0:
             raise CannotMeasureError(f"the system refuses to lock {format_bytes(nbytes)} (CUDA error {code})")
@@ -260,18 +251,19 @@ def try_pinnable_bytes(host: HostInfo, *, on_progress: OnProgress) -> int:
 
     Raises:
         CannotMeasureError: Not one block can be locked.
+        BudgetError: The system refuses to give as much.
     """
     blocks = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB
-    locked: list[_Pages] = []
+    arenas: list[HostArena] = []
     try:
         for _ in counted(range(blocks), "pinning all", on_progress):
-            pages = _Pages(GIB)
-            if pages.lock() != 0:
+            arenas.append(_written_arena(GIB))
+            if not arenas[-1].pin_blocks(CudaRegistrar()):
                 break
-            locked.append(pages)
+        locked_bytes = sum(arena.pinned_bytes for arena in arenas)
     finally:
-        for pages in locked:
-            pages.unlock()
-    if not locked:
+        for arena in arenas:
+            arena.close()
+    if not locked_bytes:
         raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")
-    return len(locked) * GIB
+    return locked_bytes

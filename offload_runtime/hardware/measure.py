@@ -15,9 +15,7 @@ import torch
 
 from offload_runtime.config import GIB
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import gpu_bench as gpu_speed
-from offload_runtime.hardware import host_bench as host_speed
-from offload_runtime.hardware import host_bench as pinning
+from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import BusyLink, LinkBench, NvmlAnswer, load_nvml, read_nvml
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, OnProgress, counted
 from offload_runtime.hardware.host_info import HostInfo, printable, read_host_info
@@ -27,7 +25,7 @@ from offload_runtime.hardware.report import Findings, GpuReport, MachineReport, 
 # A key of the profile, or several, and what gives its figure.
 _Measurement = tuple[str | tuple[str, ...], Callable[[], Any]]
 
-_GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if "gpu" in entry.metadata)
+_GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _LINK_KEYS = (
     "link_by_copy_mib", "link_gbps", "link_back_gbps", "link_both_gbps", "host_gbps_while_link_busy",
     "link_gbps_while_host_busy", "pcie_generation", "pcie_width",
@@ -49,8 +47,8 @@ class _Effort:
     disk_bytes: int
 
 
-_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, gpu_speed.COPY_SIZES_MIB, 2 * GIB, 2 * GIB, GIB)
-_QUICK = _Effort(0.15, GIB // 2, GIB // 8, gpu_speed.QUICK_COPY_SIZES_MIB, GIB, GIB // 2, GIB // 4)
+_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, gpu_bench.COPY_SIZES_MIB, 2 * GIB, 2 * GIB, GIB)
+_QUICK = _Effort(0.15, GIB // 2, GIB // 8, gpu_bench.QUICK_COPY_SIZES_MIB, GIB, GIB // 2, GIB // 4)
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -74,10 +72,10 @@ class _Session:
 
     def measure_host(self, reader: HostReader) -> None:
         """Host memory by number of threads."""
-        counts = host_speed.thread_counts(self._host.cpu.cores, quick=self._options.quick)
+        counts = host_bench.thread_counts(self._host.cpu.cores, quick=self._options.quick)
 
         def by_threads() -> tuple[dict[int, float], float]:
-            rates = host_speed.measure_host_by_threads(
+            rates = host_bench.measure_host_by_threads(
                 reader, counts, budget_s=self._effort.budget_s / 2, on_progress=self._on_progress
             )
             return rates, max(rates.values())
@@ -98,15 +96,15 @@ class _Session:
             [
                 (
                     "hbm_gbps",
-                    lambda: gpu_speed.measure_hbm_gbps(device, most_bytes=effort.hbm_bytes, budget_s=budget_s),
+                    lambda: gpu_bench.measure_hbm_gbps(device, most_bytes=effort.hbm_bytes, budget_s=budget_s),
                 ),
-                ("launch_us", lambda: gpu_speed.measure_launch_us(device, budget_s=budget_s)),
-                ("graph_launch_us", lambda: gpu_speed.measure_graph_launch_us(device, budget_s=budget_s)),
+                ("launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s)),
+                ("graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s)),
             ],
         )
         found.take(
             "tflops",
-            lambda: gpu_speed.measure_tflops(device, DTYPES, budget_s=budget_s, on_progress=self._on_progress),
+            lambda: gpu_bench.measure_tflops(device, DTYPES, budget_s=budget_s, on_progress=self._on_progress),
         )
         # Only now all modules are loaded that a runtime loads as well.
         found.take("vram_reserved_bytes", lambda: _reserved_bytes(device))
@@ -145,7 +143,7 @@ class _Session:
             if by_threads is None:
                 raise CannotMeasureError(found.missing["host_by_threads"])
             best = max(by_threads, key=by_threads.__getitem__)
-            return gpu_speed.measure_beside_link(bench, reader, best, budget_s=budget_s)
+            return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
 
         found.take(("link_by_copy_mib", "link_gbps"), by_size)
         self._take_each(
@@ -160,13 +158,13 @@ class _Session:
     def measure_pinning(self) -> None:
         """How fast memory is locked, and how much of it can be."""
         found, host = self.found, self._host
-        nbytes = pinning.sample_bytes(host, self._effort.pin_bytes)
-        self._take_each("pinning", [("pin_gbps", lambda: pinning.measure_pin_gbps(nbytes))])
+        nbytes = host_bench.sample_bytes(host, self._effort.pin_bytes)
+        self._take_each("pinning", [("pin_gbps", lambda: host_bench.measure_pin_gbps(nbytes))])
         locked = "pin_gbps" in found.figures
         if self._options.full:
-            found.take("pinnable_bytes", lambda: pinning.try_pinnable_bytes(host, on_progress=self._on_progress))
+            found.take("pinnable_bytes", lambda: host_bench.try_pinnable_bytes(host, on_progress=self._on_progress))
         else:
-            found.take("pinnable_bytes", lambda: pinning.estimate_pinnable_bytes(host, sample_locked=locked))
+            found.take("pinnable_bytes", lambda: host_bench.estimate_pinnable_bytes(host, sample_locked=locked))
 
     def measure_disk(self) -> None:
         """The disk, by the file that was named or by one of our own."""
@@ -177,12 +175,12 @@ class _Session:
 
     def _disk_gbps(self) -> float:
         if self._options.disk_file is not None:
-            return host_speed.measure_disk_gbps(
+            return host_bench.measure_disk_gbps(
                 self._options.disk_file, most_bytes=4 * self._effort.disk_bytes, on_progress=self._on_progress
             )
         nbytes, on_progress = self._effort.disk_bytes, self._on_progress
-        with host_speed.temporary_disk_file(_cache_directory(), nbytes, on_progress=on_progress) as file:
-            return host_speed.measure_disk_gbps(file, most_bytes=nbytes, on_progress=on_progress)
+        with host_bench.temporary_disk_file(_cache_directory(), nbytes, on_progress=on_progress) as file:
+            return host_bench.measure_disk_gbps(file, most_bytes=nbytes, on_progress=on_progress)
 
     def _take_each(self, stage: str, measurements: Sequence[_Measurement]) -> None:
         """Take one figure after another as the steps of a stage."""

@@ -6,9 +6,9 @@ The planner's input, before any token. Rates are GB/s with GB = 1e9; what is not
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 from offload_runtime.errors import ProfileError
 
@@ -18,106 +18,61 @@ PCIE_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 _LONGEST_TEXT = 1000
 
 
-class _Rule(Protocol):
-    """What a value must be."""
-
-    @property
-    def wanted(self) -> str:
-        """The allowed values in words."""
-
-    def admits(self, value: Any) -> bool:
-        """Whether `value` is one of them."""
-
-
 @dataclass(frozen=True)
-class _Number:
+class _Rule:
+    """What a value must be: `wanted` in words for the message, `admits` for the value."""
+
+    wanted: str
+    admits: Callable[[Any], bool]
+
+
+def _number(least: float, most: float, unit: str = "", *, whole: bool = False) -> _Rule:
     """A number of `least` to `most`, `whole` or not; `unit` is for the message."""
 
-    least: float
-    most: float
-    unit: str
-    whole: bool = False
+    def admits(value: Any) -> bool:
+        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        return is_number and least <= value <= most  # NaN and infinity are not
 
-    @property
-    def wanted(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        return f"{kind} from {self.least:g} to {self.most:g}{self.unit}"
-
-    def admits(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
-            return False
-        return self.least <= value <= self.most  # NaN and infinity are not
+    return _Rule(f"{'a whole number' if whole else 'a number'} from {least:g} to {most:g}{unit}", admits)
 
 
-@dataclass(frozen=True)
-class _OneOf:
-    """One of a few whole numbers."""
-
-    values: tuple[int, ...]
-
-    @property
-    def wanted(self) -> str:
-        return f"one of {', '.join(map(str, self.values))}"
-
-    def admits(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value in self.values
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and 0 < len(value.strip()) <= _LONGEST_TEXT
 
 
-@dataclass(frozen=True)
-class _Text:
-    """One line of text."""
+def _table(keys: _Rule, values: _Rule, example: str) -> _Rule:
+    """Figures by key, with an `example` for the message."""
 
-    wanted: str = f'text in quotes: one line of 1 to {_LONGEST_TEXT} characters, such as "NVIDIA GeForce RTX 4090"'
+    def admits(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            keys.admits(key) and values.admits(figure) for key, figure in value.items()
+        )
 
-    def admits(self, value: Any) -> bool:
-        return isinstance(value, str) and value.isprintable() and 0 < len(value.strip()) <= _LONGEST_TEXT
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """A list of words."""
-
-    wanted: str = 'a list of words, such as ["avx2", "avx512f"]'
-
-    def admits(self, value: Any) -> bool:
-        return isinstance(value, (list, tuple)) and all(_Text().admits(word) for word in value)
+    wanted = f"a table keyed by {keys.wanted}, with values that are {values.wanted}, such as {{{example}}}"
+    return _Rule(wanted, admits)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Figures by key: the keys are numbers, or one of a few names."""
-
-    keys: _Number | tuple[str, ...]
-    values: _Number
-    example: str
-
-    @property
-    def wanted(self) -> str:
-        keys = f"keyed by {self.keys.wanted if isinstance(self.keys, _Number) else ', '.join(self.keys)}"
-        return f"a table {keys}, with values that are {self.values.wanted}, such as {{{self.example}}}"
-
-    def admits(self, value: Any) -> bool:
-        if not isinstance(value, Mapping):
-            return False
-        keys_fit = all(self.keys.admits(key) if isinstance(self.keys, _Number) else key in self.keys for key in value)
-        return keys_fit and all(self.values.admits(figure) for figure in value.values())
+_TEXT = _Rule(
+    f'text in quotes: one line of 1 to {_LONGEST_TEXT} characters, such as "NVIDIA GeForce RTX 4090"', _is_text
+)
+_TEXTS = _Rule(
+    'a list of words, such as ["avx2", "avx512f"]',
+    lambda value: isinstance(value, list | tuple) and all(_is_text(word) for word in value),
+)
+_WIDTH = _Rule(f"one of {', '.join(map(str, PCIE_WIDTHS))}", lambda value: type(value) is int and value in PCIE_WIDTHS)
+_BYTES = _number(1, 1 << 50, " (bytes)", whole=True)
+_RATE = _number(1e-6, 1e6, " (GB/s, GB = 1e9)")
+_MICROSECONDS = _number(1e-3, 1e6, " (microseconds)")
+_BY_MIB = _table(_number(2**-20, 1 << 20, " (MiB of one copy)"), _RATE, '"0.25" = 12.0, "64" = 25.0')
+_BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 12.0, "8" = 60.0')
+_BY_DTYPE = _table(
+    _Rule(", ".join(DTYPES), lambda key: key in DTYPES), _number(1e-6, 1e6, " (TFLOP/s)"), "bf16 = 165.0"
+)
 
 
-_BYTES = _Number(1, 1 << 50, " (bytes)", whole=True)
-_RATE = _Number(1e-6, 1e6, " (GB/s, GB = 1e9)")
-_MICROSECONDS = _Number(1e-3, 1e6, " (microseconds)")
-_BY_MIB = _Table(_Number(2**-20, 1 << 20, " (MiB of one copy)"), _RATE, '"0.25" = 12.0, "64" = 25.0')
-_BY_THREADS = _Table(_Number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 12.0, "8" = 60.0')
-_BY_DTYPE = _Table(DTYPES, _Number(1e-6, 1e6, " (TFLOP/s)"), "bf16 = 165.0")
-
-
-def _key(rule: _Rule) -> dict[str, Any]:
-    return {"rule": rule}
-
-
-def _gpu_key(rule: _Rule) -> dict[str, Any]:
-    """A key that means nothing on a machine without a GPU."""
-    return {"rule": rule, "gpu": True}
+def _key(rule: _Rule, *, gpu: bool = False) -> dict[str, Any]:
+    """Metadata of a key of a profile; one of a `gpu` means nothing on a machine without one."""
+    return {"rule": rule, "gpu": gpu}
 
 
 @dataclass(frozen=True)
@@ -127,9 +82,9 @@ class CpuFigures:
     `cores` are the logical ones that a process may use, `features` the flags that matter to attention on the CPU.
     """
 
-    name: str = field(metadata=_key(_Text()))
-    cores: int = field(metadata=_key(_Number(1, 8192, " (logical cores)", whole=True)))
-    features: tuple[str, ...] = field(default=(), metadata=_key(_Texts()))
+    name: str = field(metadata=_key(_TEXT))
+    cores: int = field(metadata=_key(_number(1, 8192, " (logical cores)", whole=True)))
+    features: tuple[str, ...] = field(default=(), metadata=_key(_TEXTS))
 
     def __post_init__(self) -> None:
         _check_values(self, "cpu.")
@@ -154,30 +109,30 @@ class MachineProfile:
     copies to the device, which keep `link_gbps_while_host_busy`. `disk_gbps` is one sequential reader.
     """
 
-    name: str = field(metadata=_key(_Text()))
-    source: str = field(metadata=_key(_Text()))
-    gpus: int = field(metadata=_key(_Number(0, 64, "", whole=True)))
+    name: str = field(metadata=_key(_TEXT))
+    source: str = field(metadata=_key(_TEXT))
+    gpus: int = field(metadata=_key(_number(0, 64, whole=True)))
     ram_bytes: int = field(metadata=_key(_BYTES))
-    gpu_name: str | None = field(default=None, metadata=_gpu_key(_Text()))
-    vram_bytes: int | None = field(default=None, metadata=_gpu_key(_BYTES))
-    vram_reserved_bytes: int | None = field(default=None, metadata=_gpu_key(_BYTES))
-    link_gbps: float | None = field(default=None, metadata=_gpu_key(_RATE))
-    link_back_gbps: float | None = field(default=None, metadata=_gpu_key(_RATE))
-    link_both_gbps: float | None = field(default=None, metadata=_gpu_key(_RATE))
-    pcie_generation: int | None = field(default=None, metadata=_gpu_key(_Number(1, 7, "", whole=True)))
-    pcie_width: int | None = field(default=None, metadata=_gpu_key(_OneOf(PCIE_WIDTHS)))
-    hbm_gbps: float | None = field(default=None, metadata=_gpu_key(_RATE))
-    launch_us: float | None = field(default=None, metadata=_gpu_key(_MICROSECONDS))
-    graph_launch_us: float | None = field(default=None, metadata=_gpu_key(_MICROSECONDS))
-    pinnable_bytes: int | None = field(default=None, metadata=_gpu_key(_BYTES))
-    pin_gbps: float | None = field(default=None, metadata=_gpu_key(_RATE))
+    gpu_name: str | None = field(default=None, metadata=_key(_TEXT, gpu=True))
+    vram_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
+    vram_reserved_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
+    link_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    link_back_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    pcie_generation: int | None = field(default=None, metadata=_key(_number(1, 7, whole=True), gpu=True))
+    pcie_width: int | None = field(default=None, metadata=_key(_WIDTH, gpu=True))
+    hbm_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    launch_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
+    graph_launch_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
+    pinnable_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
+    pin_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     host_gbps: float | None = field(default=None, metadata=_key(_RATE))
-    host_gbps_while_link_busy: float | None = field(default=None, metadata=_gpu_key(_RATE))
-    link_gbps_while_host_busy: float | None = field(default=None, metadata=_gpu_key(_RATE))
+    host_gbps_while_link_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    link_gbps_while_host_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     disk_gbps: float | None = field(default=None, metadata=_key(_RATE))
     cpu: CpuFigures | None = None
-    tflops: Mapping[str, float] = field(default_factory=dict, metadata=_gpu_key(_BY_DTYPE))
-    link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_gpu_key(_BY_MIB))
+    tflops: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_DTYPE, gpu=True))
+    link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
 
     def __post_init__(self) -> None:
@@ -192,7 +147,7 @@ class MachineProfile:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
 
     def _refuse_gpu_figures(self) -> None:
-        given = [entry.name for entry in fields(self) if "gpu" in entry.metadata and getattr(self, entry.name)]
+        given = [entry.name for entry in fields(self) if entry.metadata.get("gpu") and getattr(self, entry.name)]
         if given:
             raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(given)}: drop them, or set gpus")
 

@@ -1,4 +1,4 @@
-"""What was asked of a measurement and what came of it."""
+"""What was asked of a measurement, what came of it, and what to do about a machine that is slower than it could be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import GB, format_bytes
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware.gpu_bench import NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError
 from offload_runtime.hardware.host_info import HostInfo, printable
@@ -72,7 +72,12 @@ class Findings:
         names = (keys,) if isinstance(keys, str) else keys
         try:
             value = measure()
-        except (CannotMeasureError, OSError, RuntimeError) as error:  # all that torch and CUDA raise are RuntimeErrors
+        except (
+            CannotMeasureError,
+            BudgetError,
+            OSError,
+            RuntimeError,
+        ) as error:  # all that torch and CUDA raise are RuntimeErrors
             self.miss(names, str(error).strip() or type(error).__name__)
             return
         for name, figure in zip(names, (value,) if isinstance(keys, str) else value, strict=True):
