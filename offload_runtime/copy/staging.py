@@ -1,4 +1,8 @@
-"""Sizes of what pageable memory is staged through."""
+"""Copies from memory that could not be page-locked: threads move it into page-locked pieces, and those are copied.
+
+A copy of the driver's own from pageable memory would hold the calling thread until it is done. The way to the host is
+in `staging_d2h`; what both share, and the sizes of what is staged through, stands here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import ctypes
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -63,66 +68,105 @@ def move_bytes(dst: torch.Tensor, src: torch.Tensor) -> None:
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
 
-class Workers:
-    """Threads that share one lock. Once they are over, whoever waits for one of its conditions has to look again."""
+class StagingQueue:
+    """What both ways have in common: a queue below, and threads that move bytes between it and pageable memory.
 
-    def __init__(self) -> None:
+    The threads share one lock. Once they are over, whoever waits for one of its conditions has to look again.
+
+    Args:
+        engine: The queue below, from now on this one's: it is closed with it.
+        pageable: Which memory is staged.
+        failed: What to say where a thread has failed, with a place for the `{error}`.
+    """
+
+    def __init__(self, engine: CopyEngine, pageable: PageableMemory, failed: str) -> None:
+        self.log = engine.log
+        self._engine = engine
+        self._pageable = pageable
+        self._failed = failed
         # Reentrant: the garbage collector may close a dropped runtime in any of these threads, at any moment.
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._conditions: list[threading.Condition] = []
         self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
         self._closed = False
+        self._waited_s = 0.0
 
-    def condition(self) -> threading.Condition:
+    # --- as of `CopyEngine`
+
+    @property
+    def bytes_copied(self) -> int:
+        return self._engine.bytes_copied
+
+    def new_event(self) -> Any:
+        return self._engine.new_event()
+
+    def compute_record(self, free: Any) -> None:
+        self._engine.compute_record(free)
+
+    def copy_seconds(self) -> float:
+        return self._engine.copy_seconds()
+
+    def stall_seconds(self) -> float:
+        """Of the queue below, and what the host waited for the threads, whatever the device did meanwhile."""
+        return self._waited_s + self._engine.stall_seconds()
+
+    def close(self) -> None:
+        """Drop what has not reached its end, end the threads, and close the queue below."""
+        with self._lock:
+            self._closed = True
+            self._notify()
+        if threading.current_thread() in self._threads:
+            # This one, where the garbage collector closes, may hold the lock, without which the others cannot end.
+            threading.Thread(target=self._finish, name="staging-end", daemon=True).start()
+        else:
+            self._finish()
+
+    # --- for the two ways
+
+    def _condition(self) -> threading.Condition:
         """A condition over the lock, notified when the threads are over."""
-        self._conditions.append(threading.Condition(self.lock))
+        self._conditions.append(threading.Condition(self._lock))
         return self._conditions[-1]
 
-    def start(self, work: Callable[[], None], name: str) -> None:
-        """Begin a thread; it returns when the threads are over."""
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        """Begin a thread; `work` returns when the threads are over."""
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the threads end, for whatever reason."""
-        return self._closed or self._failure is not None
-
-    def raise_failure(self, what: str) -> None:
-        """Raise `CopyError` if a thread has failed; `what` is the work it did and what of it cannot be trusted."""
+    def _raise_failure(self) -> None:
+        """Raise `CopyError` if a thread has failed."""
         if isinstance(self._failure, CopyError):
             raise CopyError(str(self._failure)) from self._failure
         if self._failure is not None:
-            raise CopyError(what.format(error=self._failure)) from self._failure
+            raise CopyError(self._failed.format(error=self._failure)) from self._failure
         assert not self._closed, "the queue is closed"
 
-    def wait_for(self, condition: threading.Condition, ready: Callable[[], object], what: str) -> None:
-        """Wait, with the lock held, until `ready` says yes; raise as `raise_failure` does where it never will."""
-        self.wait_for_work(condition, ready)
-        self.raise_failure(what)
+    def _wait_for(self, condition: threading.Condition, ready: Callable[[], object]) -> None:
+        """Wait, with the lock held, until `ready` says yes; raise as `_raise_failure` does where it never will."""
+        self._has_work(condition, ready)
+        self._raise_failure()
 
-    def wait_for_work(self, condition: threading.Condition, ready: Callable[[], object]) -> bool:
+    def _has_work(self, condition: threading.Condition, ready: Callable[[], object]) -> bool:
         """Wait, with the lock held, until `ready` says yes; False where the threads are over."""
-        condition.wait_for(lambda: ready() or self.is_over)
-        return not self.is_over
+        condition.wait_for(lambda: ready() or self._closed or self._failure is not None)
+        return not self._closed and self._failure is None
 
-    def close(self, finish: Callable[[], None]) -> None:
-        """End the threads, then do `finish`. In one of these threads itself that is left to another one."""
-        with self.lock:
-            self._closed = True
-            self._notify()
-        if threading.current_thread() in self._threads:
-            # It may hold the lock, without which the others cannot end.
-            threading.Thread(target=self._finish, args=(finish,), name="staging-end", daemon=True).start()
-        else:
-            self._finish(finish)
+    @contextmanager
+    def _host_waits(self) -> Iterator[None]:
+        """What the calling thread spends in here counts as a stall."""
+        started = time.perf_counter()
+        yield
+        ended = time.perf_counter()
+        self._waited_s += ended - started
+        if self.log is not None:
+            self.log.staged(started, ended)
 
-    def _finish(self, finish: Callable[[], None]) -> None:
+    def _finish(self) -> None:
         for thread in self._threads:
             thread.join()
-        finish()
+        self._engine.close()
 
     def _notify(self) -> None:
         for condition in self._conditions:
@@ -132,7 +176,7 @@ class Workers:
         try:
             work()
         except BaseException as error:
-            with self.lock:
+            with self._lock:
                 self._failure = self._failure or error
                 self._notify()
 
@@ -169,7 +213,7 @@ class _Copy:
         return not self.staged or self.piece is not None
 
 
-class StagingCopyEngine:
+class StagingCopyEngine(StagingQueue):
     """A copy queue some of whose sources are pageable; see `CopyEngine` for what its methods promise.
 
     Sources that are page-locked go straight to the queue below, unless something staged is before them.
@@ -187,40 +231,27 @@ class StagingCopyEngine:
         before_fill: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         assert len(ring) >= FEWEST_PIECES and num_threads > 0
-        self._engine = engine
-        self._pageable = pageable
-        self.log = engine.log
+        super().__init__(engine, pageable, _FAILED)
         self._before_fill = before_fill
         self._piece_bytes = ring[0].nbytes
-        self._workers = Workers()
-        self._to_fill = self._workers.condition()
-        self._to_issue = self._workers.condition()
-        self._issued = self._workers.condition()
+        self._to_fill, self._to_issue, self._issued = (self._condition() for _ in range(3))
         self._link = threading.Lock()  # the queue below is asked by one thread at a time
         self._fills: deque[_Copy] = deque()  # that no thread has begun
         self._pending: deque[_Copy] = deque()  # not yet handed to the queue below, in order
         self._unissued: Counter[int] = Counter()  # by `ready` event
         self._unused = deque(_Piece(buffer, engine.new_event()) for buffer in ring)
         self._used: deque[_Piece] = deque()  # their copies are in the queue below, in order
-        self._waited_s = 0.0
         for number in range(num_threads):
-            self._workers.start(self._fill, f"staging-{number}")
-        self._workers.start(self._issue, "staging-link")
-
-    @property
-    def bytes_copied(self) -> int:
-        return self._engine.bytes_copied
-
-    def new_event(self) -> Any:
-        return self._engine.new_event()
+            self._start(self._fill, f"staging-{number}")
+        self._start(self._issue, "staging-link")
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
         label: Label | None = None,
     ) -> None:  # fmt: skip
         assert source_free is None, "whoever owns pageable memory does not write to it"
-        with self._workers.lock:
-            self._workers.raise_failure(_FAILED)
+        with self._lock:
+            self._raise_failure()
             locked_bytes = self._pageable.locked_bytes(src)
             # What is pending stays in the queue until it is handed on, so nothing can overtake it here.
             straight = locked_bytes >= src.nbytes and not self._pending
@@ -261,12 +292,9 @@ class StagingCopyEngine:
         self._wait_until_issued(ready)
         self._engine.compute_wait(ready)
 
-    def compute_record(self, free: Any) -> None:
-        self._engine.compute_record(free)
-
     def is_done(self, ready: Any) -> bool:
-        with self._workers.lock:
-            self._workers.raise_failure(_FAILED)
+        with self._lock:
+            self._raise_failure()
             return not self._unissued[id(ready)] and self._engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
@@ -275,30 +303,17 @@ class StagingCopyEngine:
 
     def copy_seconds(self) -> float:
         with self._link:
-            return self._engine.copy_seconds()
-
-    def stall_seconds(self) -> float:
-        """Of the queue below, and what the host waited for pieces to be filled, whatever the device did meanwhile."""
-        return self._waited_s + self._engine.stall_seconds()
+            return super().copy_seconds()
 
     def drain(self) -> None:
-        with self._workers.lock:
-            self._workers.wait_for(self._issued, lambda: not self._pending, _FAILED)
+        with self._lock:
+            self._wait_for(self._issued, lambda: not self._pending)
         self._engine.drain()
-
-    def close(self) -> None:
-        """Drop what has not reached the queue below, end the threads, and close that queue."""
-        self._workers.close(self._engine.close)
 
     def _wait_until_issued(self, ready: Any) -> None:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        started = time.perf_counter()
-        with self._workers.lock:
-            self._workers.wait_for(self._issued, lambda: not self._unissued[id(ready)], _FAILED)
-        ended = time.perf_counter()
-        self._waited_s += ended - started
-        if self.log is not None:
-            self.log.staged(started, ended)
+        with self._host_waits(), self._lock:
+            self._wait_for(self._issued, lambda: not self._unissued[id(ready)])
 
     # --- the threads
 
@@ -311,8 +326,8 @@ class StagingCopyEngine:
     def _fill_pieces(self) -> None:
         """Fill pieces, each with the oldest part that no other thread has begun."""
         while True:
-            with self._workers.lock:
-                if not self._workers.wait_for_work(self._to_fill, lambda: self._fills and (self._unused or self._used)):
+            with self._lock:
+                if not self._has_work(self._to_fill, lambda: self._fills and (self._unused or self._used)):
                     return
                 copy = self._fills.popleft()
                 in_flight = not self._unused
@@ -323,17 +338,15 @@ class StagingCopyEngine:
                 self._before_fill()
             move_bytes(piece.buffer, copy.src)
             self._pageable.end_read()
-            with self._workers.lock:
+            with self._lock:
                 copy.piece = piece
                 self._to_issue.notify()
 
     def _issue(self) -> None:
         """Hand parts to the queue below in their order, each as soon as it is filled."""
         while True:
-            with self._workers.lock:
-                if not self._workers.wait_for_work(
-                    self._to_issue, lambda: self._pending and self._pending[0].is_filled
-                ):
+            with self._lock:
+                if not self._has_work(self._to_issue, lambda: self._pending and self._pending[0].is_filled):
                     return
                 copy = self._pending[0]
             piece = copy.piece
@@ -345,7 +358,7 @@ class StagingCopyEngine:
                     self._engine.enqueue(
                         copy.dst, source, free=copy.free, ready=copy.ready, source_free=piece.free, label=copy.label
                     )
-            with self._workers.lock:
+            with self._lock:
                 self._pending.popleft()
                 if piece is not None:
                     self._used.append(piece)

@@ -5,7 +5,6 @@ A copy of the driver's own to pageable memory would hold the calling thread unti
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from offload_runtime.copy.queue import CopyEngine
-from offload_runtime.copy.staging import Workers, move_bytes
+from offload_runtime.copy.staging import StagingQueue, move_bytes
 from offload_runtime.memory import PageableMemory
 from offload_runtime.trace import Label
 
@@ -41,7 +40,7 @@ class _Landing:
     ready: Any
 
 
-class StagingWriteEngine:
+class StagingWriteEngine(StagingQueue):
     """A queue of copies from the device some of whose targets are pageable; see `CopyEngine` for what it promises.
 
     For the compute side, which sees nothing of the host's memory, a copy is done when its source has been read; for
@@ -62,27 +61,15 @@ class StagingWriteEngine:
         before_landing: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         assert pieces and num_threads > 0
-        self._engine = engine
-        self._pageable = pageable
-        self.log = engine.log
+        super().__init__(engine, pageable, _FAILED)
         self._before_landing = before_landing
         self._piece_bytes = pieces[0].nbytes
-        self._workers = Workers()
-        self._to_land = self._workers.condition()
-        self._landed = self._workers.condition()
+        self._to_land, self._landed = (self._condition() for _ in range(2))
         self._landings: deque[_Landing] = deque()  # that no thread has begun
         self._unlanded: Counter[int] = Counter()  # by `ready` event, which the landings keep alive
         self._free = deque(_Piece(buffer, engine.new_event()) for buffer in pieces)
-        self._waited_s = 0.0
         for number in range(num_threads):
-            self._workers.start(self._land, f"staging-back-{number}")
-
-    @property
-    def bytes_copied(self) -> int:
-        return self._engine.bytes_copied
-
-    def new_event(self) -> Any:
-        return self._engine.new_event()
+            self._start(self._land, f"staging-d2h-{number}")
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
@@ -99,67 +86,47 @@ class StagingWriteEngine:
             piece = self._take_piece()
             into = piece.buffer[: dst[part].nbytes]
             self._engine.enqueue(into, src[part], free=free, ready=ready, source_free=piece.filled, label=label)
-            with self._workers.lock:
+            with self._lock:
                 self._unlanded[id(ready)] += 1
                 self._landings.append(_Landing(dst[part], piece, ready))
                 self._to_land.notify()
 
     def _take_piece(self) -> _Piece:
-        started = time.perf_counter()
-        with self._workers.lock:
-            self._workers.wait_for(self._landed, lambda: self._free, _FAILED)
-            piece = self._free.popleft()
-        ended = time.perf_counter()
-        self._waited_s += ended - started
-        if self.log is not None:
-            self.log.staged(started, ended)
-        return piece
+        with self._host_waits(), self._lock:
+            self._wait_for(self._landed, lambda: self._free)
+            return self._free.popleft()
 
     def compute_wait(self, ready: Any) -> None:
-        self._workers.raise_failure(_FAILED)
+        self._raise_failure()
         self._engine.compute_wait(ready)
 
-    def compute_record(self, free: Any) -> None:
-        self._engine.compute_record(free)
-
     def is_done(self, ready: Any) -> bool:
-        with self._workers.lock:
-            self._workers.raise_failure(_FAILED)
+        with self._lock:
+            self._raise_failure()
             return id(ready) not in self._unlanded and self._engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
-        with self._workers.lock:
-            self._workers.wait_for(self._landed, lambda: id(ready) not in self._unlanded, _FAILED)
+        with self._lock:
+            self._wait_for(self._landed, lambda: id(ready) not in self._unlanded)
         self._engine.wait(ready)
 
-    def copy_seconds(self) -> float:
-        return self._engine.copy_seconds()
-
-    def stall_seconds(self) -> float:
-        """Of the queue below, and what the host waited for a free piece, whatever the device did meanwhile."""
-        return self._waited_s + self._engine.stall_seconds()
-
     def drain(self) -> None:
-        with self._workers.lock:
-            self._workers.wait_for(self._landed, lambda: not self._unlanded, _FAILED)
+        with self._lock:
+            self._wait_for(self._landed, lambda: not self._unlanded)
         self._engine.drain()
-
-    def close(self) -> None:
-        """Drop what has not landed, end the threads, and close the queue below."""
-        self._workers.close(self._engine.close)
 
     def _land(self) -> None:
         """Move pieces to where they belong, each when it has come over the link."""
         while True:
-            with self._workers.lock:
-                if not self._workers.wait_for_work(self._to_land, lambda: self._landings):
+            with self._lock:
+                if not self._has_work(self._to_land, lambda: self._landings):
                     return
                 landing = self._landings.popleft()
             self._engine.wait(landing.piece.filled)
             if self._before_landing is not None:
                 self._before_landing()
             move_bytes(landing.dst, landing.piece.buffer[: landing.dst.nbytes])
-            with self._workers.lock:
+            with self._lock:
                 self._free.append(landing.piece)
                 self._unlanded[id(landing.ready)] -= 1
                 if not self._unlanded[id(landing.ready)]:
