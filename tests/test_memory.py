@@ -61,7 +61,7 @@ def test_the_ledger_adds_up_to_the_last_byte() -> None:
     assert (budget.reserved_bytes, budget.free_bytes, budget.peak_bytes()) == (1000, 0, 1000)
     with pytest.raises(BudgetError, match="0 B of"):
         budget.allocate("one more", 1)
-    assert [(item.name, item.nbytes) for item in budget.reservations] == [("slots", 600), ("KV cache", 400)]
+    assert budget.reservations == {"slots": 600, "KV cache": 400}
 
 
 def test_without_a_limit_the_ledger_only_counts() -> None:

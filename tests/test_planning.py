@@ -480,7 +480,7 @@ def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Pat
     options = SpeculationOptions(mode, budget_tokens=256)
     proposer: Any = "none" if mode == "none" else draft
     with load(checkpoint, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
-        reserved = {item.name: item.nbytes for item in runtime._parts.budget.reservations}
+        reserved = runtime._parts.budget.reservations
         assert runtime.plan.device_bytes == sum(reserved.values())
         parts = {part.name: part.nbytes for part in runtime.plan.device}
         assert parts["embedding and head"] == reserved["target: embedding and head"]

@@ -1,4 +1,4 @@
-"""What everything that goes over the link needs of a copy queue, wherever its copies go."""
+"""The copy queue: what everything that goes over the link needs of it, and which one fits a device."""
 
 from __future__ import annotations
 

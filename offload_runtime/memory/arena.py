@@ -1,10 +1,7 @@
-"""Memory with hard limits: page-aligned host arenas and a ledger of device memory.
+"""Host memory for what the copy engine streams: page-aligned arenas, and a check of what the machine has.
 
-Host arenas hold the packed weights that the copy engine streams. They are plain anonymous pages, page-locked with
-`cudaHostRegister` when CUDA is there: torch's own pinned allocator would round every arena up to a power of two.
-
-The device ledger reserves everything up front. On CUDA it also caps torch's allocator, so that a mistake in the
-arithmetic ends in an error instead of in more memory than the user allowed.
+An arena is plain anonymous pages, page-locked with `cudaHostRegister` when CUDA is there: torch's own pinned allocator
+would round every arena up to a power of two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""TODO."""
+"""A ledger of device memory with a hard limit, and which device that is.
+
+Everything is reserved up front. On CUDA the ledger also caps torch's allocator, so that a mistake in the arithmetic
+ends in an error instead of in more memory than the user allowed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass
 
 import torch
 
@@ -17,14 +20,6 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """One line of the ledger."""
-
-    name: str
-    nbytes: int
 
 
 class DeviceBudget:
@@ -40,7 +35,7 @@ class DeviceBudget:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.reservations: list[Reservation] = []
+        self.reservations: dict[str, int] = {}  # bytes by what they are for
         self._other_bytes = 0
         self.context_bytes = 0
         if device.type == "cuda":
@@ -74,7 +69,7 @@ class DeviceBudget:
     @property
     def reserved_bytes(self) -> int:
         """Sum of the ledger and of the CUDA context."""
-        return self.context_bytes + sum(item.nbytes for item in self.reservations)
+        return self.context_bytes + sum(self.reservations.values())
 
     @property
     def free_bytes(self) -> int | None:
@@ -90,7 +85,7 @@ class DeviceBudget:
                 f"{format_bytes(self.limit_bytes or 0)} is left: raise --vram, lower --context or "
                 "keep fewer layers resident"
             )
-        self.reservations.append(Reservation(name, nbytes))
+        self.reservations[name] = self.reservations.get(name, 0) + nbytes
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
         """Reserve and allocate a device buffer: uint8 [nbytes]."""

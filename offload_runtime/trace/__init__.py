@@ -4,7 +4,7 @@ Beside the token's journey, not on it: whoever works on a token tells a `TraceRe
 """
 
 from offload_runtime.trace.chrome import TRACE_VERSION, require_writable, write_trace
-from offload_runtime.trace.clocks import CudaClock, DeviceClock, HostClock, make_clock
+from offload_runtime.trace.clocks import CudaClock, HostClock, make_clock
 from offload_runtime.trace.recorder import (
     COMPUTE,
     DRAFT,
@@ -36,7 +36,6 @@ __all__ = [
     "TRACE_VERSION",
     "CopyLog",
     "CudaClock",
-    "DeviceClock",
     "HostClock",
     "Label",
     "OnDone",

@@ -38,11 +38,9 @@ class DeviceClock(Protocol):
     def give_back(self, mark: Any) -> None:
         """The mark is of no more use to anybody."""
 
-    def align(self) -> Callable[[float], float]:
-        """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream."""
-
-    def roughly(self) -> Callable[[float], float]:
-        """The same from what was known at the beginning, for a device that answers no more."""
+    def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
+        """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream; without
+        `wait` it goes by the clock's beginning, for a device that answers no more."""
 
 
 class HostClock:
@@ -66,10 +64,7 @@ class HostClock:
     def give_back(self, mark: float) -> None:
         pass
 
-    def align(self) -> Callable[[float], float]:
-        return self.roughly()
-
-    def roughly(self) -> Callable[[float], float]:
+    def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         return lambda seconds: seconds
 
 
@@ -125,15 +120,12 @@ class CudaClock:
     def give_back(self, mark: torch.cuda.Event) -> None:
         self._spare.append(mark)
 
-    def align(self) -> Callable[[float], float]:
-        event, ended_s = self._now()
-        device_s = self._seconds(event)
-        started_s, rate = self._started_s, (ended_s - self._started_s) / device_s
+    def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
+        started_s, rate = self._started_s, 1.0
+        if wait:
+            event, ended_s = self._now()
+            rate = (ended_s - started_s) / self._seconds(event)
         return lambda seconds: started_s + rate * seconds
-
-    def roughly(self) -> Callable[[float], float]:
-        started_s = self._started_s
-        return lambda seconds: started_s + seconds
 
     def _seconds(self, event: torch.cuda.Event) -> float:
         return self._base.seconds + self._base.event.elapsed_time(event) / 1e3

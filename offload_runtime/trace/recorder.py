@@ -111,12 +111,12 @@ class TraceRecorder:
     def finish(self) -> Trace:
         """Wait for the device, read what is left and put everything on the host's clock."""
         try:
-            to_host = self._clock.align()
+            to_host = self._clock.to_host()
             self.settle()
             for read in self.before_finish:
                 read()
         except torch.AcceleratorError:  # what the device did before it failed is what the trace is for
-            to_host = self._clock.roughly()
+            to_host = self._clock.to_host(wait=False)
         self._dropped += sum(len(waiting) for waiting in self._open.values())
         self._open.clear()
         spans = [

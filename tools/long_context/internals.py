@@ -138,8 +138,8 @@ def release_proposer(runtime: Runtime) -> int:
         How many entries the ledger is left with. What was entered behind the target's own belonged to the proposer.
     """
     runtime._parts = replace(runtime._parts, proposer=NoProposer())
-    names = [entry.name for entry in budget_of(runtime).reservations]
-    return 1 + max(index for index, name in enumerate(names) if name.startswith("target: "))
+    reserved = budget_of(runtime).reservations
+    return 1 + max(index for index, name in enumerate(reserved) if name.startswith("target: "))
 
 
 def detach_policies(runtime: Runtime, num_reservations: int) -> None:
@@ -148,7 +148,9 @@ def detach_policies(runtime: Runtime, num_reservations: int) -> None:
     cache.observers.clear()
     if isinstance(cache, HostKVCache):
         cache.lender = None
-    del budget_of(runtime).reservations[num_reservations:]
+    reserved = budget_of(runtime).reservations
+    for name in list(reserved)[num_reservations:]:
+        del reserved[name]
 
 
 @torch.inference_mode()
