@@ -310,3 +310,103 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
             f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
         )
     return budget_tokens // chunk_size
+
+
+def check_proposals(draft: str, mode: str) -> None:
+    """Refuse a draft that the mode leaves out, or a mode without what it needs.
+
+    Args:
+        draft: `ngram`, `none`, or anything else for a model.
+        mode: Of `SpeculationOptions`.
+
+    Raises:
+        OptionError: One of the two would be ignored.
+    """
+    if mode == "triforce" and draft == "ngram":
+        raise OptionError(
+            "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
+            "--draft none, which lets the middle level decode by itself"
+        )
+    if mode == "none" and draft not in ("ngram", "none"):
+        raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
+    if mode == "chain" and draft == "none":
+        raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
+
+
+def check_options(draft: str, mode: str, *, tree_nodes: int | None, gamma: int | None, max_gamma: int) -> None:
+    """Refuse what contradicts itself or would be ignored.
+
+    Args:
+        draft: `ngram`, `none`, or anything else for a model.
+        mode: Of `SpeculationOptions`.
+        tree_nodes: 0 and None ask for no trees.
+        gamma: Proposed where nothing else is asked for; None for what suits.
+        max_gamma: Proposals that there is room for.
+
+    Raises:
+        OptionError: Who proposes is left out by the mode, or a number makes no sense or has nobody to follow it.
+    """
+    require_positive("max_gamma", max_gamma)
+    check_proposals(draft, mode)
+    if tree_nodes:
+        require_nodes(tree_nodes)
+        if draft == "none" or mode in ("none", "triforce"):
+            who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
+            raise OptionError(
+                f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft "
+                "ngram or a model"
+            )
+    if gamma is not None:
+        require_positive("gamma", gamma)
+        if gamma > max_gamma:
+            raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
+        if mode == "none" or (draft == "none" and mode != "triforce"):
+            raise OptionError(f"gamma {gamma} does nothing where nobody proposes: drop it or name a draft")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
+
+    `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
+    Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit. `gamma` is what a
+    pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to make room for.
+    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any.
+    """
+
+    target: Any
+    draft: Any = "ngram"
+    device: str = "auto"
+    dtype: str = "auto"
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    pinned_bytes: int | None = None
+    resident_layers: int | None = None
+    context: int | str = "auto"
+    kv: str = "auto"
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    max_batch: int = 1
+    max_gamma: int = 63
+    gamma: int | None = None
+    tree_nodes: int | None = None
+    emulate: Any = None
+    profile: Any = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, wanted in (
+            ("target", "a directory, a GGUF file or a hub id such as org/name"), ("draft", "a model, ngram or none")
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, str) and not value.strip():
+                raise OptionError(f"--{name} is empty: give {wanted}")
+        require_positive("max_batch", self.max_batch)
+        check_options(
+            self.proposed_by, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,
+            max_gamma=self.max_gamma,
+        )  # fmt: skip
+
+    @property
+    def proposed_by(self) -> str:
+        """Who proposes, in words: `ngram`, `none`, or `the draft` for a model."""
+        return self.draft if self.draft in ("ngram", "none") else "the draft"

@@ -38,7 +38,7 @@ def said(runtime: FakeRuntime) -> list[Any]:
 
 def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
     result = chat("--system", "Be brief.", "--seed", "9", "--tree-nodes", "50", turns="one\n\n  \n two \nthree")
-    assert runtime.loads[0][1]["tree_nodes"] == 50
+    assert runtime.loads[0].tree_nodes == 50
     assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 3)
     assert said(runtime) == ["one", "two", "three"]
     options = runtime.requests[2][1]

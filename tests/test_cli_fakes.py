@@ -6,12 +6,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
@@ -91,10 +90,10 @@ class FakeStream:
 
 
 class FakeRuntime:
-    """What `Runtime.load` returns in these tests; one object serves a whole test and keeps every request."""
+    """The runtime that is loaded in these tests; one object serves a whole test and keeps every request."""
 
     def __init__(self) -> None:
-        self.loads: list[tuple[str, dict[str, Any]]] = []
+        self.loads: list[RuntimeConfig] = []
         self.requests: list[tuple[Any, dict[str, Any]]] = []
         self.closed = False
         self.device = torch.device("cpu")
@@ -115,27 +114,11 @@ class FakeRuntime:
         self.memory_lasts_for = -1  # answers of a batch
         self.before_piece: Callable[[int], None] = lambda number: None
 
-    def load(
-        self, target: str, *, draft: str, device: str, dtype: str, vram: int | None, ram: int | None,
-        pinned: int | None, resident_layers: int | str,
-        context: int | str, kv: str, speculation: SpeculationOptions, max_batch: int, max_gamma: int, gamma: int | None,
-        tree_nodes: int | None, emulate: str | None, profile: str | None,
-        on_progress: Callable[[str, int, int], None], on_plan: Callable[[Any], None] | None, trace: Path | None,
-        check: Callable[[Any], object] | None,
+    def from_config(
+        self, config: RuntimeConfig, *, on_progress: Callable[[str, int, int], None],
+        on_plan: Callable[[Any], None] | None, check: Callable[[Any], object] | None,
     ) -> FakeRuntime:  # fmt: skip
-        options = {"draft": draft, "device": device, "dtype": dtype, "vram": vram, "context": context, "kv": kv}
-        options |= {"resident_layers": resident_layers, "max_gamma": max_gamma, "speculation": speculation}
-        options |= {
-            "tree_nodes": tree_nodes,
-            "gamma": gamma,
-            "max_batch": max_batch,
-            "emulate": emulate,
-            "profile": profile,
-            "ram": ram,
-            "pinned": pinned,
-            "trace": trace,
-        }
-        self.loads.append((target, options))
+        self.loads.append(config)
         self.checks.append(check)
         on_progress("target weights", 1, 2)
         if self.load_error is not None:

@@ -13,7 +13,7 @@ import offload_runtime
 from offload_runtime import engine
 from offload_runtime.cli import app
 from offload_runtime.cli.answer_figures import link_figure
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
 
@@ -68,7 +68,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
         "policy": "topk", "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
-        "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "40",
+        "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -80,13 +80,11 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         })
     ]  # fmt: skip
     assert runtime.loads == [
-        ("some/model", {
-            "draft": "some/draft", "device": "cuda", "dtype": "bf16", "vram": 24_000_000_000, "context": 64,
-            "resident_layers": 2, "max_batch": 1, "max_gamma": 90, "kv": "host", "emulate": "rtx3090",
-            "profile": "rtx4090", "ram": 60_000_000_000, "pinned": 30_000_000_000, "trace": Path("t.json"),
-            "tree_nodes": 40, "gamma": 90,
-            "speculation": SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"),
-        })
+        RuntimeConfig(
+            "some/model", "some/draft", "cuda", "bf16", 24_000_000_000, 60_000_000_000, 30_000_000_000, 2, 64, "host",
+            SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"), max_gamma=90, gamma=90,
+            tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
+        )
     ]  # fmt: skip
 
 
@@ -246,7 +244,7 @@ def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, op
 
 def test_what_is_left_out_is_the_default(runtime: FakeRuntime) -> None:
     generate("--prompt", "a", "--draft", "some/draft")
-    assert runtime.loads[0][1]["speculation"] == SpeculationOptions()
+    assert runtime.loads[0].speculation == SpeculationOptions()
 
 
 @pytest.mark.parametrize("argument", ["--device=tpu", "--seed=-1", "--max-new-tokens=0", "--nonsense"])
@@ -303,7 +301,7 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
     result = generate(*files, "--temperature", "0.5", "--chat", "--stop", "x")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == NOISE + "".join(f"== {files[2 * i + 1]} ==\nanswer {i}\n" for i in range(3))
-    assert runtime.loads[0][1]["max_batch"] == 3
+    assert runtime.loads[0].max_batch == 3
     asked = [prompt for prompt, _ in runtime.requests]
     assert asked == [[{"role": "user", "content": f"the text of {name}.txt"}] for name in "abc"]
     assert runtime.requests[0][1] == {
@@ -380,8 +378,8 @@ def test_demo_compares_both_ways(
     result = CliRunner().invoke(app, ["demo", "--prompt", "Hi", "--max-new-tokens", "9"], env={"COLUMNS": "100"})
     assert result.exit_code == (0 if identical else 1), result.output
     assert result.stdout.rstrip().endswith("identical tokens: " + ("yes" if identical else "no"))
-    target, load = runtime.loads[0]
-    assert (target, load["resident_layers"], load["draft"]) == (str(tmp_path), 0, "ngram")
+    (config,) = runtime.loads
+    assert (config.target, config.resident_layers, config.draft) == (str(tmp_path), 0, "ngram")
     # One short warm-up each, so that neither of the compared runs pays for the first touch.
     shape = [(options["speculate"], options["max_new_tokens"]) for _, options in runtime.requests]
     assert shape == [(False, 4), (True, 4), (False, 9), (True, 9)]

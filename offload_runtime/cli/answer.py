@@ -11,9 +11,8 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars
-from offload_runtime.config import GenerationParams
+from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.importing import no_collections
 
@@ -68,37 +67,20 @@ class StopRequest:
 
 
 def load_runtime(
-    options: LoadOptions, *, show_progress: bool, check: Callable[[PromptRoom], object] | None = None
+    config: RuntimeConfig,
+    *,
+    show_progress: bool,
+    explain: bool = False,
+    check: Callable[[PromptRoom], object] | None = None,
 ) -> Runtime:
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
-    weights are read."""
+    weights are read. `explain` prints the plan on stderr."""
     with no_collections():
         from offload_runtime.engine import Runtime
 
     with ProgressBars(enabled=show_progress) as bars:
-        return Runtime.load(
-            options.target,
-            draft=options.draft,
-            device=options.device,
-            dtype=options.dtype,
-            vram=options.vram_bytes,
-            ram=options.ram_bytes,
-            pinned=options.pinned_bytes,
-            resident_layers=options.resident_layers,
-            context=options.context,
-            kv=options.kv,
-            speculation=options.speculation,
-            max_batch=options.max_batch,
-            gamma=options.gamma,
-            max_gamma=options.max_gamma,
-            tree_nodes=options.tree_nodes,
-            emulate=options.emulate,
-            profile=options.profile,
-            on_progress=bars.on_bytes,
-            on_plan=partial(_explain, options=options) if options.explain else None,
-            check=check,
-            trace=options.trace,
-        )
+        on_plan = partial(_explain, config=config) if explain else None
+        return Runtime.from_config(config, on_progress=bars.on_bytes, on_plan=on_plan, check=check)
 
 
 def check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
@@ -110,13 +92,13 @@ def check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens
         room.fit_all(prompts, max_new_tokens)
 
 
-def _explain(plan: RunPlan, *, options: LoadOptions) -> None:
+def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
     from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
     from offload_runtime.engine.machines import COMMON_PROFILE
 
-    machine = planned_figures(plan, device=options.device, profile=options.profile, emulate=options.emulate)
+    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
     unknown = (
         "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
         f"figures of {COMMON_PROFILE}"

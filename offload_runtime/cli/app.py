@@ -112,12 +112,12 @@ def generate(
         load = load_options(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
-            max_batch=max(1, len(files)), emulate=emulate, profile=profile, explain=explain,
-            tree_nodes=tree_nodes, trace=trace,
+            max_batch=max(1, len(files)), emulate=emulate, profile=profile, tree_nodes=tree_nodes,
+            trace=trace,
         )  # fmt: skip
         prompts = collect_prompts(prompt, files)
         run = run_generate if len(prompts) == 1 else run_batch
-        run(prompts, load, params, as_chat=chat, as_json=as_json, show_progress=not no_progress)
+        run(prompts, load, params, as_chat=chat, as_json=as_json, explain=explain, show_progress=not no_progress)
 
 
 @app.command()
@@ -179,9 +179,9 @@ def chat(
             target=target, draft=draft, device=device, dtype=dtype, vram=vram, ram=ram, pinned=pinned,
             resident_layers=resident_layers,
             context=context, kv=kv, gamma=gamma, speculation=proposing, emulate=emulate, profile=profile,
-            explain=explain, tree_nodes=tree_nodes, trace=trace,
+            tree_nodes=tree_nodes, trace=trace,
         )  # fmt: skip
-        run_chat(load, params, system=system, as_json=as_json, show_progress=not no_progress)
+        run_chat(load, params, system=system, as_json=as_json, explain=explain, show_progress=not no_progress)
 
 
 @app.command()

@@ -14,10 +14,9 @@ from offload_runtime.cli.answer import load_runtime, stream_answer
 from offload_runtime.cli.answer_figures import speed_figures
 from offload_runtime.cli.answer_record import result_record
 from offload_runtime.cli.chat_commands import EndOfChat, find_command
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
 from offload_runtime.cli.user_text import decode_utf8
-from offload_runtime.config import GenerationParams
+from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class ChatSession:
         self,
         runtime: Runtime,
         conversation: Conversation,
-        options: LoadOptions,
+        config: RuntimeConfig,
         params: GenerationParams,
         *,
         write_record: Callable[[dict[str, object]], None] | None,
@@ -41,7 +40,7 @@ class ChatSession:
         self.runtime = runtime
         self.conversation = conversation
         self.last_stats: GenerationStats | None = None
-        self._options = options
+        self._config = config
         self._params = params
         self._write_record = write_record
         self._show_progress = show_progress
@@ -85,7 +84,7 @@ class ChatSession:
                 write_text("\n")
         self.last_stats = result.stats
         if self._write_record is not None:
-            record = result_record(result, runtime=self.runtime, options=self._options, params=self._params)
+            record = result_record(result, runtime=self.runtime, config=self._config, params=self._params)
             self._write_record(record)
         status_line(" · ".join(self._figures(result)))
         return result.finish_reason != "interrupted"
@@ -108,17 +107,18 @@ class ChatSession:
         if is_turn and self._write_record is not None:
             record: dict[str, object] = {"error": str(error), "error_type": type(error).__name__}
             for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= result_record(result, runtime=self.runtime, options=self._options, params=self._params)
+                record |= result_record(result, runtime=self.runtime, config=self._config, params=self._params)
             self._write_record(record)
         error_line(error)
 
 
 def run_chat(
-    options: LoadOptions,
+    config: RuntimeConfig,
     params: GenerationParams,
     *,
     system: str | None,
     as_json: bool,
+    explain: bool,
     show_progress: bool,
 ) -> None:
     """Hold a conversation with whoever is at stdin: a person at a terminal, or a program at the end of a pipe."""
@@ -130,11 +130,11 @@ def run_chat(
     with ExitStack() as stack:
         if as_json:
             stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress))
+        runtime = stack.enter_context(load_runtime(config, explain=explain, show_progress=show_progress))
         session = ChatSession(
             runtime,
             runtime.conversation(system),
-            options,
+            config,
             params,
             write_record=(lambda record: write_json(record, answers)) if as_json else None,
             show_progress=show_progress,
@@ -148,8 +148,8 @@ def run_chat(
             converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
-    if options.trace is not None:
-        status_line(f"trace written to {options.trace}")
+    if config.trace is not None:
+        status_line(f"trace written to {config.trace}")
 
 
 def _converse_through_pipe(session: ChatSession) -> None:

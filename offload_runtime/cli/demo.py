@@ -12,9 +12,8 @@ import typer
 
 from offload_runtime.cli.answer import load_runtime, stream_answer
 from offload_runtime.cli.answer_figures import link_figure
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
-from offload_runtime.config import GenerationParams, format_bytes
+from offload_runtime.config import GenerationParams, RuntimeConfig, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,15 +50,15 @@ def run_demo(
     """Answer `prompt` without and with speculation and compare; exit code 1 when the tokens are not identical."""
     from offload_runtime.engine import fetch_demo_model
 
-    options = LoadOptions(
+    config = RuntimeConfig(
         target=str(fetch_demo_model(on_progress=status_line, show_download=show_progress)),
         draft="ngram",
         device=device,
         dtype=dtype,
         resident_layers=0,
-        max_gamma=max(LoadOptions.max_gamma, params.gamma or 0),
+        max_gamma=max(RuntimeConfig.max_gamma, params.gamma or 0),
     )
-    with load_runtime(options, show_progress=show_progress) as runtime:
+    with load_runtime(config, show_progress=show_progress) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         status_line(runtime.load_report)
         status_line(runtime.placement)

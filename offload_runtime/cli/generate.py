@@ -13,10 +13,9 @@ import typer
 from offload_runtime.cli.answer import Prompt, answer_batch, check_prompts, load_runtime, stream_answer
 from offload_runtime.cli.answer_figures import speed_figures
 from offload_runtime.cli.answer_record import batch_record, result_record
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, one_line, status_line, write_json, write_text
 from offload_runtime.cli.user_text import NamedPrompt
-from offload_runtime.config import GenerationParams
+from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -25,11 +24,12 @@ if TYPE_CHECKING:
 
 def run_generate(
     prompts: Sequence[NamedPrompt],
-    options: LoadOptions,
+    config: RuntimeConfig,
     params: GenerationParams,
     *,
     as_chat: bool,
     as_json: bool,
+    explain: bool,
     show_progress: bool,
 ) -> None:
     """Answer the one prompt on stdout, as text while it comes or as one JSON object at the end; figures go to stderr.
@@ -39,12 +39,12 @@ def run_generate(
     """
     (prompt,) = prompts
     request = _request(prompt, as_chat=as_chat)
-    with _loaded(options, [request], params, as_json=as_json, show_progress=show_progress) as runtime:
+    with _loaded(config, [request], params, as_json=as_json, explain=explain, show_progress=show_progress) as runtime:
         show = _show_nothing if as_json else write_text
         (result,), failure = _as_far_as_memory_goes(
             lambda: [stream_answer(runtime.stream, request, params, show=show, show_progress=show_progress)]
         )
-        record = result_record(result, runtime=runtime, options=options, params=params)
+        record = result_record(result, runtime=runtime, config=config, params=params)
         load_report = runtime.load_report
     if as_json:
         write_json(record, sys.stdout)
@@ -56,11 +56,12 @@ def run_generate(
 
 def run_batch(
     prompts: Sequence[NamedPrompt],
-    options: LoadOptions,
+    config: RuntimeConfig,
     params: GenerationParams,
     *,
     as_chat: bool,
     as_json: bool,
+    explain: bool,
     show_progress: bool,
 ) -> None:
     """Answer all prompts together; on stdout every answer under the name of its prompt, or one JSON object for all.
@@ -70,11 +71,11 @@ def run_batch(
     """
     requests = [_request(prompt, as_chat=as_chat) for prompt in prompts]
     names = [prompt.name for prompt in prompts]
-    with _loaded(options, requests, params, as_json=as_json, show_progress=show_progress) as runtime:
+    with _loaded(config, requests, params, as_json=as_json, explain=explain, show_progress=show_progress) as runtime:
         results, failure = _as_far_as_memory_goes(
             lambda: answer_batch(runtime, requests, params, show_progress=show_progress)
         )
-        record = batch_record(names, results, runtime=runtime, options=options, params=params)
+        record = batch_record(names, results, runtime=runtime, config=config, params=params)
         load_report = runtime.load_report
     if as_json:
         write_json(record, sys.stdout)
@@ -89,19 +90,25 @@ def run_batch(
 
 @contextmanager
 def _loaded(
-    options: LoadOptions, prompts: Sequence[Prompt], params: GenerationParams, *, as_json: bool, show_progress: bool
+    config: RuntimeConfig,
+    prompts: Sequence[Prompt],
+    params: GenerationParams,
+    *,
+    as_json: bool,
+    explain: bool,
+    show_progress: bool,
 ) -> Iterator[Runtime]:
     """Load the runtime for these prompts, say on stderr what lives where, and close it afterwards."""
     check = partial(check_prompts, prompts=prompts, max_new_tokens=params.max_new_tokens)
     # Libraries print to stdout now and then; a reader of JSON must not meet it.
     with (
         redirect_stdout(sys.stderr if as_json else sys.stdout),
-        load_runtime(options, show_progress=show_progress, check=check) as runtime,
+        load_runtime(config, explain=explain, show_progress=show_progress, check=check) as runtime,
     ):
         status_line(runtime.placement)
         yield runtime
-    if options.trace is not None:
-        status_line(f"trace written to {options.trace}")
+    if config.trace is not None:
+        status_line(f"trace written to {config.trace}")
 
 
 def _as_far_as_memory_goes(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, status_line, write_json, write_text
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FALLBACK_PROFILE = "rtx4090"
 
 
 def run_plan_command(
-    options: LoadOptions,
+    config: RuntimeConfig,
     *,
     profile: str | None,
     picture: Path | None,
@@ -47,7 +47,7 @@ def run_plan_command(
         from offload_runtime.engine.planning import ram_limit_bytes
         from offload_runtime.engine.tree_room import describe_tree_room
 
-        figures, request = machine_figures(machine), plan_request(options)
+        figures, request = machine_figures(machine), plan_request(config)
         outcome = plan_or_refuse(request, figures)
     if isinstance(outcome, Refusal):
         _refuse(outcome, machine, as_json=as_json)
@@ -56,11 +56,11 @@ def run_plan_command(
     if picture is not None:
         from offload_runtime.cli.plan_picture import draw_plan
 
-        draw_plan(outcome, predicted, picture, title=f"{options.target} on {machine.name}")
+        draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
     if as_json:
         from offload_runtime.cli.plan_record import plan_record
 
-        write_json(plan_record(outcome, predicted, gains, machine=machine, target=options.target), sys.stdout)
+        write_json(plan_record(outcome, predicted, gains, machine=machine, target=config.target), sys.stdout)
         return
     from offload_runtime.cli.plan_tables import plan_tables, print_tables
 
@@ -68,7 +68,7 @@ def run_plan_command(
         outcome, predicted, gains, machine=machine,
         ram_limit_bytes=ram_limit_bytes(request, figures),
         speculation=describe_speculation(
-            options.draft if request.draft is None else "the draft", outcome.placed, options.speculation
+            config.draft if request.draft is None else "the draft", outcome.placed, config.speculation
         )
         + describe_tree_room(outcome),
     )  # fmt: skip
@@ -105,26 +105,25 @@ def choose_profile(name: str | None) -> MachineProfile:
     return found
 
 
-def plan_request(options: LoadOptions) -> PlanRequest:
+def plan_request(config: RuntimeConfig) -> PlanRequest:
     """Read the configuration files of target and draft."""
-    from offload_runtime.engine.load import parse_resident_layers
     from offload_runtime.engine.planning import PlanRequest, describe_pair
 
-    target, draft = describe_pair(options.target, options.draft, options.speculation.mode)
+    target, draft = describe_pair(config.target, config.draft, config.speculation.mode)
     return PlanRequest(
         target=target,
-        draft_name=options.draft,
+        draft_name=config.draft,
         draft=draft,
-        dtype=options.dtype,
-        context=options.context,
-        kv=options.kv,
-        batch=options.max_batch,
-        resident_layers=parse_resident_layers(options.resident_layers),
-        gamma=options.gamma,
-        tree_nodes=options.tree_nodes,
-        max_gamma=options.max_gamma,
-        speculation=options.speculation,
-        vram_bytes=options.vram_bytes,
-        ram_bytes=options.ram_bytes,
-        pinned_bytes=options.pinned_bytes,
+        dtype=config.dtype,
+        context=config.context,
+        kv=config.kv,
+        batch=config.max_batch,
+        resident_layers=config.resident_layers,
+        gamma=config.gamma,
+        tree_nodes=config.tree_nodes,
+        max_gamma=config.max_gamma,
+        speculation=config.speculation,
+        vram_bytes=config.vram_bytes,
+        ram_bytes=config.ram_bytes,
+        pinned_bytes=config.pinned_bytes,
     )

@@ -5,14 +5,14 @@ Everything that can be judged without the model is judged here, before a byte of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from offload_runtime.cli.options import ChunkPolicyName, Device, DraftCache, Dtype, KVPlace, SpeculationMode
 from offload_runtime.cli.user_text import user_path
 from offload_runtime.config import (
     GenerationParams,
+    RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
     idle_options,
@@ -20,42 +20,6 @@ from offload_runtime.config import (
     require_positive,
 )
 from offload_runtime.errors import OptionError
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What `Runtime.load` is asked for. `vram_bytes` None means all that is free; so do `ram_bytes` and `pinned_bytes`.
-
-    `gamma` is what a pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to
-    make room for. `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `emulate` and `profile` name
-    machines. With `explain` the plan is printed before anything is loaded. `trace` is the file for what happened when.
-    """
-
-    target: str
-    draft: str = "ngram"
-    device: str = "auto"
-    dtype: str = "auto"
-    vram_bytes: int | None = None
-    ram_bytes: int | None = None
-    pinned_bytes: int | None = None
-    resident_layers: int | str = "auto"
-    context: int | str = "auto"
-    kv: str = "auto"
-    max_batch: int = 1
-    gamma: int | None = None
-    max_gamma: int = 63
-    tree_nodes: int | None = None
-    emulate: str | None = None
-    profile: str | None = None
-    explain: bool = False
-    trace: Path | None = None
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-
-    def __post_init__(self) -> None:
-        if not self.target.strip():
-            raise OptionError("--target is empty: give a directory, a GGUF file or a hub id such as org/name")
-        if not self.draft.strip():
-            raise OptionError("--draft is empty: give a model, ngram or none")
 
 
 def load_options(
@@ -75,16 +39,16 @@ def load_options(
     max_batch: int = 1,
     emulate: str | None = None,
     profile: str | None = None,
-    explain: bool = False,
     tree_nodes: str = "auto",
     trace: str | None = None,
-) -> LoadOptions:
-    """Turn the strings of the command line into `LoadOptions`; raises `OptionError` naming the option."""
+) -> RuntimeConfig:
+    """Turn the strings of the command line into the configuration; raises `OptionError` naming the option."""
     chosen_gamma, nodes = count_or_chosen("--gamma", gamma, least=1), count_or_chosen("--tree-nodes", tree_nodes)
     reserved_tokens = _count_or_auto("--context", context)
     if isinstance(reserved_tokens, int):
         require_positive("--context", reserved_tokens)
-    return LoadOptions(
+    layers = _count_or_auto("--resident-layers", resident_layers)
+    return RuntimeConfig(
         target=target,
         draft=draft,
         device=device.value,
@@ -92,18 +56,17 @@ def load_options(
         vram_bytes=None if vram is None else parse_bytes(vram),
         ram_bytes=None if ram is None else parse_bytes(ram),
         pinned_bytes=None if pinned is None else parse_bytes(pinned),
-        resident_layers=_count_or_auto("--resident-layers", resident_layers),
+        resident_layers=None if isinstance(layers, str) else layers,
         context=reserved_tokens,
         kv=kv.value,
         speculation=speculation,
         max_batch=max_batch,
         gamma=chosen_gamma,
-        max_gamma=max(LoadOptions.max_gamma, chosen_gamma or 0),
+        max_gamma=max(RuntimeConfig.max_gamma, chosen_gamma or 0),
         # A gamma alone asks for chains, and room for trees would be of no use.
         tree_nodes=0 if nodes is None and chosen_gamma is not None else nodes,
         emulate=emulate,
         profile=profile,
-        explain=explain,
         trace=None if trace is None else user_path(trace),
     )
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from offload_runtime.cli.answer import load_runtime
-from offload_runtime.cli.settings import LoadOptions
 from offload_runtime.cli.terminal import ProgressBars, status_line, write_json, write_text
 from offload_runtime.cli.user_text import decode_utf8, user_path
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_prompts(path: str) -> dict[str, str]:
 
 
 def run_verify(
-    options: LoadOptions,
+    config: RuntimeConfig,
     extra_prompts: Mapping[str, str],
     *,
     tokens: int,
@@ -54,10 +54,10 @@ def run_verify(
     show_progress: bool,
 ) -> None:
     """Verify, print what was found on stdout, and raise `typer.Exit(1)` when it is a defect."""
-    mode = options.speculation.mode
+    mode = config.speculation.mode
     if mode == "none":
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
-    if options.draft == "none" and mode != "triforce":
+    if config.draft == "none" and mode != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
     from offload_runtime.verify.report import VerificationPlan, verify
 
@@ -66,12 +66,12 @@ def run_verify(
         if as_json:
             # Libraries print to stdout now and then; a reader of JSON must not meet it.
             stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(options, show_progress=show_progress, check=plan.encoded))
+        runtime = stack.enter_context(load_runtime(config, show_progress=show_progress, check=plan.encoded))
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
             report = verify(runtime, plan, on_progress=bars.on_runs)
     if as_json:
-        asked = {"target": options.target, "draft": options.draft, "quick": quick}
+        asked = {"target": config.target, "draft": config.draft, "quick": quick}
         compared = {"tokens": plan.tokens, "seeds": plan.seeds}
         record = {**asked, **compared, **_machine(runtime), "emulated": runtime.emulated, **report.to_dict()}
         write_json(record, sys.stdout)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, format_bytes, require_nodes, require_positive
+from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.candidates import Asked
 from offload_runtime.engine.choice import HostMemory, choose
-from offload_runtime.engine.emulation import Emulation, describe_emulation, require_link, require_memory
+from offload_runtime.engine.emulation import Emulation, describe_emulation, emulation_of, require_link, require_memory
 from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
 from offload_runtime.engine.levels import describe_draft_cache, describe_speculation
 from offload_runtime.engine.load_model import LoadedModel
@@ -29,14 +29,13 @@ from offload_runtime.engine.speed import Speed
 from offload_runtime.engine.staging_plan import describe_staging
 from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
 from offload_runtime.engine.windows import WindowLimits
-from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware import MachineProfile
+from offload_runtime.errors import BudgetError
+from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_info import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.planner import MachineFigures
 from offload_runtime.speculation import Proposer
-from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock, require_writable
 
 
 def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -> str:
@@ -69,7 +68,8 @@ class LoadedRuntime:
     """What a `Runtime` works with; it closes the models and the engine and releases the budget.
 
     `proposer` serves up to `batch` sequences at once, in `windows`; `placement` says in a line what lives where, and
-    `plan` in bytes. `machine` is what is known of this one. `recorder` is told what the copy queues and steps of
+    `plan` in bytes. `machine` is what is known of this one, and `emulated` the name of
+    the one that it plays. `recorder` is told what the copy queues and steps of
     proposers do.
     """
 
@@ -83,73 +83,61 @@ class LoadedRuntime:
     placement: str
     plan: RunPlan
     machine: MachineFigures | None
+    emulated: str | None = None
     recorder: TraceRecorder | None = None
 
 
 def load_runtime(
-    target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource, *, device: str, dtype: str,
-    limit_bytes: int | None, resident_layers: int | None, context: int | str, kv: str, options: SpeculationOptions,
-    batch: int, max_gamma: int, on_progress: assembly.LoadProgress | None,
-    ram_bytes: int | None = None, pinned_bytes: int | None = None,
+    config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-    emulation: Emulation | None = None,
-    tree_nodes: int | None = None, trace: bool = False, profile: MachineProfile | None = None,
-    gamma: int | None = None, on_open: Callable[[], None] | None = None,
+    on_open: Callable[[], None] | None = None,
 ) -> LoadedRuntime:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
-    Args:
-        limit_bytes: Most device memory to use; None for all that is free.
-        resident_layers: None for as many as fit.
-        ram_bytes: Most host memory to use; None for what is available.
-        pinned_bytes: Most of it to page-lock; None for what the system allows.
-        emulation: A smaller machine to play.
-        tree_nodes: None for room that suits the run, 0 for none.
-        trace: Record what the copy queues and the steps of proposers do.
-        profile: Figures to choose and to predict by; None for what is known of this machine.
-        gamma: Tokens to propose per pass where nothing else is asked for; None for what suits device and draft.
-        on_open: Called when the checkpoints are open, before the loading makes anything that is to go with the runtime.
+    `on_open` is called when the checkpoints are open, before the loading makes anything that is to go with the runtime.
     """
-    kind = draft if draft in ("ngram", "none") else "the draft"
-    check_proposals(kind, options.mode)
-    check_tree_nodes(tree_nodes, kind, options.mode)
-    check_gamma(gamma, max_gamma, kind, options.mode)
-    chosen = resolve_device(device)
+    kind, options = config.proposed_by, config.speculation
+    max_gamma, batch, limit_bytes = config.max_gamma, config.max_batch, config.vram_bytes
+    if config.trace is not None:
+        require_writable(config.trace)
+    emulation = None if config.emulate is None else emulation_of(config.emulate)
+    profile = load_profile(config.profile) if isinstance(config.profile, str | Path) else config.profile
+    chosen = resolve_device(config.device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
     assembly.require_kernels(chosen)
     page_locks = assembly.make_registrar(chosen) is not None
-    host = host_limits(ram_bytes, pinned_bytes, read_host_info(), page_locks=page_locks)
+    host = host_limits(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
     if emulation is not None:
         require_memory(emulation, chosen)
         limit_bytes = emulation.limit_bytes(limit_bytes)
     with current_device(chosen):
         if options.mode == "none":
-            kind = draft = "none"
-        sources = assembly.open_sources(target, None if kind == draft else draft)
+            kind = "none"
+        sources = assembly.open_sources(config.target, config.draft if kind == "the draft" else None)
         if on_open is not None:
             on_open()
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
-        torch_dtype = resolve_dtype(dtype, sources.target, chosen)
+        torch_dtype = resolve_dtype(config.dtype, sources.target, chosen)
         require_dtype(torch_dtype, chosen)
         machine = known_figures(profile, chosen, torch_dtype)
-        speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", gamma, max_gamma)
+        speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", config.gamma, max_gamma)
 
         def planned(context: int | str, nodes: int) -> RunPlan:
             plans = make_plans(
-                sources.target, sources.draft, dtype, chosen, context=context, window=max(max_gamma, nodes) + 1, kv=kv,
-                options=options, batch=batch, tree_nodes=nodes or None,
+                sources.target, sources.draft, config.dtype, chosen, context=context, window=max(max_gamma, nodes) + 1,
+                kv=config.kv, options=options, batch=batch, tree_nodes=nodes or None,
             )  # fmt: skip
-            asked = Asked(plans, budget, host.locking, resident_layers, kv, options)
+            asked = Asked(plans, budget, host.locking, config.resident_layers, config.kv, options)
             return choose(asked, HostMemory(host.ram_bytes, host.page_locks), speed)
 
         def roomy(context: int | str) -> RunPlan:
             return with_tree_room(
-                tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=host.ram_bytes
+                config.tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=host.ram_bytes
             )  # fmt: skip
 
-        plan = planned_within(host.ram_bytes, context, roomy)
+        plan = planned_within(host.ram_bytes, config.context, roomy)
         placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
         if on_plan is not None:
             on_plan(plan)
@@ -157,7 +145,7 @@ def load_runtime(
             check(PromptRoom(sources.tokenizer, plans.target.config, plans.target.context_tokens))
         check_ram(plan, host.ram_bytes, host.ram_name, host.ram_way)
         reserve_workspace(plans, budget)
-        recorder = TraceRecorder(make_clock(chosen)) if trace else None
+        recorder = TraceRecorder(make_clock(chosen)) if config.trace is not None else None
         with _given_back_on_failure(budget) as on_failure:
             if emulation is not None:
                 require_link(emulation, chosen)
@@ -168,7 +156,7 @@ def load_runtime(
                 pace_gbps = None if emulation is None else emulation.link_back_gbps
                 d2h = _make_queue(budget.device, pace_gbps, recorder, LINK_BACK, on_failure)
             # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-            branches = kind == "ngram" or ((kind != "none" or middle is not None) and tree_nodes != 0)
+            branches = kind == "ngram" or ((kind != "none" or middle is not None) and config.tree_nodes != 0)
             models = assembly.load_models(
                 sources, plans, placed.placement, budget, CopyQueues(h2d, d2h), on_progress=on_progress, trees=branches
             )
@@ -177,7 +165,8 @@ def load_runtime(
             link = speed.link_times(placed, models.target.link_peak_gbps, widest=max_gamma + 1)
             proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
-                max_gamma, max(max_gamma, plan.tree_room), gamma=gamma, tree_nodes=tree_nodes, tree_room=plan.tree_room,
+                max_gamma, max(max_gamma, plan.tree_room), gamma=config.gamma, tree_nodes=config.tree_nodes,
+                tree_room=plan.tree_room,
                 free=max(0, min(max_gamma, link.most_rows - 1)),
             )  # fmt: skip
             return LoadedRuntime(
@@ -186,7 +175,8 @@ def load_runtime(
                 placement=describe_placement(models.target, plans, budget)
                 + f"; {describe_speculation(kind, placed, options)}{describe_tree_room(plan)}"
                 + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
-                plan=with_placement(plan, models.target.placement), machine=machine, recorder=recorder,
+                plan=with_placement(plan, models.target.placement), machine=machine,
+                emulated=None if emulation is None else emulation.name, recorder=recorder,
             )  # fmt: skip
 
 
@@ -206,60 +196,6 @@ def _make_queue(
     return engine
 
 
-def check_proposals(draft: str, mode: str) -> None:
-    """Refuse what proposes in a way that leaves it out.
-
-    Args:
-        draft: `ngram`, `none`, or anything else for a model.
-        mode: Of `SpeculationOptions`.
-
-    Raises:
-        OptionError: One of the two would be ignored.
-    """
-    if mode == "triforce" and draft == "ngram":
-        raise OptionError(
-            "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
-            "--draft none, which lets the middle level decode by itself"
-        )
-    if mode == "none" and draft not in ("ngram", "none"):
-        raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
-    if mode == "chain" and draft == "none":
-        raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
-
-
-def check_tree_nodes(tree_nodes: int | None, draft: str, mode: str) -> None:
-    """Refuse trees where nobody proposes branches; 0 and None ask for none. Arguments as of `check_proposals`.
-
-    Raises:
-        OptionError: The number makes no sense, or would be ignored.
-    """
-    if not tree_nodes:
-        return
-    require_nodes(tree_nodes)
-    if draft == "none" or mode in ("none", "triforce"):
-        who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
-        raise OptionError(
-            f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
-            "a model"
-        )
-
-
-def check_gamma(gamma: int | None, max_gamma: int, draft: str, mode: str) -> None:
-    """Refuse a default of proposals where there is no room for them or nobody to propose. `draft` and `mode` as of
-    `check_proposals`.
-
-    Raises:
-        OptionError: The number makes no sense, or would be ignored.
-    """
-    if gamma is None:
-        return
-    require_positive("gamma", gamma)
-    if gamma > max_gamma:
-        raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
-    if mode == "none" or (draft == "none" and mode != "triforce"):
-        raise OptionError(f"gamma {gamma} does nothing where nobody proposes: drop it or name a draft")
-
-
 @contextmanager
 def _given_back_on_failure(budget: DeviceBudget) -> Iterator[ExitStack]:
     """Give the device memory back when loading fails, and first do what is put on the stack."""
@@ -274,13 +210,3 @@ def _given_back_on_failure(budget: DeviceBudget) -> Iterator[ExitStack]:
                 f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
             ) from error
         raise
-
-
-def parse_resident_layers(asked: int | str) -> int | None:
-    """A number of layers; None for `auto`."""
-    if asked == "auto":
-        return None
-    try:
-        return int(asked)
-    except (TypeError, ValueError):
-        raise OptionError(f"resident_layers must be auto or a number of layers, not {asked!r}") from None

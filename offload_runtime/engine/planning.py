@@ -6,11 +6,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import SpeculationOptions, format_bytes, require_positive, size_option_down
+from offload_runtime.config import (
+    SpeculationOptions,
+    check_options,
+    check_proposals,
+    format_bytes,
+    require_positive,
+    size_option_down,
+)
 from offload_runtime.engine.candidates import Asked, find_candidates, least_pinned_bytes_of
 from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.host_memory import check_ram, planned_within
-from offload_runtime.engine.load import check_gamma, check_proposals, check_tree_nodes
 from offload_runtime.engine.making_plans import make_plans
 from offload_runtime.engine.run_plan import RunPlan, describe_run
 from offload_runtime.engine.speed import Speed
@@ -84,9 +90,9 @@ def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
         OptionError, ContextLengthError: As `Runtime.load`.
     """
     kind, mode = request.draft_name if request.draft is None else "the draft", request.speculation.mode
-    check_proposals(kind, mode)
-    check_tree_nodes(request.tree_nodes, kind, mode)
-    check_gamma(request.gamma, request.max_gamma, kind, mode)
+    check_options(
+        kind, mode, tree_nodes=request.tree_nodes, gamma=request.gamma, max_gamma=request.max_gamma
+    )  # fmt: skip
     ram_bytes, speed = ram_limit_bytes(request, machine), planned_speed(request, machine)
 
     def planned(context: int | str, nodes: int) -> RunPlan:

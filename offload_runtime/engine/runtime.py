@@ -12,18 +12,17 @@ from typing import Any
 from offload_runtime.config import (
     GenerationParams,
     ModelConfig,
+    RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
     format_bytes,
     parse_bytes,
-    require_positive,
 )
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.emulation import emulation_of
 from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.learnt import Learnt
-from offload_runtime.engine.load import LoadedRuntime, load_runtime, parse_resident_layers
+from offload_runtime.engine.load import LoadedRuntime, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.old_objects import OldObjects
 from offload_runtime.engine.parts import StreamParts
@@ -35,8 +34,7 @@ from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput, told_of
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.trace import require_writable
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.weights import CheckpointSource
 
 
@@ -46,9 +44,7 @@ class Runtime:
     As long as one lives, Python's garbage collector leaves out what the program had made before it was loaded.
     """
 
-    def __init__(
-        self, loaded: LoadedRuntime, before: OldObjects, *, emulated: str | None = None, trace: Path | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, loaded: LoadedRuntime, before: OldObjects, *, trace: Path | None = None) -> None:
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
         self.tokenizer: Any = loaded.sources.tokenizer
@@ -56,7 +52,7 @@ class Runtime:
         self.dtype = target.weights.layer_layout.dtype
         self.placement = loaded.placement
         self.plan = loaded.plan
-        self.emulated = emulated
+        self.emulated = loaded.emulated
         self.load_report = (
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
@@ -74,7 +70,9 @@ class Runtime:
         self._closed = False
         traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
         self._trace = self._trace_output(trace, traced)
-        self._expected = expect(loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=emulated)
+        self._expected = expect(
+            loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=loaded.emulated
+        )
         self._parts = StreamParts(
             target=traced or target.runner,
             proposer=loaded.proposer,
@@ -147,27 +145,33 @@ class Runtime:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        require_positive("max_gamma", max_gamma)
-        require_positive("max_batch", max_batch)
-        if trace is not None:
-            require_writable(Path(trace))
-        emulation = None if emulate is None else emulation_of(emulate)
-        given = load_profile(profile) if isinstance(profile, str | Path) else profile
+        try:
+            layers = None if resident_layers == "auto" else int(resident_layers)
+        except (TypeError, ValueError):
+            raise OptionError(f"resident_layers must be auto or a number of layers, not {resident_layers!r}") from None
+        vram_bytes, ram_bytes, pinned_bytes = (
+            None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
+        )
+        config = RuntimeConfig(
+            target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
+            pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
+            speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
+            tree_nodes=tree_nodes, emulate=emulate, profile=profile, trace=None if trace is None else Path(trace),
+        )  # fmt: skip
+        return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+
+    @classmethod
+    def from_config(
+        cls, config: RuntimeConfig, *, on_progress: LoadProgress | None = None,
+        on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+    ) -> Runtime:  # fmt: skip
+        """Load what a configuration asks for. Callbacks and errors as of `load`."""
         before = OldObjects()
         try:
             loaded = load_runtime(
-                target, draft, device=device, dtype=dtype, limit_bytes=None if vram is None else parse_bytes(vram),
-                resident_layers=parse_resident_layers(resident_layers), context=context, kv=kv,
-                options=speculation or SpeculationOptions(), batch=max_batch, max_gamma=max_gamma,
-                on_progress=on_progress, ram_bytes=None if ram is None else parse_bytes(ram),
-                pinned_bytes=None if pinned is None else parse_bytes(pinned), on_plan=on_plan, check=check,
-                emulation=emulation, tree_nodes=tree_nodes, trace=trace is not None, profile=given, gamma=gamma,
-                on_open=before.set_aside,
-            )  # fmt: skip
-            return cls(
-                loaded, before, emulated=None if emulation is None else emulation.name,
-                trace=None if trace is None else Path(trace),
-            )  # fmt: skip
+                config, on_progress=on_progress, on_plan=on_plan, check=check, on_open=before.set_aside
+            )
+            return cls(loaded, before, trace=config.trace)
         except BaseException:
             before.take_back()
             raise

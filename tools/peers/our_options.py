@@ -11,9 +11,9 @@ from offload_runtime.config import (
     GenerationParams,
     ModelConfig,
     SpeculationOptions,
+    check_options,
     idle_options,
 )
-from offload_runtime.engine.load import check_proposals, check_tree_nodes
 from offload_runtime.engine.making_plans import check_window
 from offload_runtime.errors import OptionError
 
@@ -41,8 +41,7 @@ class OurOptions:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
         self.as_speculation()
         kind = "the draft" if self.has_model else self.draft
-        check_proposals(kind, self.speculation)
-        check_tree_nodes(self.tree_nodes, kind, self.speculation)
+        check_options(kind, self.speculation, tree_nodes=self.tree_nodes, gamma=None, max_gamma=1)
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
 
     @property
