@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -47,15 +47,18 @@ def _views(buffer: torch.Tensor) -> LayerViews:
 def staged(
     pinned_bytes: Mapping[int, int], *, pieces: int = 3, threads: int = 2, slots: int = 3,
     before_fill: Callable[[], None] | None = None, before_copy: Callable[[], None] | None = None,
+    locked: Sequence[torch.Tensor] = (),
 ) -> Iterator[tuple[LayerStreamer, StagingCopyEngine]]:  # fmt: skip
-    """A streamer over all layers; `pinned_bytes` has for each staged layer what of its beginning is page-locked."""
+    """A streamer over all layers; `pinned_bytes` has for each staged layer what of its beginning is page-locked, and
+    `locked` is page-locked as well."""
     sources = [layer.clone() for layer in LAYERS]
     ring = torch.zeros(pieces, PIECE_BYTES, dtype=torch.uint8)
     pageable = PageableMemory()
     for index, nbytes in pinned_bytes.items():
         pageable.enter(sources[index][nbytes:])
     below = _LockedSourcesOnly(before_copy=before_copy)
-    below.allow(ring)
+    for memory in (ring, *locked):
+        below.allow(memory)
     for index, source in enumerate(sources):
         below.allow(source[: pinned_bytes.get(index, LAYER_BYTES)])
     engine = StagingCopyEngine(below, list(ring), pageable, num_threads=threads, before_fill=before_fill)
@@ -240,10 +243,9 @@ def test_closing_ends_the_threads_in_the_middle_of_everything() -> None:
 
 def test_an_event_is_not_done_before_its_copy_was_made() -> None:
     gate = threading.Event()
-    with staged(ALL, before_fill=lambda: bool(gate.wait(10)) or None) as (_, engine):
-        source = torch.arange(PIECE_BYTES, dtype=torch.uint8)
+    source = torch.arange(PIECE_BYTES, dtype=torch.uint8)
+    with staged(ALL, before_fill=lambda: bool(gate.wait(10)) or None, locked=[source]) as (_, engine):
         target = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
-        engine._engine.allow(source)  # type: ignore[attr-defined]
         free, ready = engine.new_event(), engine.new_event()
         engine.enqueue(target, source, free=free, ready=ready)  # page-locked, but behind what is staged
         assert not engine.is_done(ready) and not bool(target.any())
