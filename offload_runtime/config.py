@@ -360,8 +360,10 @@ def check_options(draft: str, mode: str, *, tree_nodes: int | None, gamma: int |
         require_positive("gamma", gamma)
         if gamma > max_gamma:
             raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
-        if mode == "none" or (draft == "none" and mode != "triforce"):
-            raise OptionError(f"gamma {gamma} does nothing where nobody proposes: drop it or name a draft")
+        if mode == "none":
+            raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
+        if draft == "none" and mode != "triforce":
+            raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
 
 
 @dataclass(frozen=True)

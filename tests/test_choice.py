@@ -234,7 +234,7 @@ def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Pa
     [
         ({"gamma": 0}, "gamma must be at least 1, not 0"),
         ({"gamma": 64}, "gamma 64 exceeds the room for 63 proposals: raise max_gamma"),
-        ({"gamma": 4, "draft": "none"}, "gamma 4 does nothing where nobody proposes"),
+        ({"gamma": 4, "draft": "none"}, "gamma 4 does nothing with --draft none"),
     ],
 )
 def test_a_default_of_proposals_that_makes_no_sense(target: Path, options: dict[str, Any], message: str) -> None:

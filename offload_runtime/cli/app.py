@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from offload_runtime.cli import options as opt
-from offload_runtime.cli.settings import check_gamma, generation_params, load_options, speculation_options
+from offload_runtime.cli.settings import generation_params, load_options, speculation_options
 from offload_runtime.cli.terminal import ending_in_order
 from offload_runtime.cli.usage import OneLineGroup
 from offload_runtime.cli.user_text import collect_prompts, user_path
@@ -106,7 +106,7 @@ def generate(
             refresh_steps=refresh_steps, gamma_draft=gamma_draft,
         )  # fmt: skip
         params = generation_params(
-            draft=draft, mode=proposing.mode, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
             top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
@@ -172,7 +172,7 @@ def chat(
             refresh_steps=refresh_steps, gamma_draft=gamma_draft,
         )  # fmt: skip
         params = generation_params(
-            draft=draft, mode=proposing.mode, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
             top_p=top_p, min_p=min_p, seed=seed, gamma=gamma, stop=stop, ignore_eos=ignore_eos,
         )  # fmt: skip
         load = load_options(
@@ -282,7 +282,6 @@ def plan(
             resident_layers=resident_layers, context=context, kv=kv, gamma=gamma, speculation=proposing,
             max_batch=batch, tree_nodes=tree_nodes,
         )  # fmt: skip
-        check_gamma(gamma, draft=draft, mode=proposing.mode)
         run_plan_command(
             load, profile=profile,
             picture=None if plot is None else user_path(plot), as_json=as_json,
@@ -339,7 +338,7 @@ def demo(
 
     with ending_in_order():
         params = generation_params(
-            draft="ngram", max_new_tokens=max_new_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0,
+            max_new_tokens=max_new_tokens, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0,
             seed=seed, gamma=gamma, stop=None, ignore_eos=False,
         )  # fmt: skip
         run_demo(

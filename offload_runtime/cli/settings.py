@@ -106,7 +106,6 @@ def speculation_options(
 
 def generation_params(
     *,
-    draft: str,
     max_new_tokens: int,
     temperature: float,
     top_k: int,
@@ -116,28 +115,14 @@ def generation_params(
     gamma: str,
     stop: list[str] | None,
     ignore_eos: bool,
-    mode: str = "auto",
 ) -> GenerationParams:
-    """Collect what one answer is asked for; raises `OptionError` for values that make no sense together.
-
-    `draft` and `mode` say who proposes (see `SpeculationOptions`); `gamma` is for those only who do.
-    """
-    given_gamma = check_gamma(gamma, draft=draft, mode=mode)
+    """Collect what one answer is asked for; raises `OptionError` for values that make no sense."""
+    given_gamma = count_or_chosen("--gamma", gamma, least=1)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return GenerationParams(
         max_new_tokens=max_new_tokens, stop=tuple(stop or ()), gamma=given_gamma, ignore_eos=ignore_eos,
         sampling=sampling,
     )  # fmt: skip
-
-
-def check_gamma(text: str, *, draft: str, mode: str) -> int | None:
-    """Read `--gamma`, None where it is left to the runtime; raise `OptionError` when nobody proposes."""
-    gamma = count_or_chosen("--gamma", text, least=1)
-    if gamma is not None and mode == "none":
-        raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
-    if gamma is not None and draft == "none" and mode != "triforce":
-        raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
-    return gamma
 
 
 def count_or_chosen(name: str, text: str, *, least: int = 0) -> int | None:
