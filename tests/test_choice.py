@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.forecast import RunForecast, forecast
-from offload_runtime.engine.machines import machine_figures
-from offload_runtime.engine.planning import PlanRequest, plan_run
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import USUAL_ACCEPTANCE, draft_level
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.planner import MachineFigures
+from offload_runtime.plan import (
+    USUAL_ACCEPTANCE,
+    MachineFigures,
+    PlanRequest,
+    RunForecast,
+    RunPlan,
+    forecast,
+    machine_figures,
+    plan_run,
+)
 from offload_runtime.weights import describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
@@ -50,7 +54,7 @@ def test_more_vram_never_predicts_slower(
     if less is None:
         return
     larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
-    before, after = forecast(less, request, machine), forecast(plan_run(request, larger), request, larger)
+    before, after = forecast(less, machine), forecast(plan_run(request, larger), larger)
     assert after.usual_tok_per_s >= before.usual_tok_per_s * (1 - ROUNDING)
 
 
@@ -80,7 +84,7 @@ def test_with_a_draft_and_a_long_text_neither(case: tuple[PlanRequest, MachineFi
         plan = plan_or_none(request, machine)
         assert plan is not None or not fastest
         if plan is not None:
-            speed = forecast(plan, request, machine).usual_tok_per_s
+            speed = forecast(plan, machine).usual_tok_per_s
             assert speed >= fastest * (1 - ROUNDING)
             fastest = speed
 
@@ -97,8 +101,7 @@ LARGE = replace(
 
 def chosen(plan: RunPlan) -> tuple[bool, str, bool]:
     """Whether there is a middle level, the draft's cache, whether the target's is in host memory."""
-    plans = plan.placed.plans
-    return plan.placed.middle is not None, draft_level(plans.draft), plans.target.kv.on_host
+    return plan.verifier is not None, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
 
 
 def asked_for(target: str, draft: str, context: int, **changes: Any) -> PlanRequest:
@@ -117,7 +120,7 @@ def scanned(request: PlanRequest, machine: MachineFigures, step_bytes: int) -> I
         if plan is None:
             continue
         fits = True
-        yield plan, forecast(plan, asked, machine)
+        yield plan, forecast(plan, machine)
         left -= not plan.pinned_bytes
         if not left:
             return
@@ -129,7 +132,7 @@ def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) 
     seen, fastest, rooms = set(), 0.0, set[int]()
     step_bytes = 700_000_000 if target == "qwen2.5-32b" else 300_000_000
     for plan, predicted in scanned(asked_for(target, draft, context), LARGE, step_bytes):
-        assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan.placed)
+        assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan)
         fastest = predicted.usual_tok_per_s
         seen.add(chosen(plan))
         rooms.add(plan.tree_room)
@@ -151,27 +154,25 @@ def test_auto_is_the_fastest_of_what_could_be_asked_for(target: str, draft: str,
                 plan = plan_or_none(asked, LARGE)
                 if plan is not None:
                     assert chosen(plan) == (mode == "triforce", cache, kv == "host")
-                    speeds[chosen(plan)] = forecast(plan, asked, LARGE).usual_tok_per_s
+                    speeds[chosen(plan)] = forecast(plan, LARGE).usual_tok_per_s
     plan = plan_run(request, LARGE)
-    assert forecast(plan, request, LARGE).usual_tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
+    assert forecast(plan, LARGE).usual_tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
 
 
 def test_the_headline_is_what_was_chosen_by_and_the_reason_says_so() -> None:
-    chain, triforce = (
-        (request, plan_run(request, LARGE))
-        for request in (asked_for(*PAIRS[0], vram_bytes=20 * 10**9), asked_for(*PAIRS[2], vram_bytes=26 * GB))
-    )
-    for (request, plan), level in ((chain, "streaming, far"), (triforce, "middle")):
-        usual = forecast(plan, request, LARGE).usual
+    chain, triforce = asked_for(*PAIRS[0], vram_bytes=20 * 10**9), asked_for(*PAIRS[2], vram_bytes=26 * GB)
+    for request, level in ((chain, "streaming, far"), (triforce, "verifier")):
+        plan = plan_run(request, LARGE)
+        usual = forecast(plan, LARGE).usual
         assert usual.acceptance == USUAL_ACCEPTANCE[level]
-        if level == "middle":
-            assert plan.placed.reason.startswith(f"predicted to be faster: {usual.tok_per_s:.3g} against ")
-            assert plan.placed.reason.endswith(" tokens/s by the figures of rtx4090")
+        if level == "verifier":
+            assert plan.reason.startswith(f"predicted to be faster: {usual.tok_per_s:.3g} against ")
+            assert plan.reason.endswith(" tokens/s by the figures of rtx4090")
     request = asked_for(*PAIRS[0], vram_bytes=40 * GB)
     plan = plan_run(request, LARGE)
-    usual = forecast(plan, request, LARGE).usual
-    assert plan.placed.reason.startswith("predicted to be slower: ")
-    assert plan.placed.reason.endswith(f" against {usual.tok_per_s:.3g} tokens/s by the figures of rtx4090")
+    usual = forecast(plan, LARGE).usual
+    assert plan.reason.startswith("predicted to be slower: ")
+    assert plan.reason.endswith(f" against {usual.tok_per_s:.3g} tokens/s by the figures of rtx4090")
 
 
 def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
@@ -180,8 +181,8 @@ def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
     triforce = plan_run(request, LARGE)
     less = replace(LARGE, ram_bytes=triforce.host_bytes - GB)
     plan = plan_run(request, less)
-    assert triforce.placed.middle is not None and plan.placed.middle is None
-    assert plan.placed.reason == "it takes 1.0 GB more than the 70.7 GB of host memory"
+    assert triforce.verifier is not None and plan.verifier is None
+    assert plan.reason == "it takes 1.0 GB more than the 70.7 GB of host memory"
 
 
 # --- a run chooses as its plan does

@@ -15,20 +15,16 @@ from offload_runtime.config import GenerationParams, SamplingParams, Speculation
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
 from offload_runtime.engine.learnt import Learnt
-from offload_runtime.engine.levels import PlacedLevels
-from offload_runtime.engine.machines import common_figures
 from offload_runtime.engine.playing import RoundPlayer, Text
-from offload_runtime.engine.speed import Speed
-from offload_runtime.engine.tree_room import with_tree_room
 from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.plan import MachineFigures, MemoryLimits, PlanRequest, RunPlan, find_plan
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
     Chooser,
-    LinkTimes,
     NgramProposer,
     NoProposer,
     WithNgrams,
@@ -197,7 +193,7 @@ def test_what_n_grams_add_to_chains_changes_no_token(
 ) -> None:
     """Of a draft that streams, over streamed weights, alone and in a batch; nor what is learnt of the chains."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
-    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=20))
+    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 20))
     told = told_to_choosers(monkeypatch)
     prompts = [plain.encode(text) for text in PROMPTS]
     with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
@@ -217,6 +213,15 @@ def test_what_n_grams_add_to_chains_changes_no_token(
     assert accepted and all(accepted)
 
 
+def with_room(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    """Make room for trees whatever the figures of a machine would say of models as small as these."""
+
+    def found(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+        return find_plan(replace(request, tree_nodes=nodes), machine, limits)
+
+    monkeypatch.setattr(loading, "find_plan", found)
+
+
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_useless_draft_is_switched_off(
     target: Path, useless: Path, plain: Runtime, trees: bool, monkeypatch: pytest.MonkeyPatch
@@ -225,10 +230,7 @@ def test_a_useless_draft_is_switched_off(
     asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = plain.generate(PROMPT, **asked).tokens
     # Whatever the figures of a machine would say of models as small as these.
-    monkeypatch.setattr(
-        loading, "with_tree_room", lambda asked, planned, *_, **__: replace(planned(nodes), tree_room=nodes)
-    )
-    nodes = 32 if trees else 0
+    with_room(monkeypatch, 32 if trees else 0)
     with load(target, draft=useless) as runtime:
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
         clock = WorkClock(runtime, monkeypatch, step_s=0.5 if trees else 0.05)
@@ -372,7 +374,7 @@ def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monk
         return Choice("tree", 64)
 
     # More than is planned unasked in so short a context.
-    monkeypatch.setattr(loading, "with_tree_room", lambda _, planned, *__, **___: replace(planned(256), tree_room=256))
+    with_room(monkeypatch, 256)
     with load(target, draft=draft, context=250, resident_layers=1, profile=SLOW_LINK) as runtime:
         room = runtime.plan.tree_room
         monkeypatch.setattr(Chooser, "choose", choose)
@@ -407,12 +409,12 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
     """As much as is predicted to be of use, and none where it would push layers out."""
     with load(target, draft=draft, resident_layers=2, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
-        assert runtime.plan.placed.plans.target.window_tokens == 257
+        assert runtime.plan.target.window_tokens == 257
     with load(target, draft=draft, tree_nodes=0, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
         held_bytes = runtime.plan.device_bytes
     with load(target, draft=draft, vram=held_bytes, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
+        assert runtime.plan.tree_room == 0 and runtime.plan.placement.num_streamed == 0
         assert "no trees: room for them would cost more than they bring" in runtime.placement
     with load(target, draft="ngram", resident_layers=2, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
@@ -421,28 +423,19 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
             assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
             held_bytes = runtime.plan.device_bytes
     with load(target, vram=held_bytes, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 0 and runtime.plan.placed.placement.num_streamed == 0
+        assert runtime.plan.tree_room == 0 and runtime.plan.placement.num_streamed == 0
 
 
 def test_room_for_copies_takes_nothing_from_anybody(target: Path) -> None:
     with load(target) as runtime:
-        plan = replace(runtime.plan, tree_room=0)
-
-    class Pace(Speed):
-        """Plans with room are as fast as they say."""
-
-        def __call__(self, placed: PlacedLevels) -> float:
-            return 1.0 if placed is plan.placed else float(placed.reason)
-
-    def found(tok_per_s: float, *, loading_bytes: int) -> int:
-        roomy = replace(plan, placed=replace(plan.placed, reason=str(tok_per_s)), loading_bytes=loading_bytes)
-        pace = Pace(common_figures(), "cpu", True)
-        chosen = with_tree_room(None, lambda nodes: roomy if nodes else plan, pace, ram_bytes=plan.host_bytes)
-        return chosen.tree_room
-
-    held_bytes = plan.loading_bytes
-    assert found(1.0, loading_bytes=held_bytes) == 256
-    assert found(0.99, loading_bytes=held_bytes) == found(1.0, loading_bytes=held_bytes + 10**12) == 0
+        assert runtime.plan.tree_room == 256
+        held = runtime.plan
+    with load(target, tree_nodes=0) as runtime:
+        lean = runtime.plan
+    assert held.host_bytes > lean.host_bytes  # of a CPU, whose memory is the device's
+    for ram_bytes, room in ((held.host_bytes, 256), (held.host_bytes - 1, 0)):
+        with load(target, ram=ram_bytes) as runtime:
+            assert runtime.plan.tree_room == room
 
 
 def test_a_draft_that_retrieves_chunks_has_no_room_for_trees(target: Path, draft: Path) -> None:

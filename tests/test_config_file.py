@@ -105,8 +105,7 @@ def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:
 def test_a_plan_does_without_transformers() -> None:
     """Whose import alone takes longer than a plan may take."""
     program = (
-        "import sys; from offload_runtime.engine.machines import machine_figures\n"
-        "from offload_runtime.engine.planning import PlanRequest, plan_run\n"
+        "import sys; from offload_runtime.plan import PlanRequest, machine_figures, plan_run\n"
         "from offload_runtime.hardware import load_profile; from offload_runtime.weights import describe_model\n"
         f"request = PlanRequest(describe_model({str(CONFIGS / 'llama-3.1-8b')!r}), context=32768)\n"
         "plan_run(request, machine_figures(load_profile('rtx4090')))\n"

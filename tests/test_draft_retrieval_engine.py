@@ -13,16 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.cli.options import DraftCache
 from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.candidates import Asked
-from offload_runtime.engine.choice import HostMemory, choose
-from offload_runtime.engine.machines import common_figures
-from offload_runtime.engine.making_plans import draft_plan, target_plan
-from offload_runtime.engine.plans import ModelPlan, Plans
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import Speed
-from offload_runtime.engine.staging_plan import LockLimit
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan import MemoryLimits, PlanRequest, RunPlan, common_figures, find_plan, tok_per_s
+from offload_runtime.weights import DescribedModel
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -144,60 +137,48 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, dim: 
 LARGE, SMALL = llama(4096, 11008, 32, 32, 32, 128, 131072), llama(576, 1536, 30, 9, 3, 64, 65536)
 
 
-def plans(context: int, draft_cache: str = "auto") -> Plans:
-    """A 7B and a 135M whose positions reach 65536, bf16 on the CPU; nothing is allocated."""
-    options = SpeculationOptions("chain", draft_cache)
-    target = target_plan(LARGE, torch.bfloat16, CPU, context=context, window=64)
-    return Plans(target, draft_plan(SMALL, torch.bfloat16, CPU, context=context, window=64, options=options))
-
-
-SPEED = Speed(common_figures(), "cuda", proposes=True)
+FIGURES = common_figures()
 
 
 def chosen(
-    limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto"
-) -> RunPlan:
-    """`plans` as they are placed on a card of 25 GB/s."""
-    options = SpeculationOptions("chain", draft_cache)
-    asked = Asked(
-        plans(context, draft_cache), DeviceBudget(CPU, limit_bytes), LockLimit(None, ""), resident, kv, options
+    limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto",
+    budget_tokens: int = 4096,
+) -> RunPlan:  # fmt: skip
+    """A 7B and a 135M whose positions reach 65536, as they are placed on a card of 25 GB/s."""
+    request = PlanRequest(
+        DescribedModel(LARGE, torch.bfloat16), "small", DescribedModel(SMALL, torch.bfloat16), context=context, kv=kv,
+        resident_layers=resident, tree_nodes=0,
+        speculation=SpeculationOptions("chain", draft_cache, budget_tokens=budget_tokens),
     )  # fmt: skip
-    return choose(asked, HostMemory(10**13), SPEED)
+    return find_plan(request, FIGURES, MemoryLimits(limit_bytes, 0, 10**13, "", "", None, ""))
 
 
-def placed_draft(
-    limit_bytes: int | None, context: int, draft_cache: str = "auto", *, resident: int | None = None, kv: str = "auto"
-) -> ModelPlan | None:
-    """The draft of `plans` as it is placed beside everything else."""
-    return chosen(limit_bytes, context, draft_cache, resident=resident, kv=kv).placed.plans.draft
-
-
-def kind(draft: ModelPlan | None) -> str:
-    assert draft is not None and (draft.retrieval is None or draft.streaming is None)
-    return "retrieval" if draft.retrieval is not None else "streaming" if draft.streaming is not None else "full"
+def kind(plan: RunPlan) -> str:
+    assert plan.draft is not None
+    return plan.draft.cache
 
 
 def test_auto_retrieves_where_positions_and_memory_allow_it() -> None:
-    assert [kind(plans(context).draft) for context in (8192, 8193, 65536, 65537)] == [
+    assert [kind(chosen(None, context)) for context in (8192, 8193, 65536, 65537)] == [
         "full", "retrieval", "retrieval", "streaming",
     ]  # fmt: skip
-    draft = plans(65536).draft
+    draft = chosen(None, 65536).draft
     assert draft is not None and draft.kv_bytes > 65536 * SMALL.kv_bytes_per_token(2)
-    assert kind(placed_draft(None, 65536)) == kind(placed_draft(100 * 10**9, 65536)) == "retrieval"
-    assert placed_draft(None, 65537) == plans(65537, "streaming").draft
+    assert kind(chosen(None, 65536)) == kind(chosen(100 * 10**9, 65536)) == "retrieval"
+    assert kind(chosen(None, 65537)) == "streaming"
 
 
 def test_auto_takes_the_cache_that_brings_more() -> None:
     """What the cache of a draft takes of the device, layers and the KV cache of the target lose."""
     kinds = []
     for limit_bytes in range(8 * 10**9, 56 * 10**9, 2 * 10**9):
-        speeds = {cache: SPEED(chosen(limit_bytes, 65536, cache).placed) for cache in ("retrieval", "streaming")}
-        auto = chosen(limit_bytes, 65536).placed
-        assert SPEED(auto) == max(speeds.values())
-        assert speeds[kind(auto.plans.draft)] == max(speeds.values())
-        kinds.append(kind(auto.plans.draft))
+        speeds = {cache: tok_per_s(chosen(limit_bytes, 65536, cache), FIGURES) for cache in ("retrieval", "streaming")}
+        auto = chosen(limit_bytes, 65536)
+        assert tok_per_s(auto, FIGURES) == max(speeds.values())
+        assert speeds[kind(auto)] == max(speeds.values())
+        kinds.append(kind(auto))
     assert set(kinds) == {"retrieval", "streaming"}
-    assert kind(placed_draft(8 * 10**9, 65536, "retrieval")) == "retrieval"  # what is asked for is not overruled
+    assert kind(chosen(8 * 10**9, 65536, "retrieval")) == "retrieval"  # what is asked for is not overruled
 
 
 def test_a_short_context_may_get_a_streaming_cache_too() -> None:
@@ -206,39 +187,39 @@ def test_a_short_context_may_get_a_streaming_cache_too() -> None:
     def least(context: int) -> int:
         return bisect_left(range(10**11), True, key=lambda limit: fits(limit, "full", context=context))
 
-    assert kind(placed_draft(least(8192), 8192, resident=32, kv="gpu")) == "full"
-    assert kind(placed_draft(least(8192) - 1, 8192, resident=32, kv="gpu")) == "streaming"
+    assert kind(chosen(least(8192), 8192, resident=32, kv="gpu")) == "full"
+    assert kind(chosen(least(8192) - 1, 8192, resident=32, kv="gpu")) == "streaming"
     assert not fits(least(512) - 1, "auto", context=512)
 
 
 def fits(limit_bytes: int, draft_cache: str, *, context: int, resident: int = 32) -> bool:
     try:
-        return placed_draft(limit_bytes, context, draft_cache, resident=resident, kv="gpu") is not None
+        chosen(limit_bytes, context, draft_cache, resident=resident, kv="gpu")
     except BudgetError:
         return False
+    return True
 
 
 def test_auto_gives_way_where_a_streaming_cache_fits() -> None:
     def least(draft_cache: str) -> int:
         return bisect_left(range(100 * 10**9), True, key=lambda limit: fits(limit, draft_cache, context=32768))
 
-    retrieval, streaming, draft = least("retrieval"), least("streaming"), plans(32768).draft
+    retrieval, streaming, draft = least("retrieval"), least("streaming"), chosen(None, 32768).draft
     assert draft is not None and retrieval > streaming + draft.kv_bytes / 2
-    assert kind(placed_draft(retrieval, 32768, resident=32, kv="gpu")) == "retrieval"
-    assert kind(placed_draft(retrieval - 1, 32768, resident=32, kv="gpu")) == "streaming"
+    assert kind(chosen(retrieval, 32768, resident=32, kv="gpu")) == "retrieval"
+    assert kind(chosen(retrieval - 1, 32768, resident=32, kv="gpu")) == "streaming"
     assert least("auto") == streaming
 
 
 def test_a_draft_whose_positions_do_not_reach_is_refused() -> None:
-    assert kind(plans(65536, "retrieval").draft) == "retrieval"
+    assert kind(chosen(None, 65536, "retrieval")) == "retrieval"
     with pytest.raises(OptionError, match=r"all 65537 tokens .* made for 65536: use --draft-cache streaming"):
-        plans(65537, "retrieval")
+        chosen(None, 65537, "retrieval")
 
 
 def test_a_budget_larger_than_the_context_is_refused_and_not_reserved() -> None:
-    def planned(context: int, draft_cache: str, budget_tokens: int) -> ModelPlan:
-        options = SpeculationOptions("chain", draft_cache, budget_tokens=budget_tokens)
-        return draft_plan(SMALL, torch.bfloat16, CPU, context=context, window=64, options=options)
+    def planned(context: int, draft_cache: str, budget_tokens: int) -> RunPlan:
+        return chosen(None, context, draft_cache, budget_tokens=budget_tokens)
 
     assert kind(planned(4096, "retrieval", 4096)) == kind(planned(9000, "auto", 9000)) == "retrieval"
     with pytest.raises(OptionError, match=r"4100 of at most 4096 tokens .* lower --budget-tokens"):

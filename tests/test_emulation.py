@@ -69,7 +69,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
 @pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB), ("1GB", 350 * MB)])
 def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
     with load(target, emulate=TOY, vram=vram) as runtime:
-        assert runtime.plan.device_limit_bytes == limit
+        assert runtime.plan.limits.device_bytes == limit
         assert f"of {limit // MB}.0 MB of device memory" in runtime.placement
 
 

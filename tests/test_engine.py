@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.engine import Runtime, making_plans
+from offload_runtime.engine import Runtime
 from offload_runtime.runners import PassShape
 from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread  # noqa: F401
 
@@ -109,7 +109,7 @@ def test_pieces_of_the_prompt_change_nothing(
     target: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for chunk in (16, 24, 64):
-        monkeypatch.setattr(making_plans, "_CPU_TARGET_SHAPE", PassShape(8, 8, chunk))
+        monkeypatch.setattr("offload_runtime.runners.target._CPU_TARGET_SHAPE", PassShape(8, 8, chunk))
         with load(target, resident_layers=0) as runtime:
             assert_same(runtime, expected)
 

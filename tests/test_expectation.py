@@ -11,15 +11,20 @@ import torch
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
 from offload_runtime.engine.expectation import Expectation, expect
-from offload_runtime.engine.forecast import forecast
-from offload_runtime.engine.machines import known_figures, machine_figures
-from offload_runtime.engine.planning import PlanRequest, plan_run
-from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
-from offload_runtime.planner import predict_pass, predict_step
+from offload_runtime.plan import (
+    PlanRequest,
+    RunPlan,
+    draft_step_s,
+    forecast,
+    known_figures,
+    machine_figures,
+    pass_time,
+    plan_run,
+    verifier_step_s,
+)
 from offload_runtime.speculation import Acceptance, Choice
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
@@ -57,7 +62,7 @@ def _plan(
 
 
 def _pass_s(plan: RunPlan, *, length: int, rows: int) -> float:
-    return predict_pass(pass_costs(plan.placed, length_tokens=length, rows=rows), CARD).seconds
+    return pass_time(plan, CARD, length_tokens=length, rows=rows).seconds
 
 
 def _verified(passes: int, proposed: int, by: str = "ngram") -> Acceptance:
@@ -69,7 +74,7 @@ def test_plain_decoding_is_a_pass_halfway_through_the_answer() -> None:
     predicted = Expectation(plan, CARD).seconds_per_pass([Answer(1000, 400, 399)])
     assert predicted == _pass_s(plan, length=1200, rows=1)
     # 13B of which most is streamed at 25 GB/s.
-    assert predicted == pytest.approx(plan.placed.placement.num_streamed * 634_408_960 / 25e9, rel=0.01)
+    assert predicted == pytest.approx(plan.placement.num_streamed * 634_408_960 / 25e9, rel=0.01)
 
 
 def test_windows_are_as_wide_as_they_were_and_keys_and_values_as_many() -> None:
@@ -88,12 +93,12 @@ def test_a_full_context_leaves_room_for_the_window() -> None:
 
 def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
-    assert plan.placed.placement.num_streamed == 0
+    assert plan.placement.num_streamed == 0
     answer = Answer(1000, 400, 100, (_verified(100, 500, "draft"),))
     predicted = Expectation(plan, CARD).seconds_per_pass([answer])
-    draft = plan.placed.plans.draft
+    draft = plan.draft
     assert draft is not None
-    step_s = predict_step(draft_step_costs(draft), CARD)
+    step_s = draft_step_s(plan, CARD)
     assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=6) + 5 * step_s)
     streamed = _plan("llama-2-13b", "llama-68m", mode="chain")
     assert Expectation(streamed, CARD).seconds_per_pass([answer]) == _pass_s(streamed, length=1200, rows=6)
@@ -115,36 +120,36 @@ def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None
 def test_only_what_a_draft_proposed_took_its_steps(windows: dict[str, int], proposed: int, steps: float) -> None:
     """In chains one for each; in trees a few, and one for so many nodes; n-grams and plain passes none."""
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
-    draft = plan.placed.plans.draft
+    draft = plan.draft
     assert draft is not None
     answer = Answer(1000, 400, 100, (_verified(100, proposed, "draft"),), windows)
     predicted = Expectation(plan, CARD).seconds_per_pass([answer])
     passed_s = _pass_s(plan, length=1200, rows=1 + round(proposed / 100))
-    assert predicted == pytest.approx(passed_s + steps * predict_step(draft_step_costs(draft), CARD))
+    assert predicted == pytest.approx(passed_s + steps * draft_step_s(plan, CARD))
 
 
 def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
     described = describe_model(CONFIGS / "llama-2-13b"), "llama-68m", describe_model(CONFIGS / "llama-68m")
     for gamma, nodes in ((4, 64), (None, 64), (4, None), (4, 0)):
         request = PlanRequest(*described, context=2048, gamma=gamma, tree_nodes=nodes)
-        predicted = forecast(plan_run(request, CARD), request, CARD)
+        predicted = forecast(plan_run(request, CARD), CARD)
         assert (predicted.tree_nodes, predicted.gamma) == (nodes or 0, gamma or 63)
 
 
 def test_a_middle_level_takes_the_steps_that_it_took() -> None:
     plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
-    draft, middle = plan.placed.plans.draft, plan.placed.middle
+    draft, middle = plan.draft, plan.verifier
     assert draft is not None and middle is not None
     inner = Acceptance("draft", "middle", 2000, 8000, 3000)
     answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "middle")))
     predicted = Expectation(plan, CARD).seconds_per_pass([answer])
-    step_s = predict_step(middle_step_costs(plan.placed), CARD) + 4 * predict_step(draft_step_costs(draft), CARD)
-    hidden_s = 4 * plan.placed.plans.target.kv.piece_bytes / 25e9
+    step_s = verifier_step_s(plan, CARD) + 4 * draft_step_s(plan, CARD)
+    hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
     assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + 10 * step_s - hidden_s)
     alone = _plan("llama-2-7b-128k", "none", context=131072, mode="triforce")
-    assert alone.placed.middle is not None
+    assert alone.verifier is not None
     without = replace(answer, acceptance=(_verified(200, 4800, "middle"),))
-    step_s = predict_step(middle_step_costs(alone.placed), CARD)
+    step_s = verifier_step_s(alone, CARD)
     expected = _pass_s(alone, length=120_500, rows=25) + 24 * step_s - hidden_s
     assert Expectation(alone, CARD).seconds_per_pass([without]) == pytest.approx(expected)
 
@@ -165,28 +170,29 @@ def test_a_batch_shrinks_as_its_answers_end() -> None:
 def test_a_step_serves_all_answers_of_a_batch() -> None:
     """It reads the weights once and each answer's own keys and values; who took the most steps sets the time."""
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", batch=3, mode="chain")
-    draft = plan.placed.plans.draft
+    draft = plan.draft
     assert draft is not None and draft.batch == 3
-    one, three = draft_step_costs(replace(draft, batch=1)), draft_step_costs(draft)
-    kept_bytes = 4096 * 2 * draft.config.kv_size * 2 * draft.config.num_layers
-    assert three.hbm_bytes - one.hbm_bytes == 2 * kept_bytes
-    assert three.operations == 3 * one.operations and three.launches == one.launches
+    # Bound by memory: beside the weights, 4096 tokens of every answer are read.
+    more_bytes = 2 * 4096 * 2 * draft.config.kv_size * 2 * draft.config.num_layers
+    one_s, three_s = draft_step_s(plan.of_batch(1), CARD), draft_step_s(plan, CARD)
+    assert three_s - one_s == pytest.approx(more_bytes / CARD.attained_hbm)
     answers = [Answer(1000, 400, 100, (_verified(100, proposed, "draft"),)) for proposed in (300, 500, 400)]
     predicted = Expectation(plan, CARD).seconds_per_pass(answers)
-    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 5 * predict_step(three, CARD))
+    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 5 * three_s)
 
 
 def test_a_step_of_the_middle_level_serves_all_answers_of_a_batch() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", context=32768, batch=3, mode="triforce", kv="host")
-    plans, middle = plan.placed.plans, plan.placed.middle
-    assert middle is not None
-    alone = replace(plan.placed, plans=replace(plans, target=replace(plans.target, batch=1)))
-    one, three = middle_step_costs(alone), middle_step_costs(plan.placed)
-    config, target = plans.target.config, plans.target
-    weights = config.num_layers * target.layer_bytes + config.vocab_size * config.hidden_size * 2
-    assert three.hbm_bytes - weights == pytest.approx(3 * (one.hbm_bytes - weights), rel=1e-6)
-    assert three.operations == 3 * one.operations and three.launches == one.launches
-    assert three.fetched_bytes == pytest.approx(3 * one.fetched_bytes, rel=1e-6)
+    assert plan.verifier is not None
+    config, target = plan.target.config, plan.target
+    weight_bytes = config.num_layers * target.layer_bytes + config.vocab_size * config.hidden_size * 2
+    slow_memory = replace(CARD, hbm_gbps=1.0, launch_us=0.0, link_gbps=1e9)
+    one, three = (
+        verifier_step_s(plan.of_batch(count), slow_memory) * slow_memory.attained_hbm - weight_bytes for count in (1, 3)
+    )
+    assert three == pytest.approx(3 * one, rel=1e-3)
+    one, three = (verifier_step_s(plan.of_batch(count), replace(CARD, link_gbps=1e-3)) for count in (1, 3))
+    assert three == pytest.approx(3 * one, rel=1e-3)  # chunks of every answer are fetched
 
 
 def test_the_measured_link_takes_the_place_of_the_profiles() -> None:
@@ -241,13 +247,13 @@ def test_the_answers_of_a_batch_share_a_prediction(tmp_path: Path) -> None:
 def test_rounds_that_were_not_played_yet() -> None:
     """A draft step for every proposal of a chain, a few and one for every so many nodes of a tree, none for n-grams."""
     plan = _plan("llama-2-7b", "llama-68m", context=2048)
-    expectation, draft = Expectation(plan, CARD), plan.placed.plans.draft
+    expectation, draft = Expectation(plan, CARD), plan.draft
     assert draft is not None
 
     def foreseen(family: str, size: int, sequences: int = 1) -> float:
         return expectation.seconds_of_round(Choice(family, size), sequences, 1000)
 
-    step_s = predict_step(draft_step_costs(draft), CARD)
+    step_s = draft_step_s(plan, CARD)
     assert foreseen("plain", 0) == pytest.approx(_pass_s(plan, length=1000, rows=1))
     assert foreseen("ngram", 16) == foreseen("unigram", 16) == pytest.approx(_pass_s(plan, length=1000, rows=17))
     assert foreseen("chain", 16) - foreseen("ngram", 16) == pytest.approx(16 * step_s)
@@ -257,4 +263,4 @@ def test_rounds_that_were_not_played_yet() -> None:
     middle = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
     steps = [Expectation(middle, CARD).seconds_of_round(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
     assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]))
-    assert steps[1] - steps[0] > predict_step(middle_step_costs(middle.placed), CARD)
+    assert steps[1] - steps[0] > verifier_step_s(middle, CARD)

@@ -35,15 +35,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"importing", "memory"},
     "model": {KERNELS},
     "kv": {"copy", "memory", KERNELS},
-    "planner": {"hardware"},
+    "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
     "runners": {"copy", "model", "kv", "sampling", "trace", KERNELS},
     "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows
     "engine": {
-        "copy", "kv", "hardware", "memory", "model", "planner", "runners", "sampling", "speculation", "trace",
+        "copy", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,
     },
     "verify": {"engine", "kv", "model", "runners", "sampling", "speculation"},
-    "cli": {"engine", "hardware", "importing", "planner", "verify", "__init__"},  # of the package itself the version
+    "cli": {"engine", "hardware", "importing", "plan", "verify", "__init__"},  # of the package itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),
@@ -113,7 +113,7 @@ def test_imports_go_downward_only() -> None:
     [
         ("memory.py", "from offload_runtime.engine.load_model import build", {"engine"}),
         ("memory/arena.py", "import offload_runtime.cli", {"cli"}),
-        ("memory/arena.py", "from offload_runtime import planner", {"planner"}),
+        ("memory/arena.py", "from offload_runtime import plan", {"plan"}),
         ("sampling.py", "def late():\n    from . import runners", {"runners"}),
         ("weights/loader.py", "from ..runners import ModelRunner", {"runners"}),
         ("weights/loader.py", "from . import layout\nfrom .checkpoint import Shard", set()),

@@ -50,7 +50,7 @@ def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str
     options: dict[str, Any] = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **RUNS[name]}
     with Runtime.load(target, **options) as runtime:
         limit_bytes = runtime.plan.device_bytes + MODULE_BYTES
-        options["resident_layers"] = len(runtime.plan.resident_weight_layers)
+        options["resident_layers"] = len(runtime.plan.placement.resident_layers)
     gc.collect()
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_reserved()

@@ -12,11 +12,9 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.config import GB, SpeculationOptions, parse_bytes
-from offload_runtime.engine.machines import machine_figures
-from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest, plan_run
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
+from offload_runtime.plan import PlanRequest, Refusal, machine_figures, plan_or_refuse, plan_run
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
 
@@ -91,7 +89,7 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
     assert isinstance(outcome, Refusal)
     fitting = [tokens for tokens in range(256, 100_000, 256) if plan_or_none(replace(request, context=tokens), machine)]
     assert fitting[0] == 4096 and fitting[-1] < 7000
-    assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.proposals}
+    assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.suggestions}
 
 
 def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
@@ -106,7 +104,7 @@ def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
         more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
         assert more is not None
         enough_bytes = vram_bytes + parse_bytes(more[1])
-        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).placed.middle is not None
+        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).verifier is not None
         with pytest.raises(OptionError):
             plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
 

@@ -11,16 +11,15 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.copy import StagingCopyEngine, StagingWriteEngine
-from offload_runtime.engine import Runtime, placing, staged_layers
+from offload_runtime.engine import Runtime, staged_layers
 from offload_runtime.engine import load_model as assembly
-from offload_runtime.engine.costs import pass_costs, prefill_costs
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.staging_plan import arena_bytes, host_kv_bytes, staging_rings
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import CudaRegistrar
+from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, staging_rings
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.planning import stream_all_kv
 
 NUM_LAYERS = 6
 CONTEXT = 4096
@@ -77,7 +76,7 @@ def on_host(target: Path, **options: Any) -> Runtime:
 
 
 def least(plan: RunPlan) -> int:
-    return staging_rings(plan.placed.plans.target, plan.placed.placement, 0).nbytes
+    return staging_rings(plan.target, 0).nbytes
 
 
 @pytest.mark.parametrize(
@@ -89,14 +88,14 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    model = whole.placed.plans.target
-    kv_bytes, layer_bytes = host_kv_bytes(model), arena_bytes(model)
+    model = whole.target
+    kv_bytes, layer_bytes = model.host_kv_bytes, model.host_layer_bytes
     limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
     registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
     with on_host(target, pinned=limit, resident_layers=resident) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
         plan = runtime.plan
-        staged = plan.staged_kv_layers
+        staged = plan.placement.staged_kv_layers
         assert registrar.most_locked_bytes <= plan.pinned_bytes <= limit
         assert (share == 1.0) == (not plan.is_staged)
         if share == 0.0:
@@ -108,12 +107,16 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes <= plan.pinned_bytes
         assert (stats.pageable_bytes > 0) == plan.is_staged
-        costs = pass_costs(plan.placed, length_tokens=700, rows=1)
-        staged_kv = sum(layer.streamed_kv_bytes for index, layer in enumerate(costs.layers) if index in staged)
-        assert sum(layer.staged_kv_bytes for layer in costs.layers) == staged_kv == len(staged) * 2 * 49152
-        prefill = prefill_costs(plan.placed, 700)
-        assert prefill.staged_kv_bytes == staged_kv
-        assert prefill.growth_bytes + prefill.staged_kv_bytes == prefill.written_kv_bytes
+        staged_kv_bytes = len(staged) * 2 * 49152  # two blocks of 700 tokens are full
+        weight_bytes = len(plan.placement.staged_layers) * model.layer_bytes
+        machine = common_figures()
+        decoding = pass_time(plan, machine, length_tokens=700, rows=1)
+        assert decoding.staged_bytes == weight_bytes + staged_kv_bytes
+        prefill = prefill_time(plan, machine, 700)
+        assert prefill.staging_s == pytest.approx((weight_bytes + staged_kv_bytes) / (machine.staging_gbps * 1e9))
+        written_bytes = NUM_LAYERS * 2 * 49152
+        assert prefill.link_bytes == decoding.weight_bytes + written_bytes
+        assert (prefill.growth_s > 0) == (staged_kv_bytes < written_bytes)
     assert not registrar.locked
 
 
@@ -132,10 +135,10 @@ def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: p
 
     with load(target, kv="host", draft="ngram", context=CONTEXT, max_batch=3) as runtime:
         expected = play(runtime)
-        limit = host_kv_bytes(runtime.plan.placed.plans.target) // 2
+        limit = runtime.plan.target.host_kv_bytes // 2
     registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
     with on_host(target, draft="ngram", pinned=limit, max_batch=3) as runtime:
-        assert 0 < len(runtime.plan.staged_kv_layers) < NUM_LAYERS
+        assert 0 < len(runtime.plan.placement.staged_kv_layers) < NUM_LAYERS
         assert play(runtime) == expected
     assert not registrar.locked
 
@@ -160,7 +163,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(
     limit = parse_bytes(asked[1])
     assert 2_000_000 < limit <= 2_200_000
     with on_host(target, resident_layers=NUM_LAYERS, pinned=limit) as runtime:
-        assert runtime.plan.staged_kv_layers
+        assert runtime.plan.placement.staged_kv_layers
         assert tokens_of(runtime) == expected
         runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
     assert not registrar.locked
@@ -171,18 +174,18 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
 ) -> None:  # fmt: skip
     """The system takes back some of what the plan had for keys and values."""
     with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
-        model, whole = runtime.plan.placed.plans.target, runtime.plan
-    limit = host_kv_bytes(model) + least(whole) + 2 * arena_bytes(model)
-    registrar = LimitedRegistrar(limit - host_kv_bytes(model) + 400_000)
+        model, whole = runtime.plan.target, runtime.plan
+    limit = model.host_kv_bytes + least(whole) + 2 * model.host_layer_bytes
+    registrar = LimitedRegistrar(limit - model.host_kv_bytes + 400_000)
     lock_with(monkeypatch, registrar)
     with on_host(target, resident_layers=0, pinned=limit, context=1024) as runtime:
-        assert not runtime.plan.staged_kv_layers and runtime.plan.staged_weight_layers
+        assert not runtime.plan.placement.staged_kv_layers and runtime.plan.placement.staged_layers
         assert tokens_of(runtime) == expected
         blocks = runtime._models.target.runner.cache.blocks  # type: ignore[union-attr]
         assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes
-        staged_weights = len(runtime.plan.staged_weight_layers) * arena_bytes(model)
+        staged_weights = len(runtime.plan.placement.staged_layers) * model.host_layer_bytes
         assert stats.pageable_bytes == blocks.nbytes - blocks.pinned_bytes + staged_weights
     assert not registrar.locked
 
@@ -191,11 +194,11 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
 def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
     target: Path, whole: RunPlan, expected: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer_bytes = arena_bytes(whole.placed.plans.target)
+    layer_bytes = whole.target.host_layer_bytes
     limit = max(count * layer_bytes, least(whole))
     registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
     with on_host(target, resident_layers=0) as runtime:
-        assert len(runtime.plan.staged_kv_layers) > 0
+        assert len(runtime.plan.placement.staged_kv_layers) > 0
         assert tokens_of(runtime) == expected
         assert registrar.most_locked_bytes <= limit
     assert not registrar.locked
@@ -209,7 +212,7 @@ SMALL = {"budget_tokens": 256, "chunk_size": 8}
 def test_triforce_needs_its_keys_and_values_page_locked(
     target: Path, draft: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv_bytes = host_kv_bytes(whole.placed.plans.target)
+    kv_bytes = whole.target.host_kv_bytes
     lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
 
     def never(*arguments: Any, **options: Any) -> None:
@@ -217,7 +220,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(
 
     options = SpeculationOptions("triforce", **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
-        assert runtime.plan.placed.middle is not None
+        assert runtime.plan.verifier is not None
     with monkeypatch.context() as patch:
         patch.setattr(assembly, "load_weights", never)
         with pytest.raises(BudgetError) as caught:
@@ -232,13 +235,13 @@ def test_auto_does_without_triforce_and_says_why(
     target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
-    limit = host_kv_bytes(whole.placed.plans.target) // 2
+    limit = whole.target.host_kv_bytes // 2
     options = SpeculationOptions("auto", cache, **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=limit) as runtime:
-        placed = runtime.plan.placed
-        assert placed.middle is None and placed.placement.staged_kv_layers
-        assert placed.plans.draft is not None
-        assert (placed.plans.draft.streaming is not None) == (cache == "streaming")
+        placed = runtime.plan
+        assert placed.verifier is None and placed.placement.staged_kv_layers
+        assert placed.draft is not None
+        assert (placed.draft.cache == "streaming") == (cache == "streaming")
         assert "not TriForce: it reads keys and values where they lie in host memory" in runtime.placement
         assert "too little by" in runtime.placement
         assert tokens_of(runtime) == expected
@@ -251,14 +254,14 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(
     target = write_checkpoint(tmp_path, num_layers=2, context=8192)
     with load(target, kv="host", draft="none") as runtime:
         whole = runtime.plan
-    kv_bytes = host_kv_bytes(whole.placed.plans.target)
+    kv_bytes = whole.target.host_kv_bytes
     lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
     with on_host(target, context="auto", pinned=max(least(whole), int(share * kv_bytes))) as runtime:
-        assert runtime.plan.placed.plans.target.context_tokens == 8192 and runtime.plan.staged_kv_layers
+        assert runtime.plan.target.context_tokens == 8192 and runtime.plan.placement.staged_kv_layers
     with on_host(
         target, context="auto", pinned=max(least(whole), int(share * kv_bytes)), ram=whole.host_bytes - kv_bytes // 3
     ) as runtime:
-        assert 2048 <= runtime.plan.placed.plans.target.context_tokens < 8192
+        assert 2048 <= runtime.plan.target.context_tokens < 8192
         assert runtime.plan.host_bytes <= whole.host_bytes - kv_bytes // 3
 
 
@@ -291,19 +294,19 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
 @pytest.mark.gpu
 def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All locked, half staged, all staged: bitwise the same on a GPU whose system locks no more."""
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
+    stream_all_kv(monkeypatch)
     options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "ngram", "kv": "host", "context": CONTEXT}
     with Runtime.load(target, **options, resident_layers=0) as runtime:
         plan = runtime.plan
         seen = [tokens_of(runtime)]
-    kv_bytes = host_kv_bytes(plan.placed.plans.target)
+    kv_bytes = plan.target.host_kv_bytes
     assert kv_bytes > 0 and plan.pinned_bytes > kv_bytes
     for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
-        weights_bytes = (NUM_LAYERS - resident) * arena_bytes(plan.placed.plans.target)
+        weights_bytes = (NUM_LAYERS - resident) * plan.target.host_layer_bytes
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=CudaRegistrar()))
         with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:
-            staged = len(runtime.plan.staged_kv_layers)
+            staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)
             seen += [tokens_of(runtime), tokens_of(runtime)]
             assert registrar.most_locked_bytes <= limit

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offload_runtime.config import GB, GIB
 from offload_runtime.copy import CudaCopyEngine, StagingCopyEngine, ring_shape, staging_threads
@@ -19,17 +18,24 @@ from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
 from offload_runtime.engine import load_model as assembly
-from offload_runtime.engine.costs import pass_costs
-from offload_runtime.engine.host_memory import host_limits
-from offload_runtime.engine.run_plan import PROCESS_BYTES
-from offload_runtime.engine.staging_plan import arena_bytes
 from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_info import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
-from offload_runtime.planner import Placement
+from offload_runtime.plan import (
+    PROCESS_BYTES,
+    PlanRequest,
+    common_figures,
+    limits_here,
+    machine_figures,
+    pass_time,
+    plan_run,
+)
+from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.planning import CONFIGS
 
 NUM_LAYERS = 10
 NO_LIMIT = 1 << 60
@@ -44,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def layer_bytes(target: Path) -> int:
     with load(target, resident_layers=0) as runtime:
-        return arena_bytes(runtime.plan.placed.plans.target)
+        return runtime.plan.target.host_layer_bytes
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def test_a_refusal_after_any_layer_gives_the_same_tokens(
         assert (len(staged) == 0) == (count == NUM_LAYERS)
         assert registrar.locked_bytes <= limit
         assert runtime._parts.pinned_bytes == registrar.locked_bytes
-        assert runtime.plan.staged_weight_layers == staged
+        assert runtime.plan.placement.staged_layers == staged
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
         if staged:
             assert f"{len(staged)} of 10 streamed layers are staged from pageable memory" in runtime.placement
@@ -174,26 +180,28 @@ def test_a_limit_is_kept_from_the_beginning(
         assert (not staged_of(runtime)) == (limit >= streamed * layer_bytes)
         if share == 0:
             assert len(staged_of(runtime)) == streamed
-        costs = pass_costs(runtime.plan.placed, length_tokens=20, rows=1)
-        assert costs.streamed_bytes == runtime._models.target.runner.streamer.bytes_per_pass
-        assert costs.staged_bytes * streamed == costs.streamed_bytes * len(staged_of(runtime))
+        predicted = pass_time(runtime.plan, common_figures(), length_tokens=20, rows=1)
+        assert predicted.bytes_streamed == runtime._models.target.runner.streamer.bytes_per_pass
+        assert predicted.staged_bytes * streamed == predicted.bytes_streamed * len(staged_of(runtime))
     assert not registrar.locked
 
 
-def test_staged_and_locked_layers_alternate() -> None:
-    streamed = Placement((2, 5), 3, NUM_LAYERS)
-    assert streamed.with_pinned(4).staged_layers == (0, 3, 6, 8)
-    assert streamed.with_pinned(8).staged_layers == ()
-    assert streamed.with_pinned(0).staged_layers == (0, 1, 3, 4, 6, 7, 8, 9)
-
-
-@given(st.integers(1, 80), st.data())
-def test_no_two_neighbours_are_alike_when_it_can_be_helped(layers: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(0, layers))
-    placement = Placement((), 3, layers).with_pinned(count)
-    assert len(placement.staged_layers) == layers - count
-    gaps = [b - a for a, b in zip((-1, *placement.staged_layers), (*placement.staged_layers, layers), strict=True)]
-    assert max(gaps, default=1) - 1 <= -(-count // max(1, layers - count)) + 1  # locked ones in a row
+@pytest.mark.parametrize("resident", [0, 7])
+def test_staged_and_locked_layers_alternate(resident: int) -> None:
+    """No two neighbours are alike when it can be helped, however many are locked."""
+    machine = replace(machine_figures(load_profile("rtx4090")), vram_bytes=40 * GB)
+    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "none", context=512, resident_layers=resident)
+    counts = set()
+    for pinned_bytes in range(GB // 2, 26 * GB, GB // 2):
+        placement = plan_run(replace(request, pinned_bytes=pinned_bytes), machine).placement
+        streamed = placement.streamed_layers
+        staged = [index for index, layer in enumerate(streamed) if layer in placement.staged_layers]
+        assert len(staged) == len(placement.staged_layers) and len(streamed) == 40 - resident
+        locked = len(streamed) - len(staged)
+        gaps = [b - a for a, b in zip((-1, *staged), (*staged, len(streamed)), strict=True)]
+        assert max(gaps, default=1) - 1 <= -(-locked // max(1, len(staged))) + 1  # locked ones in a row
+        counts.add(locked)
+    assert {0, 40 - resident} <= counts and len(counts) > 20
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -307,16 +315,16 @@ def test_a_limit_that_means_nothing_is_refused(target: Path) -> None:
 
 def test_limits_of_a_machine() -> None:
     cpu = CpuFigures("some", 8)
-    plain = host_limits(None, None, HostInfo(cpu, 64 * GIB, 50 * GIB, None, False), page_locks=True)
+    plain = limits_here(None, None, HostInfo(cpu, 64 * GIB, 50 * GIB, None, False), page_locks=True)
     assert plain.ram_bytes == 48 * GIB + PROCESS_BYTES and plain.pinned_bytes is None
-    small = host_limits(None, None, HostInfo(cpu, 8 * GIB, 4 * GIB, None, False), page_locks=True)
+    small = limits_here(None, None, HostInfo(cpu, 8 * GIB, 4 * GIB, None, False), page_locks=True)
     assert small.ram_bytes == 4 * GIB - GIB // 2 + PROCESS_BYTES
-    windows = host_limits(None, None, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
+    windows = limits_here(None, None, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
     assert (windows.pinned_bytes, windows.pinned_name) == (16 * GIB, "WSL")
-    asked = host_limits(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
+    asked = limits_here(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
     assert (asked.ram_bytes, asked.pinned_bytes, asked.pinned_name) == (20 * GB, 5 * GB, "--pinned")
     assert (asked.ram_name, asked.ram_way) == ("--ram", "allow more with --ram")
-    beyond = host_limits(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
+    beyond = limits_here(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
     assert beyond.ram_bytes == 10 * GIB + PROCESS_BYTES and beyond.ram_way == "close other programs"
 
 
@@ -385,12 +393,12 @@ def test_a_context_left_to_the_runtime_is_what_host_memory_has_room_for(tmp_path
     target = write_checkpoint(tmp_path, num_layers=2, context=8192)
     with load(target, kv="host", draft="none") as runtime:
         whole = runtime.plan
-    plan = whole.placed.plans.target
+    plan = whole.target
     token_bytes = plan.config.kv_bytes_per_token(plan.dtype.itemsize)
     assert plan.context_tokens == 8192 and whole.host_bytes > 6000 * token_bytes
     limit_bytes = whole.host_bytes - 3000 * token_bytes
     with load(target, kv="host", draft="none", ram=limit_bytes) as runtime:
-        assert runtime.plan.placed.plans.target.context_tokens == (8192 - 3000) // 256 * 256
+        assert runtime.plan.target.context_tokens == (8192 - 3000) // 256 * 256
         assert runtime.plan.host_bytes <= limit_bytes
         tokens_of(runtime)
     with pytest.raises(BudgetError, match="lower --context"):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from offload_runtime.cli import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
-from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, placing
+from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import PassMeter
@@ -27,6 +27,7 @@ from offload_runtime.kv import HostKVCache
 from offload_runtime.trace import CudaClock, HostClock, TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.planning import stream_all_kv
 from tests.helpers.traces import (
     EVENT_S,
     FILE_S,
@@ -375,7 +376,7 @@ def test_a_trace_of_a_gpu(
     target: Path, draft: Path, said_on_a_gpu: dict[int, list[list[int]]], name: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())  # a small model's would all fit
+    stream_all_kv(monkeypatch)
     options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
     waits: list[str] = []
     clocked = CudaClock._now

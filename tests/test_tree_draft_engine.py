@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime, placing
-from offload_runtime.engine.making_plans import make_plans
-from offload_runtime.engine.placing import memory_needs
-from offload_runtime.engine.planning import PlannedDevice
-from offload_runtime.engine.plans import Plans
-from offload_runtime.engine.run_plan import RunPlan
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.hardware import load_profile
 from offload_runtime.kv import DeviceKVCache, block_bytes
 from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.plan import PlanRequest, RunPlan, machine_figures, plan_run
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
@@ -32,6 +28,7 @@ from tests.helpers.engine import (  # noqa: F401
     write_checkpoint,
     write_noisy_copy,
 )
+from tests.helpers.planning import stream_all_kv
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -120,7 +117,7 @@ def test_running_ahead_changes_nothing(
 ) -> None:  # fmt: skip
     """With weights streamed, keys and values, both and neither."""
     # No layer keeps its keys on the device only because there is room for all of them.
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    stream_all_kv(monkeypatch)
     options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "tree_nodes": 24, "max_batch": 3}
     with Runtime.load(target, draft=draft, device=device, dtype="fp32", **options) as runtime:
         beside = run_ahead(runtime, monkeypatch, steps=4)
@@ -148,7 +145,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
     """Behind texts that it lets go of parts of while they go on, and one longer than its cache; alone, in a batch."""
     target = write_checkpoint(tmp_path / "target", context=2 * CONTEXT_TOKENS)
     draft = write_noisy_copy(target, tmp_path / "draft", noise=0.05)
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    stream_all_kv(monkeypatch)
     prompts = [[5 + index * index % 300 for index in range(length)] for length in (314, 20, 570)]
     asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
     common: dict[str, Any] = {"device": device, "dtype": "fp32", "max_batch": 3}
@@ -209,28 +206,27 @@ def test_trees_that_nobody_would_grow_are_refused(
         Runtime.load(target, device="cpu", tree_nodes=8, **{"draft": draft, **options})
 
 
-def planned(target: Path, draft: Path, tree_nodes: int | None, *, batch: int = 2) -> Plans:
+def planned(target: Path, draft: Path, tree_nodes: int, *, device_type: str = "cuda") -> RunPlan:
     """For a GPU that need not be here."""
-    return make_plans(
-        describe_model(target), describe_model(draft), "bf16", torch.device("cuda"), context=CONTEXT_TOKENS, window=64,
-        kv="auto", options=SpeculationOptions(), batch=batch, tree_nodes=tree_nodes,
+    request = PlanRequest(
+        describe_model(target), "small", describe_model(draft), dtype="bf16", context=CONTEXT_TOKENS, batch=2,
+        speculation=SpeculationOptions("chain", "full"), tree_nodes=tree_nodes, device_type=device_type,
     )  # fmt: skip
+    return plan_run(request, machine_figures(load_profile("rtx4090")))
 
 
 def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
     """Slots for the nodes, graphs of their own, and a workspace beside the target's, not in turns with it."""
-    without, with_trees = planned(target, draft, None), planned(target, draft, 500)
-    assert without.draft is not None and with_trees.draft is not None
-    config = with_trees.draft.config
+    lean, full = planned(target, draft, 0), planned(target, draft, 500)
+    assert lean.draft is not None and full.draft is not None
+    config = full.draft.config
     blocks = -(-tree_slots(500) // BLOCK_TOKENS)
     slots_bytes = 2 * config.num_layers * blocks * block_bytes(config, torch.bfloat16)
-    assert with_trees.draft.kv_bytes - without.draft.kv_bytes == slots_bytes
-    assert with_trees.graph_bytes > without.graph_bytes + (32 << 20)
-    limits = PlannedDevice(None, 0)
-    lean, full = memory_needs(without, limits), memory_needs(with_trees, limits)
-    assert lean.workspace_bytes == max(without.target.workspace_bytes, without.draft.workspace_bytes)
-    assert full.workspace_bytes == with_trees.target.workspace_bytes + with_trees.draft.workspace_bytes
-    assert replace(with_trees, graphs=False).graph_bytes == 0
+    assert full.draft.kv_bytes - lean.draft.kv_bytes == slots_bytes
+    assert full.graph_bytes > lean.graph_bytes + (32 << 20)
+    assert lean.workspace_bytes == max(lean.target.workspace_bytes, lean.draft.workspace_bytes)
+    assert full.workspace_bytes == full.target.workspace_bytes + full.draft.workspace_bytes
+    assert planned(target, draft, 500, device_type="cpu").graph_bytes == 0
 
 
 @pytest.mark.parametrize("options", [SpeculationOptions(), NEWEST], ids=["full", "streaming"])

@@ -177,10 +177,10 @@ def test_a_window_is_accepted_as_far_as_it_is_right(
 
 def test_room_for_trees_is_planned(target: Path) -> None:
     with load(target, tree_nodes=200, kv="host") as wide, load(target, kv="host", tree_nodes=0) as narrow:
-        plans = [runtime._expected.plan.placed.plans.target for runtime in (wide, narrow)]
+        plans = [runtime.plan.target for runtime in (wide, narrow)]
     assert [plan.window_tokens for plan in plans] == [201, 64]
     assert plans[0].workspace_bytes > plans[1].workspace_bytes
-    assert plans[0].kv.open_blocks >= plans[1].kv.open_blocks
+    assert plans[0].open_kv_bytes >= plans[1].open_kv_bytes
 
 
 def test_accepted_by_depth_and_source(

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime, placing
-from offload_runtime.engine.speed import Speed
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import load as loading
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import LinkTimes, NoProposer
+from offload_runtime.speculation import NoProposer
 from offload_runtime.verify.replay import loaded_proposers
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.planning import stream_all_kv
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths
 
@@ -66,8 +67,8 @@ def test_what_n_grams_add_changes_no_token(
 ) -> None:
     """Where passes wait for the link they fill windows, which are accepted along other branches than a chain; never
     beyond the end of a context or an answer."""
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
-    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=64))
+    stream_all_kv(monkeypatch)
+    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=len(PROMPT) + COUNT, kv="host", speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.002)
@@ -82,8 +83,8 @@ def test_what_n_grams_add_changes_no_token(
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
-    monkeypatch.setattr(Speed, "link_times", lambda *_, **__: LinkTimes(most_rows=64))
+    stream_all_kv(monkeypatch)
+    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.002)

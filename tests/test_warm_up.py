@@ -15,7 +15,7 @@ from offload_runtime_kernels import select_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
-from offload_runtime.engine import Runtime, placing
+from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import warm_up_middle
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
@@ -25,6 +25,7 @@ from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
+from tests.helpers.planning import stream_all_kv
 from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
 from tests.test_draft_retrieval import Base
 from tests.test_triforce import CONTEXT, SMALL
@@ -235,7 +236,7 @@ def test_no_answer_compiles_a_kernel(
     options, windows = RUNS[name]
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
     # No layer keeps its keys on the device only because there is room for all of them.
-    monkeypatch.setattr(placing, "place_kv_layers", lambda needs, spare_bytes: ())
+    stream_all_kv(monkeypatch)
     lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
     batch = options.get("max_batch", 1)

@@ -21,18 +21,15 @@ from typing import Any
 import script
 import torch
 from bench_report import check_out, emit, provenance
+from target_alone import load_target
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.copy import CopyQueues, make_copy_engine
-from offload_runtime.engine.load_model import LoadedModel, connect_model
-from offload_runtime.engine.making_plans import target_plan
-from offload_runtime.engine.placing import plan_placement, reserve_workspace
-from offload_runtime.engine.plans import Plans
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.memory import DeviceBudget, resolve_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder
 from offload_runtime.verify.replay import RecordingTarget, ScriptedProposer, differing_rows
-from offload_runtime.weights import load_weights, open_checkpoint
+from offload_runtime.weights import open_checkpoint
 
 
 def decode(
@@ -111,17 +108,10 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     source = open_checkpoint(arguments.model)
     device = resolve_device(arguments.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    plan = target_plan(source.config(), dtype, device, context=arguments.tokens + 512, window=256)
-    budget = DeviceBudget(device, None)
-    plans = Plans(plan, None)
-    placement = plan_placement(plans, budget, resident_layers)
-    reserve_workspace(plans, budget)
-    # As the runtime does: what stays on the device needs no page-locked memory.
-    streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
-    pin = streamed if device.type == "cuda" else ()
-    weights = load_weights(source, dtype, pin=pin)
-    queues = CopyQueues(make_copy_engine(device))
-    model = connect_model(weights, plan, placement, budget, queues, name="target")
+    model, _ = load_target(
+        source, dtype, DeviceBudget(device, None), context=arguments.tokens + 512, window=256,
+        resident_layers=resident_layers,
+    )  # fmt: skip
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 
 

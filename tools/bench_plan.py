@@ -28,15 +28,19 @@ from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.costs import pass_costs
 from offload_runtime.engine.emulation import Emulation, emulation_of
-from offload_runtime.engine.machines import machine_figures
-from offload_runtime.engine.making_plans import make_plans
-from offload_runtime.engine.placing import memory_needs, placements
-from offload_runtime.engine.planning import PlannedDevice
 from offload_runtime.hardware import load_profile
+from offload_runtime.hardware.host_info import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
-from offload_runtime.planner import MachineFigures, predict_pass
+from offload_runtime.plan import (
+    MachineFigures,
+    PlanRequest,
+    common_figures,
+    find_plan,
+    limits_here,
+    machine_figures,
+    pass_time,
+)
 
 TIME_TOLERANCE, LEAST_USED = 0.10, 0.90  # what is promised
 _PLAIN = SpeculationOptions("none")
@@ -69,15 +73,15 @@ def settings_of(shape: str) -> tuple[Setting, ...]:
 def limit_bytes(setting: Setting, source: UntrainedLlama, device: torch.device) -> int:
     """Device memory that the setting needs, and a quarter of a layer."""
     budget = DeviceBudget(device, None)
-    limits = PlannedDevice(None, budget.reserved_bytes)
+    limits = limits_here(None, None, read_host_info(), page_locks=device.type == "cuda")
+    limits = replace(limits, reserved_bytes=budget.reserved_bytes)
     budget.release()
-    plans = make_plans(
-        source, None, "auto", device, context=setting.context, window=_MAX_GAMMA + 1, kv=setting.kv, options=_PLAIN
-    )
-    (placed, placement), *_ = placements(plans, limits, setting.resident, setting.kv)
-    needs = memory_needs(placed, limits)
-    held_layers = len(placement.resident_layers) + placement.num_slots
-    return needs.fixed_bytes + held_layers * needs.layer_bytes + needs.layer_bytes // 4
+    request = PlanRequest(
+        source, "none", context=setting.context, kv=setting.kv, resident_layers=setting.resident,
+        max_gamma=_MAX_GAMMA, speculation=_PLAIN, device_type=device.type,
+    )  # fmt: skip
+    plan = find_plan(request, common_figures(), limits)
+    return plan.device_bytes + plan.target.layer_bytes // 4
 
 
 def measure_setting(
@@ -104,7 +108,7 @@ def measure_setting(
         rows = []
         for width in options.windows:
             times_s, nbytes = session.pass_times_s(start, width, options.passes)
-            predicted = predict_pass(pass_costs(runtime.plan.placed, length_tokens=length, rows=width), machine)
+            predicted = pass_time(runtime.plan, machine, length_tokens=length, rows=width)
             measured = percentiles(times_s)
             rows.append(
                 {

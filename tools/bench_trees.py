@@ -31,7 +31,7 @@ from offload_runtime.config import GB, SamplingParams, require_positive
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.planner import best_tree_tokens
+from offload_runtime.plan import best_tree_tokens
 from offload_runtime.runners.draft_tree_steps import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 

@@ -15,14 +15,20 @@ import script
 from bench_report import check_out
 
 from offload_runtime.config import GIB, format_bytes
-from offload_runtime.engine.forecast import RunForecast, forecast, second_card
-from offload_runtime.engine.machines import machine_figures
-from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-from offload_runtime.engine.planning import PlanRequest, plan_run
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import USUAL_ACCEPTANCE
 from offload_runtime.hardware import load_profile
-from offload_runtime.planner import MachineFigures
+from offload_runtime.plan import (
+    USUAL_ACCEPTANCE,
+    MachineFigures,
+    PlanRequest,
+    Refusal,
+    RunForecast,
+    RunPlan,
+    forecast,
+    machine_figures,
+    plan_or_refuse,
+    plan_run,
+    second_card,
+)
 from offload_runtime.weights import describe_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
@@ -68,7 +74,7 @@ HEADER = (
     "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|"
 )
 _MIDDLE, _WHOLE, _STREAMING, _FAR = (
-    USUAL_ACCEPTANCE[level] for level in ("middle", "full", "streaming", "streaming, far")
+    USUAL_ACCEPTANCE[level] for level in ("verifier", "full", "streaming", "streaming, far")
 )
 INTRODUCTION = f"""# Plans
 
@@ -93,7 +99,7 @@ be faster. The last column takes {_MIDDLE} of the middle level's proposals to be
 sees the whole text (of the first child of a node, where it grows trees), and {_STREAMING} of one that sees only its
 beginning and its end ({_FAR} in contexts beyond 8192 tokens).
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
-`offload_runtime/planner`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
+`offload_runtime/plan`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
 Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.
 """
 
@@ -119,11 +125,11 @@ def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
         row.name,
         str(cards) if cards == 1 else f"{cards}, not built",
         format_bytes(max(plan.host_bytes for plan, _ in (plain, chains, trees))),
-        layers(plain[0].resident_weight_layers, plain[0]),
+        layers(plain[0].placement.resident_layers, plain[0]),
         f"{plain[1].plain.seconds:.3f}",
         f"{plain[1].plain_tok_per_s:.2f}",
         row.draft,
-        layers(trees[0].resident_weight_layers, trees[0]),
+        layers(trees[0].placement.resident_layers, trees[0]),
         f"{trees[1].verify.seconds:.3f}",
         f"{chains[1].usual_tok_per_s:.1f}",
         f"{trees[1].usual_tok_per_s:.1f}",
@@ -136,7 +142,7 @@ def _planned(request: PlanRequest, cards: int, machine: MachineFigures) -> tuple
     if cards == 2:
         request, machine = second_card(request, machine)
     plan = plan_run(request, machine)
-    return plan, forecast(plan, request, machine)
+    return plan, forecast(plan, machine)
 
 
 def table_lines(profile: str) -> Iterator[str]:
@@ -157,11 +163,11 @@ def table_row(row: Row, context: int, profile: str) -> str:
     outcome = plan_or_refuse(request, machine)
     head = f"| {row.name} | {context} | "
     if isinstance(outcome, Refusal):
-        ways = "; ".join(proposal.change for proposal in outcome.proposals)
+        ways = "; ".join(proposal.change for proposal in outcome.suggestions)
         return f"{head}does not fit. What would: {ways} |" + " |" * 9
-    predicted = forecast(outcome, request, machine)
+    predicted = forecast(outcome, machine)
     cells = [
-        layers(outcome.resident_weight_layers, outcome),
+        layers(outcome.placement.resident_layers, outcome),
         layers(outcome.resident_kv_layers, outcome),
         format_bytes(outcome.device_bytes),
         format_bytes(outcome.pinned_bytes),
@@ -170,14 +176,14 @@ def table_row(row: Row, context: int, profile: str) -> str:
         predicted.verify.bound_by,
         f"{predicted.prefill.seconds:.1f}",
         f"{predicted.plain_tok_per_s:.2f}",
-        f"{predicted.usual_tok_per_s:.1f}" + (" (TriForce)" if outcome.placed.middle is not None else ""),
+        f"{predicted.usual_tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
     ]
     return head + " | ".join(cells) + " |"
 
 
 def layers(resident: Sequence[int], plan: RunPlan) -> str:
     """How many of the layers."""
-    return f"{len(resident)} of {plan.placed.placement.num_layers}"
+    return f"{len(resident)} of {plan.placement.num_layers}"
 
 
 @script.one_line_errors

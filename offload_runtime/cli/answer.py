@@ -19,7 +19,7 @@ from offload_runtime.importing import no_collections
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Runtime
     from offload_runtime.engine.request import PromptRoom
-    from offload_runtime.engine.run_plan import RunPlan
+    from offload_runtime.plan import RunPlan
 
 Prompt = str | Sequence[Mapping[str, str]]
 
@@ -96,7 +96,7 @@ def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
     from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
-    from offload_runtime.engine.machines import COMMON_PROFILE
+    from offload_runtime.plan import COMMON_PROFILE
 
     machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
     unknown = (

@@ -14,8 +14,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
-    from offload_runtime.engine.nearest import Refusal
-    from offload_runtime.engine.planning import PlanRequest
+    from offload_runtime.plan import PlanRequest, Refusal
 
 _FALLBACK_PROFILE = "rtx4090"
 
@@ -40,19 +39,14 @@ def run_plan_command(
         if as_json:
             # Libraries print to stdout now and then; a reader of JSON must not meet it.
             stack.enter_context(redirect_stdout(sys.stderr))
-        from offload_runtime.engine.forecast import forecast, upgrades
-        from offload_runtime.engine.levels import describe_speculation
-        from offload_runtime.engine.machines import machine_figures
-        from offload_runtime.engine.nearest import Refusal, plan_or_refuse
-        from offload_runtime.engine.planning import ram_limit_bytes
-        from offload_runtime.engine.tree_room import describe_tree_room
+        from offload_runtime.plan import Refusal, forecast, machine_figures, plan_or_refuse, upgrades
 
-        figures, request = machine_figures(machine), plan_request(config)
-        outcome = plan_or_refuse(request, figures)
+        figures = machine_figures(machine)
+        outcome = plan_or_refuse(plan_request(config), figures)
     if isinstance(outcome, Refusal):
         _refuse(outcome, machine, as_json=as_json)
-    predicted = forecast(outcome, request, figures)
-    gains = upgrades(predicted, request, figures)
+    predicted = forecast(outcome, figures)
+    gains = upgrades(outcome, predicted, figures)
     if picture is not None:
         from offload_runtime.cli.plan_picture import draw_plan
 
@@ -64,15 +58,7 @@ def run_plan_command(
         return
     from offload_runtime.cli.plan_tables import plan_tables, print_tables
 
-    tables = plan_tables(
-        outcome, predicted, gains, machine=machine,
-        ram_limit_bytes=ram_limit_bytes(request, figures),
-        speculation=describe_speculation(
-            config.draft if request.draft is None else "the draft", outcome.placed, config.speculation
-        )
-        + describe_tree_room(outcome),
-    )  # fmt: skip
-    print_tables(tables, sys.stdout)
+    print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
 
 def _refuse(refusal: Refusal, machine: MachineProfile, *, as_json: bool) -> NoReturn:
@@ -107,23 +93,7 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 def plan_request(config: RuntimeConfig) -> PlanRequest:
     """Read the configuration files of target and draft."""
-    from offload_runtime.engine.planning import PlanRequest, describe_pair
+    from offload_runtime.plan import PlanRequest, describe_pair
 
     target, draft = describe_pair(config.target, config.draft, config.speculation.mode)
-    return PlanRequest(
-        target=target,
-        draft_name=config.draft,
-        draft=draft,
-        dtype=config.dtype,
-        context=config.context,
-        kv=config.kv,
-        batch=config.max_batch,
-        resident_layers=config.resident_layers,
-        gamma=config.gamma,
-        tree_nodes=config.tree_nodes,
-        max_gamma=config.max_gamma,
-        speculation=config.speculation,
-        vram_bytes=config.vram_bytes,
-        ram_bytes=config.ram_bytes,
-        pinned_bytes=config.pinned_bytes,
-    )
+    return PlanRequest.of(config, target, draft)

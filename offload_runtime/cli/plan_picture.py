@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import GB
-from offload_runtime.engine.forecast import RunForecast
-from offload_runtime.engine.run_plan import MemoryPart, RunPlan
 from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.plan import MemoryPart, RunForecast, RunPlan
 
 
 def require_plotting(path: Path) -> None:
@@ -53,8 +52,8 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
     _stack(axes, 0, plan.device)
     _stack(axes, 1, plan.host)
-    if plan.device_limit_bytes is not None:
-        limit_gb = plan.device_limit_bytes / GB
+    if plan.limits.device_bytes is not None:
+        limit_gb = plan.limits.device_bytes / GB
         axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
     axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
     axes.set_xticks([0, 1], ["device memory", "host memory (hatched: page-locked)"])
@@ -86,8 +85,8 @@ def _draw_time(axes: Any, predicted: RunForecast) -> None:
     for place, (_, label, seconds) in enumerate(bars):
         axes.bar(place, seconds, width=0.8, label=label)
     ticks = [tick for tick, _, _ in bars]
-    if predicted.rounds:
-        row, place = predicted.rounds[-1], len(ticks)
+    if predicted.steps:
+        row, place = predicted.steps[-1], len(ticks)
         axes.bar(place, row.hidden_s, width=0.8, label="drafting, hidden")
         axes.bar(place, row.drafting_s - row.hidden_s, bottom=row.hidden_s, width=0.8, label="drafting, exposed")
         ticks.append("drafting")

@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from offload_runtime.config import format_bytes
-from offload_runtime.engine.costs import pass_costs, prefill_costs
-from offload_runtime.engine.forecast import RunForecast, Upgrade
-from offload_runtime.engine.levels import describe_draft_cache
-from offload_runtime.engine.nearest import Refusal
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.staging_plan import describe_staging
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.planner import MachineFigures, PassPrediction, predict_pass, predict_prefill
+from offload_runtime.plan import (
+    MachineFigures,
+    PassTime,
+    Refusal,
+    RunForecast,
+    RunPlan,
+    Upgrade,
+    describe_draft_cache,
+    describe_speculation,
+    describe_staging,
+    pass_time,
+    prefill_time,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,16 +35,15 @@ def print_tables(tables: Sequence[Table | str], output: TextIO) -> None:
 
 
 def plan_tables(
-    plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade], *, machine: MachineProfile,
-    ram_limit_bytes: int, speculation: str,
-) -> list[Table | str]:  # fmt: skip
-    """Everything that is known of a plan; `speculation` says in a phrase who proposes."""
-    tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", speculation]
+    plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade], *, machine: MachineProfile
+) -> list[Table | str]:
+    """Everything that is known of a plan."""
+    tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
     if machine.gpus > 1:
         tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
-    tables += [*memory_tables(plan, ram_limit_bytes=ram_limit_bytes), _time_table(plan, predicted)]
-    if predicted.rounds:
-        tables.append(_rounds_table(predicted))
+    tables += [*memory_tables(plan, ram_limit_bytes=plan.limits.ram_bytes), _time_table(plan, predicted)]
+    if predicted.steps:
+        tables.append(_steps_table(predicted))
     if plan.is_staged:
         tables.append(_staging_line(predicted.plain))
     tables += [_gain_line(gain) for gain in gains]
@@ -49,8 +54,9 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     """What is held where, part by part, and where each layer is."""
     from rich.table import Table
 
-    target, layers = plan.placed.plans.target, plan.placed.placement.num_layers
-    limit = "" if plan.device_limit_bytes is None else f" of {format_bytes(plan.device_limit_bytes)}"
+    target, placement = plan.target, plan.placement
+    device_limit = plan.limits.device_bytes
+    limit = "" if device_limit is None else f" of {format_bytes(device_limit)}"
     device = Table(title="device memory", title_justify="left", show_header=False, show_footer=True)
     device.add_column(footer="peak")
     device.add_column(footer=f"{format_bytes(plan.device_bytes)}{limit}", justify="right")
@@ -64,17 +70,15 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     for part in plan.host:
         host.add_row(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "")
     host.add_row("while weights are read", format_bytes(plan.loading_bytes), "before")
-    length_tokens = target.context_tokens - 1
-    streamed_bytes = pass_costs(plan.placed, length_tokens=length_tokens, rows=1).streamed_bytes
     place = f"KV cache of {target.batch} x {target.context_tokens} tokens"
-    staging = [describe_staging(plan.placed.placement)] if plan.is_staged else []
-    cache = describe_draft_cache(plan.placed.plans)
+    staging = [describe_staging(placement)] if plan.is_staged else []
+    cache = describe_draft_cache(plan)
     return [
         *([cache] if cache else []),
-        f"weights: {_layers(plan.resident_weight_layers, layers)}",
+        f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
         *staging,
-        f"{place}: {_layers(plan.resident_kv_layers, layers)}",
-        f"a pass behind {length_tokens} tokens streams {format_bytes(streamed_bytes)}",
+        f"{place}: {_layers(plan.resident_kv_layers, placement.num_layers)}",
+        f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
         f"attention of prompts: {plan.prefill_attention}",
         device,
         host,
@@ -83,12 +87,11 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
 
 def speed_line(plan: RunPlan, machine: MachineFigures) -> str:
     """Predicted seconds of a pass over one token behind a full context, and of a prompt that fills it."""
-    target = plan.placed.plans.target
-    costs = pass_costs(plan.placed, length_tokens=target.context_tokens - 1, rows=1)
-    predicted = predict_pass(costs, machine)
-    prefill = predict_prefill(prefill_costs(plan.placed, target.context_tokens), machine)
+    context = plan.target.context_tokens
+    predicted = pass_time(plan, machine, length_tokens=context - 1, rows=1)
+    prefill = prefill_time(plan, machine, context)
     return (
-        f"predicted by the figures of {machine.name}, at {target.context_tokens} tokens: a pass of "
+        f"predicted by the figures of {machine.name}, at {context} tokens: a pass of "
         f"{_duration(predicted.seconds)}, bound by {predicted.bound_by}, and {_duration(prefill.seconds)} to the "
         f"first token, bound by {prefill.bound_by}"
     )
@@ -125,10 +128,10 @@ def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
     table.add_row("pass, 1 token", *_pass_cells(predicted.plain))
     if predicted.gamma:
         table.add_row(f"pass, {predicted.proposals + 1} tokens", *_pass_cells(predicted.verify))
-    if plan.placed.plans.draft is not None:
+    if plan.draft is not None:
         table.add_row("draft step", _seconds(predicted.draft_step_s))
-    if predicted.middle_step_s is not None:
-        table.add_row("middle step", _seconds(predicted.middle_step_s))
+    if predicted.verifier_step_s is not None:
+        table.add_row("middle step", _seconds(predicted.verifier_step_s))
     prefill = predicted.prefill
     table.add_row(
         "to first token", _seconds(prefill.seconds), format_bytes(prefill.link_bytes), _seconds(prefill.link_s),
@@ -137,14 +140,14 @@ def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
     return table
 
 
-def _pass_cells(predicted: PassPrediction) -> list[str]:
+def _pass_cells(predicted: PassTime) -> list[str]:
     return [
         _seconds(predicted.seconds), format_bytes(predicted.bytes_streamed), _seconds(predicted.link_s),
         _seconds(predicted.hbm_s), _seconds(predicted.arithmetic_s), _seconds(predicted.launch_s), predicted.bound_by,
     ]  # fmt: skip
 
 
-def _rounds_table(predicted: RunForecast) -> Table:
+def _steps_table(predicted: RunForecast) -> Table:
     accepted = predicted.draft_acceptance
     draft = "" if accepted is None else f", {accepted} of the draft's accepted"
     grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
@@ -154,7 +157,7 @@ def _rounds_table(predicted: RunForecast) -> Table:
     )
     table.add_row("plain", "1", "", "", _seconds(predicted.plain.seconds), f"{predicted.plain_tok_per_s:.2f}",
                   predicted.plain.bound_by)  # fmt: skip
-    for row in sorted((*predicted.rounds, predicted.usual), key=lambda row: row.acceptance):
+    for row in sorted((*predicted.steps, predicted.usual), key=lambda row: row.acceptance):
         usual = " (usual)" if row is predicted.usual else ""
         table.add_row(
             f"{row.acceptance:.2f}{usual}", f"{row.tokens:.2f}", _seconds(row.drafting_s), _seconds(row.hidden_s),
@@ -174,7 +177,7 @@ def _figures_table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _staging_line(predicted: PassPrediction) -> str:
+def _staging_line(predicted: PassTime) -> str:
     return (
         f"staging takes {_duration(predicted.staging_s)} of a pass beside the link's {_duration(predicted.link_s)}: "
         f"{_duration(predicted.seconds)} instead of {_duration(predicted.unstaged_s)} if all could be page-locked"
@@ -191,13 +194,13 @@ def _gain_line(gain: Upgrade) -> str:
 def refusal_lines(refusal: Refusal) -> list[str]:
     """What is short and the nearest settings that fit."""
     lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
-    if not refusal.proposals:
+    if not refusal.suggestions:
         return [*lines, "no change of these settings fits"]
     lines.append("what fits instead:")
-    for proposal in refusal.proposals:
-        plan = proposal.plan
+    for suggestion in refusal.suggestions:
+        plan = suggestion.plan
         lines.append(
-            f"  {proposal.change}  (then {format_bytes(plan.device_bytes)} of device memory, "
+            f"  {suggestion.change}  (then {format_bytes(plan.device_bytes)} of device memory, "
             f"{format_bytes(plan.host_bytes)} of host memory, {format_bytes(plan.pinned_bytes)} page-locked)"
         )
     return lines

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, StreamingPolicy, TopKPolicy
 from offload_runtime.kv.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan import VerifierPlan
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import grows_trees
@@ -33,7 +33,7 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    draft: str, models: LoadedModels, middle: MiddlePlan | None, budget: DeviceBudget, *, batch: int,
+    draft: str, models: LoadedModels, middle: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
     recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
@@ -72,7 +72,7 @@ def make_proposer(
 
 
 def _make_triforce(
-    models: LoadedModels, plan: MiddlePlan, budget: DeviceBudget, recorder: TraceRecorder | None
+    models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None
 ) -> Proposer:
     options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
@@ -150,7 +150,7 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         target.cache.truncate(0, 0)
 
 
-def _make_policy(plan: MiddlePlan, budget: DeviceBudget) -> ChunkPolicy:
+def _make_policy(plan: VerifierPlan, budget: DeviceBudget) -> ChunkPolicy:
     options = plan.options
     if options.policy == "streaming":
         sinks = min(options.budget_tokens, -(-options.sink_tokens // options.chunk_size) * options.chunk_size)

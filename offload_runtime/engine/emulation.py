@@ -15,10 +15,10 @@ import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.copy import CopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.engine.levels import PlacedLevels
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.memory import HostArena
+from offload_runtime.plan import RunPlan
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
@@ -121,9 +121,9 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
     return h2d_gbps, d2h_gbps
 
 
-def describe_emulation(emulation: Emulation, placed: PlacedLevels) -> str:
+def describe_emulation(emulation: Emulation, plan: RunPlan) -> str:
     """One phrase for the line that says what lives where."""
-    unpaced = placed.middle is not None and placed.plans.target.kv.on_host
+    unpaced = plan.verifier is not None and plan.target.on_host
     return (
         f"emulating {emulation.name}: link paced to {emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"
         + (" (but not the gathers of retrieved chunks)" if unpaced else "")

@@ -7,22 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from offload_runtime.engine.costs import draft_step_costs, middle_step_costs, pass_costs
 from offload_runtime.engine.emulation import emulation_of
-from offload_runtime.engine.levels import PlacedLevels
-from offload_runtime.engine.machines import known_figures
-from offload_runtime.engine.run_plan import RunPlan
-from offload_runtime.engine.speed import lookahead_s, tree_steps, usual_acceptance
 from offload_runtime.hardware import load_profile
 from offload_runtime.memory import resolve_device
-from offload_runtime.planner import (
-    MachineFigures,
-    RoundCosts,
-    expected_tokens,
-    predict_pass,
-    predict_round,
-    predict_step,
-)
+from offload_runtime.plan import MachineFigures, RunPlan, drafting_s, known_figures, pass_time, step_time
 from offload_runtime.speculation import Acceptance, Choice
 
 
@@ -73,63 +61,34 @@ class Expectation:
         total_s = 0.0
         for begin, end in pairwise(ends):
             active = [answer for answer in answers if answer.passes > begin]
-            total_s += (end - begin) * _round_s(self.plan.placed, active, machine)
+            total_s += (end - begin) * _step_of(self.plan, active, machine)
         return total_s / ends[-1]
 
     def seconds_of_round(self, choice: Choice, num_sequences: int, length_tokens: int) -> float:
-        """Predicted seconds of a round about so many sequences of so many tokens each; the machine must be known."""
+        """Predicted seconds of a step about so many sequences of so many tokens each; the machine must be known."""
         assert self.machine is not None
-        placed, machine = self.plan.placed, self.machine
-        drafting_s = _choice_drafting_s(_of_batch(placed, num_sequences), choice, machine)
-        return _pass_and_drafting_s(placed, [length_tokens] * num_sequences, 1 + choice.size, drafting_s, machine)
+        proposing_s = 0.0
+        if choice.drafts:
+            nodes = choice.size if choice.family == "tree" else 0
+            proposing_s = drafting_s(
+                self.plan.of_batch(num_sequences), self.machine, gamma=choice.size, tree_nodes=nodes
+            )  # fmt: skip
+        return _step_s(self.plan, [length_tokens] * num_sequences, 1 + choice.size, proposing_s, self.machine)
 
 
-def _round_s(placed: PlacedLevels, answers: Sequence[Played], machine: MachineFigures) -> float:
-    """Seconds of a round over these answers, each about halfway."""
+def _step_of(plan: RunPlan, answers: Sequence[Played], machine: MachineFigures) -> float:
+    """Seconds of a step over these answers, each about halfway."""
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
     # A step serves all of them, and who needs the most steps keeps the others waiting.
-    drafting_s = max(_drafting_s(_of_batch(placed, len(answers)), answer, machine) for answer in answers)
-    return _pass_and_drafting_s(placed, lengths, rows, drafting_s, machine)
+    proposing_s = max(_drafting_s(plan.of_batch(len(answers)), answer, machine) for answer in answers)
+    return _step_s(plan, lengths, rows, proposing_s, machine)
 
 
-def _of_batch(placed: PlacedLevels, num_sequences: int) -> PlacedLevels:
-    """The same for so many sequences."""
-    target, draft = replace(placed.plans.target, batch=num_sequences), placed.plans.draft
-    if draft is not None:
-        draft = replace(draft, batch=num_sequences)
-    return replace(placed, plans=replace(placed.plans, target=target, draft=draft))
-
-
-def _pass_and_drafting_s(
-    placed: PlacedLevels, lengths: Sequence[int], rows: int, drafting_s: float, machine: MachineFigures
-) -> float:
-    """Seconds of a round of a window of `rows` tokens behind each of these lengths, and `drafting_s` of proposing."""
-    placed = _of_batch(placed, len(lengths))
-    length = max(0, min(sum(lengths) // len(lengths), placed.plans.target.context_tokens - rows))
-    passed = pass_costs(placed, length_tokens=length, rows=rows)
-    verify = predict_pass(passed, machine)
-    costs = RoundCosts(
-        link_s=verify.copies_s, busy_s=max(verify.compute_s, verify.launch_s), bound_by=verify.bound_by,
-        lookahead_s=lookahead_s(placed, passed, verify),
-        gamma=1, draft_step_s=drafting_s,  # one step that takes as long as all of them
-    )  # fmt: skip
-    return predict_round(costs, 0.0).seconds
-
-
-def _choice_drafting_s(placed: PlacedLevels, choice: Choice, machine: MachineFigures) -> float:
-    """Seconds of proposing what was chosen; n-grams take none."""
-    draft, middle = placed.plans.draft, placed.middle
-    if not choice.drafts:
-        return 0.0
-    draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
-    if choice.family == "tree":
-        return draft_step_s * tree_steps(choice.size)
-    if middle is None:
-        return choice.size * draft_step_s
-    gamma_draft = 0 if draft is None else middle.options.gamma_draft
-    steps = choice.size / expected_tokens(usual_acceptance(draft), gamma_draft)
-    return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
+def _step_s(plan: RunPlan, lengths: Sequence[int], rows: int, proposing_s: float, machine: MachineFigures) -> float:
+    """Seconds of a step of a window of `rows` tokens behind each of these lengths, and `proposing_s` of proposing."""
+    length = max(0, min(sum(lengths) // len(lengths), plan.target.context_tokens - rows))
+    return step_time(pass_time(plan.of_batch(len(lengths)), machine, length_tokens=length, rows=rows), proposing_s)
 
 
 def _proposed_per_pass(answer: Played) -> float:
@@ -147,21 +106,19 @@ def _asked_per_pass(answer: Played, family: str) -> tuple[float, float]:
     )
 
 
-def _drafting_s(placed: PlacedLevels, answer: Played, machine: MachineFigures) -> float:
+def _drafting_s(plan: RunPlan, answer: Played, machine: MachineFigures) -> float:
     """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
-    draft, middle, steps = placed.plans.draft, placed.middle, _proposed_per_pass(answer)
-    draft_step_s = 0.0 if draft is None else predict_step(draft_step_costs(draft), machine)
-    if not steps or middle is None:
+    steps = _proposed_per_pass(answer)
+    if not steps or plan.verifier is None:
         trees, nodes = _asked_per_pass(answer, "tree")
         _, chains = _asked_per_pass(answer, "chain") if answer.windows else (0.0, steps)
         if nodes + chains > steps:  # less was proposed than asked for
             nodes, chains = (steps * asked / (nodes + chains) for asked in (nodes, chains))
-        grown = trees * tree_steps(nodes / trees) if trees else 0.0
-        return (grown + chains) * draft_step_s
-    if len(answer.acceptance) > 1:  # of the middle level, which says at least a token in every step
+        grown_s = trees * drafting_s(plan, machine, gamma=0, tree_nodes=nodes / trees) if trees else 0.0
+        return grown_s + drafting_s(plan, machine, gamma=chains)
+    if len(answer.acceptance) > 1:  # of the retrieval verifier, which says at least a token in every step
         steps = answer.acceptance[0].verifications / answer.passes
-    gamma_draft = 0 if draft is None else middle.options.gamma_draft
-    return steps * (predict_step(middle_step_costs(placed), machine) + gamma_draft * draft_step_s)
+    return drafting_s(plan, machine, gamma=steps, verifier_steps=steps)
 
 
 def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
@@ -172,7 +129,7 @@ def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate:
         fast as it is.
     """
     given = None if profile is None else load_profile(profile)
-    machine = known_figures(given, resolve_device(device), plan.placed.plans.target.dtype)
+    machine = known_figures(given, resolve_device(device), plan.target.dtype)
     if machine is None or emulate is None:
         return machine
     return replace(machine, link_gbps=emulation_of(emulate).link_gbps)

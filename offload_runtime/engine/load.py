@@ -13,32 +13,36 @@ from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.candidates import Asked
-from offload_runtime.engine.choice import HostMemory, choose
 from offload_runtime.engine.emulation import Emulation, describe_emulation, emulation_of, require_link, require_memory
-from offload_runtime.engine.host_memory import check_ram, host_limits, planned_within
-from offload_runtime.engine.levels import describe_draft_cache, describe_speculation
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.engine.machines import common_figures, known_figures
-from offload_runtime.engine.making_plans import make_plans, require_dtype, resolve_dtype
-from offload_runtime.engine.placing import reserve_workspace
-from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.run_plan import RunPlan, with_placement
-from offload_runtime.engine.speed import Speed
-from offload_runtime.engine.staging_plan import describe_staging
-from offload_runtime.engine.tree_room import describe_tree_room, with_tree_room
 from offload_runtime.engine.windows import WindowLimits
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_info import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
-from offload_runtime.planner import MachineFigures
-from offload_runtime.speculation import Proposer
+from offload_runtime.plan import (
+    MachineFigures,
+    ModelPlan,
+    PlanRequest,
+    RunPlan,
+    check_host_memory,
+    common_figures,
+    describe_draft_cache,
+    describe_speculation,
+    describe_staging,
+    find_plan,
+    known_figures,
+    limits_here,
+    link_times,
+    require_dtype,
+    resolve_dtype,
+)
+from offload_runtime.speculation import LinkTimes, Proposer
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock, require_writable
 
 
-def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -> str:
+def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget) -> str:
     """One line: what is resident, what is streamed, through how many slots."""
     placement, streamed = model.placement, model.placement.num_streamed
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
@@ -48,18 +52,19 @@ def describe_placement(model: LoadedModel, plans: Plans, budget: DeviceBudget) -
     if placement.staged_layers or placement.staged_kv_layers:
         where += f"; {describe_staging(placement)}"
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    cache = describe_draft_cache(plans)
+    cache = describe_draft_cache(plan)
     return (
-        f"{where}; {_describe_kv(plans.target)}; "
+        f"{where}; {_describe_kv(plan.target)}; "
         f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved{f'; {cache}' if cache else ''}"
     )
 
 
 def _describe_kv(plan: ModelPlan) -> str:
     where = f"KV cache {format_bytes(plan.whole_kv_bytes)} for {plan.context_tokens} tokens"
-    if not plan.kv.on_host:
+    if not plan.on_host:
         return where
-    resident = f" but for {len(plan.kv.resident_layers)} layers" if plan.kv.resident_layers else ""
+    kept = plan.placement.resident_kv_layers
+    resident = f" but for {len(kept)} layers" if kept else ""
     return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_bytes)} of it on the device"
 
 
@@ -107,7 +112,7 @@ def load_runtime(
     others = device_memory_used_by_others(chosen.index) if chosen.type == "cuda" else None
     assembly.require_kernels(chosen)
     page_locks = assembly.make_registrar(chosen) is not None
-    host = host_limits(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
+    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
     if emulation is not None:
         require_memory(emulation, chosen)
         limit_bytes = emulation.limit_bytes(limit_bytes)
@@ -119,32 +124,19 @@ def load_runtime(
             on_open()
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
-        torch_dtype = resolve_dtype(config.dtype, sources.target, chosen)
+        torch_dtype = resolve_dtype(config.dtype, sources.target, chosen.type)
         require_dtype(torch_dtype, chosen)
         machine = known_figures(profile, chosen, torch_dtype)
-        speed = Speed(_figures(machine, emulation), chosen.type, kind != "none", config.gamma, max_gamma)
-
-        def planned(context: int | str, nodes: int) -> RunPlan:
-            plans = make_plans(
-                sources.target, sources.draft, config.dtype, chosen, context=context, window=max(max_gamma, nodes) + 1,
-                kv=config.kv, options=options, batch=batch, tree_nodes=nodes or None,
-            )  # fmt: skip
-            asked = Asked(plans, budget, host.locking, config.resident_layers, config.kv, options)
-            return choose(asked, HostMemory(host.ram_bytes, host.page_locks), speed)
-
-        def roomy(context: int | str) -> RunPlan:
-            return with_tree_room(
-                config.tree_nodes, lambda nodes: planned(context, nodes), speed, ram_bytes=host.ram_bytes
-            )  # fmt: skip
-
-        plan = planned_within(host.ram_bytes, config.context, roomy)
-        placed, plans, middle = plan.placed, plan.placed.plans, plan.placed.middle
+        figures = _figures(machine, emulation)
+        request = PlanRequest.of(config, sources.target, sources.draft, device_type=chosen.type)
+        limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
+        plan = find_plan(request, figures, limits)
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
-            check(PromptRoom(sources.tokenizer, plans.target.config, plans.target.context_tokens))
-        check_ram(plan, host.ram_bytes, host.ram_name, host.ram_way)
-        reserve_workspace(plans, budget)
+            check(PromptRoom(sources.tokenizer, plan.target.config, plan.target.context_tokens))
+        check_host_memory(plan)
+        assembly.reserve_workspace(plan, budget)
         recorder = TraceRecorder(make_clock(chosen)) if config.trace is not None else None
         with _given_back_on_failure(budget) as on_failure:
             if emulation is not None:
@@ -152,18 +144,19 @@ def load_runtime(
             pace_gbps = None if emulation is None else emulation.link_gbps
             h2d = _make_queue(budget.device, pace_gbps, recorder, LINK, on_failure)
             d2h = None
-            if plans.target.kv.on_host:
+            if plan.target.on_host:
                 pace_gbps = None if emulation is None else emulation.link_back_gbps
                 d2h = _make_queue(budget.device, pace_gbps, recorder, LINK_BACK, on_failure)
             # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-            branches = kind == "ngram" or ((kind != "none" or middle is not None) and config.tree_nodes != 0)
-            models = assembly.load_models(
-                sources, plans, placed.placement, budget, CopyQueues(h2d, d2h), on_progress=on_progress, trees=branches
-            )
+            branches = kind == "ngram" or ((kind != "none" or plan.verifier is not None) and config.tree_nodes != 0)
+            queues = CopyQueues(h2d, d2h)
+            models = assembly.load_models(sources, plan, budget, queues, on_progress=on_progress, trees=branches)
             on_failure.callback(models.target.close)
             on_failure.callback(models.target.engine.close)  # first: what may be copying goes before its memory
-            link = speed.link_times(placed, models.target.link_peak_gbps, widest=max_gamma + 1)
-            proposer = make_proposer(kind, models, middle, budget, batch=batch, recorder=recorder, link=link)
+            link, link_gbps = LinkTimes(), models.target.link_peak_gbps
+            if link_gbps is not None:
+                link = LinkTimes(*link_times(plan, replace(figures, link_gbps=link_gbps), widest=max_gamma + 1))
+            proposer = make_proposer(kind, models, plan.verifier, budget, batch=batch, recorder=recorder, link=link)
             windows = WindowLimits(
                 max_gamma, max(max_gamma, plan.tree_room), gamma=config.gamma, tree_nodes=config.tree_nodes,
                 tree_room=plan.tree_room,
@@ -172,10 +165,9 @@ def load_runtime(
             return LoadedRuntime(
                 sources, models, proposer, batch, budget, models.target.engine,
                 windows=windows,
-                placement=describe_placement(models.target, plans, budget)
-                + f"; {describe_speculation(kind, placed, options)}{describe_tree_room(plan)}"
-                + ("" if emulation is None else f"; {describe_emulation(emulation, placed)}"),
-                plan=with_placement(plan, models.target.placement), machine=machine,
+                placement=f"{describe_placement(models.target, plan, budget)}; {describe_speculation(plan)}"
+                + ("" if emulation is None else f"; {describe_emulation(emulation, plan)}"),
+                plan=plan.with_placement(models.target.placement), machine=machine,
                 emulated=None if emulation is None else emulation.name, recorder=recorder,
             )  # fmt: skip
 

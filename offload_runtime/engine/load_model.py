@@ -15,15 +15,14 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer
-from offload_runtime.engine.plans import ModelPlan, Plans
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, stage_d2h, stage_h2d
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
-from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache
+from offload_runtime.kv import KV_RING_SLOTS, BlockLocking, DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
-from offload_runtime.planner import Placement, all_resident
+from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import DIFFERENT_WAYS, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
@@ -43,19 +42,18 @@ def make_cache(
         registrar: Who page-locks what of it is in host memory; None where that does nothing.
         staged: What is not to be locked, and the rings for it; None where nothing is staged.
     """
-    if plan.streaming is not None:
+    if plan.cache == "streaming":
         return StreamingDraftCache(
-            plan.config, plan.dtype, sink_tokens=plan.streaming.sink_tokens,
-            recent_tokens=plan.streaming.recent_tokens, window_tokens=plan.streaming.window_tokens, batch=plan.batch,
-            budget=budget, name=f"{name}: KV cache", spare_slots=plan.tree_slots,
+            plan.config, plan.dtype, sink_tokens=plan.options.sink_tokens, recent_tokens=plan.recent_tokens,
+            window_tokens=plan.streaming_window_tokens, batch=plan.batch, budget=budget, name=f"{name}: KV cache",
+            spare_slots=plan.tree_slots,
         ), []  # fmt: skip
-    if plan.retrieval is not None:
+    if plan.cache == "retrieval":
         return RetrievedDraftCache(
-            plan.config, plan.dtype, capacity_tokens=plan.context_tokens,
-            budget_tokens=plan.retrieval.budget_tokens, chunk_size=plan.retrieval.chunk_size, batch=plan.batch,
-            budget=budget, name=f"{name}: KV cache",
+            plan.config, plan.dtype, capacity_tokens=plan.context_tokens, budget_tokens=plan.options.budget_tokens,
+            chunk_size=plan.options.chunk_size, batch=plan.batch, budget=budget, name=f"{name}: KV cache",
         ), []  # fmt: skip
-    if not plan.kv.on_host:
+    if not plan.on_host:
         cache = DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
             name=f"{name}: KV cache", spare_slots=plan.tree_slots,
@@ -64,17 +62,16 @@ def make_cache(
     assert registrar is not None or budget.device.type == "cpu", "what a GPU copies from is page-locked or staged"
     assert writeback is not None, "what is kept on the host has to get there"
     slots: list[torch.Tensor] = []
-    if len(plan.kv.resident_layers) < plan.config.num_layers:
-        block = budget.allocate(f"{name}: KV ring", plan.kv.num_slots * plan.kv.piece_bytes)
-        slots = list(block.view(plan.kv.num_slots, -1))
+    if plan.kv_layers_on_host:
+        slots = _split(budget.allocate(f"{name}: KV ring", plan.kv_ring_bytes), KV_RING_SLOTS)
     locking = BlockLocking(registrar)
     if staged is not None:
         locking = BlockLocking(registrar, staged.pageable, staged.placement.staged_kv_layers)
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
-        window_tokens=plan.window_tokens, piece_bytes=plan.kv.piece_bytes, budget=budget,
+        window_tokens=plan.window_tokens, piece_bytes=plan.kv_piece_bytes, budget=budget,
         writeback=stage_d2h(writeback, staged), locking=locking,
-        workspace_bytes=plan.prefill_workspace_bytes, resident_layers=plan.kv.resident_layers,
+        workspace_bytes=plan.prefill_workspace_bytes, resident_layers=plan.placement.resident_kv_layers,
         name=f"{name}: KV cache",
     ), slots  # fmt: skip
 
@@ -168,18 +165,22 @@ def open_sources(target: str | Path | CheckpointSource, draft: str | Path | Chec
     return Sources(target_source, draft_source, tokenizer, frozenset(target_source.generation_eos()))
 
 
+def reserve_workspace(plan: RunPlan, budget: DeviceBudget) -> None:
+    """Enter the workspace and the CUDA graphs in the ledger."""
+    budget.reserve("workspace", plan.workspace_bytes)
+    if plan.graph_bytes:
+        budget.reserve("CUDA graphs", plan.graph_bytes)
+
+
 def load_models(
-    sources: Sources, plans: Plans, placement: Placement, budget: DeviceBudget, queues: CopyQueues, *,
-    on_progress: LoadProgress | None, trees: bool = False,
+    sources: Sources, plan: RunPlan, budget: DeviceBudget, queues: CopyQueues, *, on_progress: LoadProgress | None,
+    trees: bool = False,
 ) -> LoadedModels:  # fmt: skip
     """Load the draft, then the target; on a GPU also warm both up, the target for windows that are `trees` too."""
     draft = None
-    if sources.draft is not None and plans.draft is not None:
-        everything = all_resident(plans.draft.config.num_layers)
-        draft = load_model(
-            sources.draft, plans.draft, everything, budget, queues, name="draft", on_progress=on_progress
-        )
-    target = load_model(sources.target, plans.target, placement, budget, queues, name="target", on_progress=on_progress)
+    if sources.draft is not None and plan.draft is not None:
+        draft = load_model(sources.draft, plan.draft, budget, queues, name="draft", on_progress=on_progress)
+    target = load_model(sources.target, plan.target, budget, queues, name="target", on_progress=on_progress)
     if budget.device.type == "cuda":
         try:
             warm_up(target, trees=trees)
@@ -193,8 +194,8 @@ def load_models(
 
 
 def load_model(
-    source: CheckpointSource, plan: ModelPlan, placement: Placement, budget: DeviceBudget, queues: CopyQueues,
-    *, name: str, on_progress: LoadProgress | None,
+    source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
+    on_progress: LoadProgress | None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model."""
     stage = f"{name} weights"
@@ -202,13 +203,13 @@ def load_model(
     below = make_registrar(budget.device)
     registrar = None if below is None else CountedRegistrar(below)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
-    pin = set() if registrar is None else set(placement.streamed_layers) - set(placement.staged_layers)
+    pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     weights = load_weights(source, plan.dtype, pin=pin, blockwise=registrar, on_progress=report)
     staged = None
     try:
         if registrar is not None:
-            staged = lock_layers(weights, plan, placement, registrar)
-        return connect_model(weights, plan, placement, budget, queues, name=name, registrar=registrar, staged=staged)
+            staged = lock_layers(weights, plan, registrar)
+        return connect_model(weights, plan, budget, queues, name=name, registrar=registrar, staged=staged)
     except BaseException:
         weights.close()
         if staged is not None:
@@ -217,7 +218,7 @@ def load_model(
 
 
 def connect_model(
-    weights: HostWeights, plan: ModelPlan, placement: Placement, budget: DeviceBudget, queues: CopyQueues, *, name: str,
+    weights: HostWeights, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
     registrar: CountedRegistrar | None = None, staged: StagedMemory | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
@@ -225,7 +226,7 @@ def connect_model(
     `registrar` page-locks what a KV cache on the host takes as it grows. `staged` says what is not page-locked; without
     it all that is streamed must be.
     """
-    placement = placement if staged is None else staged.placement
+    placement = plan.placement if staged is None else staged.placement
     device, layout = budget.device, weights.layer_layout
     layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
     slots: list[torch.Tensor] = []

@@ -27,7 +27,6 @@ from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.old_objects import OldObjects
 from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.request import Prompt, PromptRoom, encode_prompt, render_chat
-from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.text import stop_strings
@@ -35,6 +34,7 @@ from offload_runtime.engine.traced import TracedTarget, TraceOutput, told_of
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.plan import RunPlan
 from offload_runtime.weights import CheckpointSource
 
 

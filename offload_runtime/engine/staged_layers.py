@@ -8,12 +8,10 @@ import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.copy import FEWEST_PIECES, CopyEngine, StagingCopyEngine, StagingWriteEngine, staging_threads
-from offload_runtime.engine.plans import ModelPlan
-from offload_runtime.engine.staging_plan import place_staged, staging_rings
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_info import usable_cores
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.planner import Placement
+from offload_runtime.plan import ModelPlan, Placement, place_staged, staging_rings
 from offload_runtime.weights import HostWeights
 
 
@@ -55,9 +53,7 @@ class StagedMemory:
             self.d2h.arena.close()
 
 
-def lock_layers(
-    weights: HostWeights, plan: ModelPlan, placement: Placement, registrar: Registrar
-) -> StagedMemory | None:
+def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> StagedMemory | None:
     """Settle which of the loaded layers are page-locked; None when all are that should be and nothing is staged.
 
     Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
@@ -66,15 +62,16 @@ def lock_layers(
     Raises:
         BudgetError: The system does not even lock enough for the rings.
     """
+    placement = plan.placement
     refused = _refused(weights, placement)
     if not refused and not placement.staged_layers and not placement.staged_kv_layers:
         return None
     if refused:
         locked_bytes = sum(arena.pinned_bytes for arena in weights.layers)
         # Where not even a layer was locked a ring may be: it is smaller.
-        limit_bytes = max(locked_bytes, staging_rings(plan, placement, 0).nbytes)
-        placement = place_staged(plan, placement, limit_bytes, "the system")
-    shapes = staging_rings(plan, placement)
+        limit_bytes = max(locked_bytes, staging_rings(plan, 0).nbytes)
+        placement = place_staged(plan, limit_bytes, "the system")
+    shapes = staging_rings(plan)
     h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
     rings, d2h = [h2d], None
     if shapes.d2h is not None:

@@ -323,6 +323,17 @@ class HostKVCache:
         self.blocks.close()
 
 
+# Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
+KV_RING_SLOTS = 4
+_PIECE_BYTES = 32 << 20
+
+
+def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int) -> int:
+    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are."""
+    block = block_bytes(config, dtype)
+    return max(1, min(_PIECE_BYTES // block, num_blocks(context_tokens))) * block
+
+
 def ring_blocks(window_tokens: int) -> int:
     """Blocks of the open ring: the window, with what a middle level may write beyond it, the block it begins in, and
     two that may still be on their way out."""

@@ -301,6 +301,17 @@ def _most(available: Counts, most: int) -> int:
     return available if isinstance(available, int) else max(available)
 
 
+def chunk_policy_bytes(
+    config: ModelConfig, dtype: torch.dtype, policy: str, *, chunk_size: int, capacity_tokens: int, batch: int
+) -> int:
+    """Device bytes of what a `ChunkPolicy` of this name keeps to choose chunks by."""
+    if policy == "streaming":
+        return 0
+    if policy == "topk":
+        return far_keys_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
+    return summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
+
+
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
     """Device bytes of the chunks' summaries of a `RetrievalPolicy`."""
     chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size

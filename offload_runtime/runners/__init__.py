@@ -3,7 +3,7 @@
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_kv import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
-from offload_runtime.runners.draft_tree_steps import tree_buffer_bytes, tree_slots
+from offload_runtime.runners.draft_tree_steps import draft_graph_bytes, tree_buffer_bytes, tree_slots
 from offload_runtime.runners.graphs import (
     StepGraphs,
     step_activation_bytes,
@@ -28,6 +28,7 @@ __all__ = [
     "Said",
     "StepGraphs",
     "device_window_bytes",
+    "draft_graph_bytes",
     "step_activation_bytes",
     "step_graph_bytes",
     "tree_buffer_bytes",

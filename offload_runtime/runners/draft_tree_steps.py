@@ -9,7 +9,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.runners.graphs import graph_reach
+from offload_runtime.runners.graphs import graph_reach, step_activation_bytes, step_graph_bytes
 
 # Deepest node below the text.
 MOST_DEPTH = 256
@@ -179,6 +179,17 @@ def tree_slots(tree_nodes: int) -> int:
     a window's (256) after two thirds of a pass of 0.29 s.
     """
     return 12 * tree_nodes + STEP_ROWS
+
+
+def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, trees: bool) -> int:
+    """Device bytes of the CUDA graphs of a draft's steps; `trees`: also of those that grow trees, on a stream and in a
+    pool of their own."""
+    rows = 2 * batch  # the first step of a draft feeds two tokens
+    nbytes = step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
+    if trees:
+        nbytes += step_graph_bytes(config) + tree_buffer_bytes(config, element_bytes, batch=batch)
+        nbytes += step_activation_bytes(config, element_bytes, rows=max(STEP_ROWS, batch))
+    return nbytes
 
 
 def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:

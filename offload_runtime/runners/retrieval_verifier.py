@@ -20,7 +20,7 @@ from offload_runtime.kv.retrieval_cache import RetrievalCache
 from offload_runtime.model import Decoder, PassRows, RopeTable
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.target import window_pass
-from offload_runtime.runners.token_window import DeviceWindow
+from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
 from offload_runtime.sampling import sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
@@ -112,8 +112,8 @@ class RetrievalVerifier:
         window.accept(samples.view(window.num_rows, count), self._counts)
 
 
-def middle_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int) -> int:
-    """Device bytes of what a step of the middle level computes on its way, which its graphs keep.
+def verifier_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int) -> int:
+    """Device bytes of the window and of what a step of the verifier computes on its way, which its graphs keep.
 
     Args:
         config: The target's shape.
@@ -126,4 +126,4 @@ def middle_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, ro
     scores = 4 * heads * far_chunks
     chunk_logits = 4 * all_rows * config.num_heads * far_chunks
     workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
-    return step_activation_bytes(config, element_bytes, rows=all_rows) + workspace
+    return device_window_bytes(batch=batch) + step_activation_bytes(config, element_bytes, rows=all_rows) + workspace

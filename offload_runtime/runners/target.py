@@ -12,9 +12,11 @@ from typing import Protocol
 
 import torch
 
+from offload_runtime.config import GB, ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, fused_decoder_layer, fused_embed, fused_head
+from offload_runtime.model.linear import padded_rows
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,60 @@ class PassShape:
     def __post_init__(self) -> None:
         assert self.window_rows > 0 and self.prefill_rows > 0
         assert self.prefill_chunk_tokens % self.prefill_rows == 0
+
+
+# Heights depend on nothing but the model and the kind of device, or the bits would depend on the placement. On a GPU 64
+# rows cost what one costs (the products of a 7B model: 3.76 ms at 64 rows, 3.57 ms at 1, 5.6 ms at 256; H200). A model
+# of 8 GB and more is streamed on the cards this is for, its passes take hundreds of milliseconds, and 256 rows keep a
+# window of 1024 tokens at 26 launches a layer, which the launch queue of 1024 holds. On a CPU every row costs.
+_SMALL_TARGET_SHAPE = PassShape(64, 512, 1024)
+_LARGE_TARGET_SHAPE = PassShape(256, 512, 1024)
+_LARGE_TARGET_BYTES = 8 * GB
+_CPU_TARGET_SHAPE = PassShape(8, 64, 256)
+# A draft promises no bits, so its heights only have to be quick.
+_DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
+# Fragmentation of the allocator and rounding of its blocks, as a share of the workspace.
+_WORKSPACE_MARGIN = 1.25
+# cuBLAS takes 32 MiB a handle on Hopper, 8 MiB elsewhere; once for the compute stream, once for cublasLt.
+_LIBRARY_WORKSPACE_BYTES = 72 << 20
+
+
+def target_shape(weight_bytes: int, device_type: str) -> PassShape:
+    """Heights for a target of so many bytes on `cuda` or a `cpu`."""
+    if device_type == "cpu":
+        return _CPU_TARGET_SHAPE
+    return _LARGE_TARGET_SHAPE if weight_bytes >= _LARGE_TARGET_BYTES else _SMALL_TARGET_SHAPE
+
+
+def draft_shape(device_type: str) -> PassShape:
+    """Heights for a draft."""
+    return _DRAFT_SHAPES[device_type]
+
+
+def workspace_bytes(
+    config: ModelConfig, element_bytes: int, shape: PassShape, *, context_tokens: int, rows: int, sampled_rows: int
+) -> int:
+    """Device bytes of the activations of the largest pass.
+
+    Args:
+        config: The model's shape.
+        element_bytes: Of its dtype.
+        shape: Heights of its passes.
+        context_tokens: Longest prompt (its residual stream is held through a layer-major prefill).
+        rows: Of a decoding window.
+        sampled_rows: Of these, rows that tokens are sampled from at once.
+    """
+    chunk_rows = min(shape.prefill_chunk_tokens, padded_rows(context_tokens, shape.prefill_rows))
+    window_rows = padded_rows(rows, shape.window_rows)
+    stream = context_tokens * config.hidden_size
+    row = 3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
+    chunk = max(chunk_rows, window_rows) * row
+    angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
+    # fp32 copies while sampling with filters
+    logits = window_rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
+    attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention.WORKSPACE_BYTES
+    total = (stream + chunk) * element_bytes + angles + logits + attention
+    return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 
 
 class ModelRunner:

@@ -47,6 +47,11 @@ class PackedLayout:
             offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(tuple(specs), dtype, offset_bytes)
 
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrices: two operations each for every row."""
+        return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
+
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name the parts of a block without copying.
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offload_runtime.config import GB, ModelConfig, SpeculationOptions
-from offload_runtime.engine.planning import PlanRequest, plan_run
-from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.planner import MachineFigures
+from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, plan_run
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -74,3 +73,8 @@ def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | Non
         return plan_run(request, machine)
     except (BudgetError, OptionError, ContextLengthError):
         return None
+
+
+def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer of a cache on the host stays on the device only because there is room for all of a small model's."""
+    monkeypatch.setattr("offload_runtime.plan.placement._with_kv_layers", lambda target, placement, spare: placement)

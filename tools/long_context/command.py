@@ -20,8 +20,8 @@ from sweeping.family import Family, Work, refuse_idle
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
+from offload_runtime.plan import VerifierPlan
 from offload_runtime.weights import CheckpointSource
 
 # Of a needle's answer, its window of the target at least.
@@ -120,7 +120,7 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
     # A chain alone still needs options that a runtime can be loaded with.
     largest = max(
         hierarchies or [base_setting(arguments).options],
-        key=lambda options: MiddlePlan(target.config(), torch.bfloat16, options, context, batch).nbytes,
+        key=lambda options: VerifierPlan(target.config(), torch.bfloat16, options, context, batch).nbytes,
     )
     gamma_draft = max(point.setting.options.gamma_draft for point in points)
     options = replace(largest, gamma_draft=gamma_draft)

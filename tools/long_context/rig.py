@@ -18,8 +18,8 @@ from long_context.internals import (
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.levels import MiddlePlan
 from offload_runtime.errors import OptionError
+from offload_runtime.plan import VerifierPlan
 from offload_runtime.speculation import Proposer
 
 
@@ -58,7 +58,7 @@ class Rig:
                     f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}: "
                     "lower the budget or raise --context"
                 )
-            middle = MiddlePlan(runtime.config, runtime.dtype, options, context, self._batch)
+            middle = VerifierPlan(runtime.config, runtime.dtype, options, context, self._batch)
         budget = budget_of(runtime)
         built = make_proposer(self._draft, models_of(runtime), middle, budget, batch=self._batch)
         tell_again(runtime)

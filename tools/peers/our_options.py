@@ -14,8 +14,8 @@ from offload_runtime.config import (
     check_options,
     idle_options,
 )
-from offload_runtime.engine.making_plans import check_window
 from offload_runtime.errors import OptionError
+from offload_runtime.plan import check_window
 
 # What `--draft` may say instead of a model.
 NO_MODEL = (None, "ngram", "none")

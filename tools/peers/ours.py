@@ -18,18 +18,15 @@ from runs import Run, answers, figures
 from script import one_line_errors
 
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
+from target_alone import load_target  # isort: skip
 
 from offload_runtime.config import GB, SamplingParams
-from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
-from offload_runtime.engine.load_model import LoadedModel, connect_model, warm_up
-from offload_runtime.engine.making_plans import target_plan
-from offload_runtime.engine.placing import plan_placement, reserve_workspace
-from offload_runtime.engine.plans import Plans
+from offload_runtime.copy import CopyEngine
+from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
 from offload_runtime.model import Window
 from offload_runtime.speculation import NoProposer, SpeculativeDecoder
-from offload_runtime.weights import load_weights
 
 _WARMUP_PASSES = 3
 
@@ -38,17 +35,11 @@ def build(
     options: PeerOptions, *, context: int, window: int, resident_layers: int
 ) -> tuple[LoadedModel, DeviceBudget, CopyEngine]:
     """The model with `resident_layers` of its layers on the device and the others in the ring."""
-    config = options.source.config()
     others = device_memory_used_by_others(options.device.index or 0) if options.device.type == "cuda" else None
     budget = DeviceBudget(options.device, options.vram_bytes, other_bytes=others)
-    plan = target_plan(config, options.dtype, options.device, context=context, window=window)
-    plans = Plans(plan, None)
-    placement = plan_placement(plans, budget, resident_layers)
-    reserve_workspace(plans, budget)
-    engine = make_copy_engine(options.device)
-    streamed = set(range(placement.num_layers)) - set(placement.resident_layers)
-    weights = load_weights(options.source, options.dtype, pin=streamed if options.device.type == "cuda" else ())
-    model = connect_model(weights, plan, placement, budget, CopyQueues(engine), name="target")
+    model, engine = load_target(
+        options.source, options.dtype, budget, context=context, window=window, resident_layers=resident_layers
+    )
     if options.device.type == "cuda":
         warm_up(model)
     return model, budget, engine

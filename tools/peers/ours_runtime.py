@@ -37,10 +37,10 @@ from bench_report import emit, provenance  # isort: skip (`common` sets the path
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.making_plans import longest_context
 from offload_runtime.engine.playing import Text
 from offload_runtime.engine.stream import device_errors
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.plan import longest_context
 from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
 from offload_runtime.weights import open_checkpoint
 

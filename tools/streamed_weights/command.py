@@ -23,9 +23,9 @@ from sweeping.results import ResultFile
 
 from offload_runtime.config import SamplingParams, SpeculationOptions, require_positive
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.making_plans import resolve_dtype
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.plan import resolve_dtype
 
 _MAX_GAMMA = 63  # of `Runtime.load`
 # Of the context, behind prompt and answer: a tree of the draft's may reach beyond the last token that is asked for.

@@ -14,11 +14,12 @@ from offload_runtime.config import (
     parse_bytes,
     size_option_down,
 )
-from offload_runtime.engine.making_plans import longest_context, resolve_context
-from offload_runtime.engine.planning import PlanRequest, least_host_bytes, least_pinned_bytes, plan_run, ram_limit_bytes
-from offload_runtime.engine.run_plan import RunPlan
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
-from offload_runtime.planner import MachineFigures
+from offload_runtime.plan.machine import MachineFigures, limits_of
+from offload_runtime.plan.memory import RunPlan, make_plan
+from offload_runtime.plan.placement import least_pinned_bytes
+from offload_runtime.plan.request import PlanRequest, longest_context, resolve_context
+from offload_runtime.plan.search import find_candidates, plan_run
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
@@ -29,11 +30,10 @@ _VRAM_STEP = 100_000_000
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Suggestion:
     """Settings that fit: what to change, on the command line where it is an option, and the plan that follows."""
 
     change: str
-    request: PlanRequest
     machine: MachineFigures
     plan: RunPlan
 
@@ -44,7 +44,7 @@ class Refusal:
 
     problem: OffloadError
     short_bytes: dict[str, int]
-    proposals: tuple[Proposal, ...]
+    suggestions: tuple[Suggestion, ...]
 
 
 def plan_or_refuse(request: PlanRequest, machine: MachineFigures) -> RunPlan | Refusal:
@@ -57,10 +57,10 @@ def plan_or_refuse(request: PlanRequest, machine: MachineFigures) -> RunPlan | R
         return plan_run(request, machine)
     except (BudgetError, ContextLengthError, OptionError) as error:
         search = _Search(request, machine)
-        proposals = tuple(search.proposals())
-        if not proposals and isinstance(error, OptionError):
+        suggestions = tuple(search.suggestions())
+        if not suggestions and isinstance(error, OptionError):
             raise
-        return Refusal(error, search.short_bytes, proposals)
+        return Refusal(error, search.short_bytes, suggestions)
 
 
 class _Search:
@@ -73,22 +73,22 @@ class _Search:
         self._machine = machine
         self.short_bytes: dict[str, int] = {}
 
-    def proposals(self) -> Iterator[Proposal]:
+    def suggestions(self) -> Iterator[Suggestion]:
         """What fits, settings of the run before changes of the machine."""
         found = False
         for change, request in self._single_changes():
-            proposal = self._attempt(*_without_idle_options(change, request), self._machine)
-            if proposal is not None:
+            suggestion = self._attempt(*_without_idle_options(change, request), self._machine)
+            if suggestion is not None:
                 found = True
-                yield proposal
-        if not found and (proposal := self._smallest()) is not None:
-            yield proposal
+                yield suggestion
+        if not found and (suggestion := self._smallest()) is not None:
+            yield suggestion
         yield from self._machines()
 
-    def _attempt(self, change: str, request: PlanRequest, machine: MachineFigures) -> Proposal | None:
+    def _attempt(self, change: str, request: PlanRequest, machine: MachineFigures) -> Suggestion | None:
         request = replace(request, tree_nodes=self._tree_nodes)
         try:
-            return Proposal(change, request, machine, plan_run(request, machine))
+            return Suggestion(change, machine, plan_run(request, machine))
         except (BudgetError, ContextLengthError, OptionError):
             return None
 
@@ -160,7 +160,7 @@ class _Search:
         index = bisect_left(values, True, key=lambda value: self._attempt("", change(value), self._machine) is None)
         return values[index - 1] if index else None
 
-    def _smallest(self) -> Proposal | None:
+    def _smallest(self) -> Suggestion | None:
         """Every other setting as small as it goes, and the longest context that then fits."""
         request = self._request
         changes: list[str] = []
@@ -175,22 +175,22 @@ class _Search:
             changes = [*changes, change]
         whole_card = parse_bytes(size_option_down(self._machine.vram_bytes))
         for sized, limit in (([], request.vram_bytes), ([f"--vram {size_option_down(whole_card)}"], whole_card)):
-            proposal = self._smallest_within(replace(request, vram_bytes=limit), [*sized, *changes])
-            if proposal is not None or request.vram_bytes is None:
-                return proposal
+            suggestion = self._smallest_within(replace(request, vram_bytes=limit), [*sized, *changes])
+            if suggestion is not None or request.vram_bytes is None:
+                return suggestion
         return None
 
-    def _smallest_within(self, request: PlanRequest, changes: list[str]) -> Proposal | None:
+    def _smallest_within(self, request: PlanRequest, changes: list[str]) -> Suggestion | None:
         change, request = _without_idle_options(" ".join(changes), request)
-        proposal = self._attempt(change, request, self._machine)
-        if proposal is not None:
-            return proposal
+        suggestion = self._attempt(change, request, self._machine)
+        if suggestion is not None:
+            return suggestion
         context = self._largest(self._contexts(request), lambda tokens: replace(request, context=tokens))
         if context is None:
             return None
         return self._attempt(f"--context {context} {change}".rstrip(), replace(request, context=context), self._machine)
 
-    def _machines(self) -> Iterator[Proposal]:
+    def _machines(self) -> Iterator[Suggestion]:
         """A machine with the least memory of each kind that the run needs; of a context that the model has."""
         for prefix, request in self._possible_contexts():
             unbounded = replace(request, ram_bytes=None, pinned_bytes=None)
@@ -215,11 +215,14 @@ class _Search:
         limits = (self._machine.pinnable_bytes, self._request.pinned_bytes)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Proposal]:
-        machine, ram_limit = self._machine, ram_limit_bytes(self._request, self._machine)
-        needed_pinned, pinnable = least_pinned_bytes(request, self._ample), self._pinned_limit
+    def _machine_for(self, request: PlanRequest, vram_bytes: int, prefix: str) -> Iterator[Suggestion]:
+        machine, pinnable, asked_ram = self._machine, self._pinned_limit, self._request.ram_bytes
+        ram_limit = machine.ram_bytes if asked_ram is None else min(asked_ram, machine.ram_bytes)
+        needed_pinned = _least(request, self._ample, least_pinned_bytes)
         larger_pinnable = None if pinnable is None else max(pinnable, needed_pinned)
-        needed_host = least_host_bytes(request, replace(self._ample, pinnable_bytes=larger_pinnable))
+        needed_host = _least(
+            request, replace(self._ample, pinnable_bytes=larger_pinnable), lambda plan: plan.host_bytes
+        )
         kinds = [
             ("device memory", vram_bytes, self._vram_limit),
             ("host memory", needed_host, ram_limit),
@@ -237,9 +240,9 @@ class _Search:
             pinnable_bytes=larger_pinnable,
         )  # fmt: skip
         asked = replace(request, ram_bytes=max(ram_limit, needed_host))
-        proposal = self._attempt(f"{prefix}{listed}", asked, larger)
-        if proposal is not None:
-            yield proposal
+        suggestion = self._attempt(f"{prefix}{listed}", asked, larger)
+        if suggestion is not None:
+            yield suggestion
 
     @property
     def _ample(self) -> MachineFigures:
@@ -256,6 +259,17 @@ class _Search:
         sizes = range(self._vram_limit, _MOST_BYTES, _BYTES_STEP)
         index = bisect_left(sizes, True, key=fits)
         return sizes[index] if index < len(sizes) else None
+
+
+def _least(request: PlanRequest, machine: MachineFigures, needed_bytes: Callable[[RunPlan], int]) -> int:
+    """The least of some memory without which no plan of a request can be, whatever the machine has of it.
+
+    Raises:
+        BudgetError, OptionError, ContextLengthError: It cannot be in any case.
+    """
+    limits, nodes = limits_of(machine, request), request.tree_nodes or 0
+    plan = make_plan(request, limits, context=request.context, tree_nodes=nodes)
+    return min(map(needed_bytes, find_candidates(plan).all))
 
 
 def _option(size_bytes: int) -> str:

@@ -1,0 +1,116 @@
+"""What a run would hold where and how fast it would be: request, memory, cost, search, forecast; pure arithmetic.
+
+A `PlanRequest` says what is asked for and a `MachineFigures` where. `plan_run` (or `find_plan`, on a machine that is
+here) places everything: a `RunPlan`. `pass_time`, `drafting_s` and `step_time` say how long it takes, `forecast` what
+that means in tokens per second, and `plan_or_refuse` what would fit where it does not. Who allocates a tensor says how
+large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
+"""
+
+from offload_runtime.plan.cost import (
+    USUAL_ACCEPTANCE,
+    PassTime,
+    StepPrediction,
+    best_tree_tokens,
+    draft_step_s,
+    drafting_s,
+    expected_tokens,
+    expected_tree_tokens,
+    link_times,
+    pass_time,
+    predict_step,
+    prefill_time,
+    step_time,
+    tok_per_s,
+    verification,
+    verifier_step_s,
+)
+from offload_runtime.plan.forecast import (
+    RunForecast,
+    Upgrade,
+    describe_draft_cache,
+    describe_speculation,
+    describe_staging,
+    forecast,
+    second_card,
+    upgrades,
+)
+from offload_runtime.plan.machine import (
+    COMMON_PROFILE,
+    PROCESS_BYTES,
+    MachineFigures,
+    MemoryLimits,
+    common_figures,
+    known_figures,
+    limits_here,
+    machine_figures,
+)
+from offload_runtime.plan.memory import MemoryPart, ModelPlan, Placement, RunPlan, VerifierPlan
+from offload_runtime.plan.placement import place_staged, staging_rings
+from offload_runtime.plan.request import (
+    DTYPE_NAMES,
+    PlanRequest,
+    check_window,
+    describe_pair,
+    longest_context,
+    require_dtype,
+    resolve_context,
+    resolve_dtype,
+)
+from offload_runtime.plan.search import check_host_memory, find_plan, plan_run
+from offload_runtime.plan.suggest import Refusal, Suggestion, plan_or_refuse
+
+__all__ = [
+    "COMMON_PROFILE",
+    "DTYPE_NAMES",
+    "PROCESS_BYTES",
+    "USUAL_ACCEPTANCE",
+    "MachineFigures",
+    "MemoryLimits",
+    "MemoryPart",
+    "ModelPlan",
+    "PassTime",
+    "Placement",
+    "PlanRequest",
+    "Refusal",
+    "RunForecast",
+    "RunPlan",
+    "StepPrediction",
+    "Suggestion",
+    "Upgrade",
+    "VerifierPlan",
+    "best_tree_tokens",
+    "check_host_memory",
+    "check_window",
+    "common_figures",
+    "describe_draft_cache",
+    "describe_pair",
+    "describe_speculation",
+    "describe_staging",
+    "draft_step_s",
+    "drafting_s",
+    "expected_tokens",
+    "expected_tree_tokens",
+    "find_plan",
+    "forecast",
+    "known_figures",
+    "limits_here",
+    "link_times",
+    "longest_context",
+    "machine_figures",
+    "pass_time",
+    "place_staged",
+    "plan_or_refuse",
+    "plan_run",
+    "predict_step",
+    "prefill_time",
+    "require_dtype",
+    "resolve_context",
+    "resolve_dtype",
+    "second_card",
+    "staging_rings",
+    "step_time",
+    "tok_per_s",
+    "upgrades",
+    "verification",
+    "verifier_step_s",
+]

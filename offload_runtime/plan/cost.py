@@ -1,0 +1,514 @@
+"""How long passes, drafting, steps and prompts take on a machine: pure functions of a plan and the machine's figures.
+
+Each layer takes the longest of its bytes from HBM and its operations; copies of later layers, and of the next pass, run
+meanwhile. So a pass takes the longer of all its copies and all its compute, and the host must have launched it by then.
+A step proposes, then verifies what was proposed in one pass; `step_time` is what the search of a plan, its forecast,
+the controller of windows and the statistics of a run all go by.
+
+What a kernel attains of the machine's peaks is measured on one H200 (tools/results/): the shares carry over to other
+cards, the seconds come from the machine's own figures.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import GB
+from offload_runtime.kv import block_bytes
+from offload_runtime.kv.retrieval import summaries_bytes
+from offload_runtime.model.linear import padded_rows
+from offload_runtime.plan.machine import MachineFigures
+from offload_runtime.plan.memory import ModelPlan, RunPlan
+from offload_runtime.runners.draft_tree_steps import STEP_ROWS
+
+# Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
+_WINDOW_ATTENTION_SHARE = 0.115
+_PREFILL_ATTENTION_SHARE = 0.5
+# Queries of a KV head are worked on in tiles of so many rows.
+_ATTENTION_TILE_ROWS = 16
+# A streamed 7B pass: 13.8 ms of host work for 32 layers of 14 launches, 20.7 ms with 26.
+_HOST_LAYER_S = 180e-6
+_HOST_LAUNCH_S = 18e-6
+# Touching and locking new host memory: 63 GB in 16 s.
+_GROWTH_GBPS = 4.0
+# Launches of a layer: norms, rotation, attention in two, activation, four products each once a tile; more in a step.
+_LAYER_LAUNCHES = 10
+_PRODUCTS = 4
+_PIECE_LAUNCHES = 3
+_STEP_LAUNCHES = 12  # head, sampling, moving the window
+_CHOICE_LAUNCHES = 4
+# A third of the chunks change from step to step, half of them are kept by the margin of what is held.
+_FETCHED_SHARE = 1 / 6
+
+# Of what a level proposes, the share that the next one accepts while all before are right. The retrieval verifier: 0.93
+# to 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose;
+# where it keeps the first and newest tokens only a tenth less, and behind long texts another tenth (0.65 on that novel;
+# a model agrees with itself 0.81 of the time at 8K, 0.69 at 32K, 0.77 at 120K). N-grams: 1.2 tokens a pass (prose and
+# code, T = 0 to 1.2).
+USUAL_ACCEPTANCE: Mapping[str, float] = MappingProxyType(
+    {"verifier": 0.95, "full": 0.8, "retrieval": 0.8, "streaming": 0.72, "streaming, far": 0.65, "n-grams": 0.15}
+)
+_FAR_TOKENS = 8192
+# Of what a draft's first child misses, the shares that its next ones hit: 0.11 to 0.12, 0.01 to 0.03 and 0.00 to 0.02
+# of all where the first hits 0.83 to 0.84 (prose and code, T = 0.6).
+_OTHER_CHILDREN = (0.7, 0.1, 0.05)
+# Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
+# every row does.
+_DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24}
+_CPU_DEFAULT_GAMMA = 7
+# Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
+_PATH_STEPS = 4
+# Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
+# the next one, until a slot is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
+_BETWEEN_S = 0.015
+
+
+# --- a pass of the target
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
+
+    `compute_s` sums over the layers the longer of HBM and arithmetic. `lookahead_s` of the copies fit the rings while
+    nothing of the pass computes. `weight_bytes` and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of
+    them comes out of pageable memory.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    staged_bytes: int
+    link_s: float
+    hbm_s: float
+    arithmetic_s: float
+    compute_s: float
+    launch_s: float
+    staging_s: float
+    lookahead_s: float
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes over the link."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def copies_s(self) -> float:
+        """Until everything has arrived: staging and link work side by side."""
+        return max(self.link_s, self.staging_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Of the device and of who launches its work."""
+        return max(self.compute_s, self.launch_s)
+
+    @property
+    def seconds(self) -> float:
+        """From pass to pass."""
+        return max(self.copies_s, self.busy_s)
+
+    @property
+    def unstaged_s(self) -> float:
+        """The same if all that is streamed were page-locked."""
+        return max(self.link_s, self.busy_s)
+
+    @property
+    def bound_by(self) -> str:
+        """What takes all of it."""
+        by_cause = {self.link_s: "link", self.staging_s: "staging", self.launch_s: "launches"}
+        if self.seconds == self.link_s:
+            return "link"
+        return by_cause.get(self.seconds, _slower(self.hbm_s, self.arithmetic_s))
+
+
+def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
+    """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
+    ring of copies running across passes."""
+    target, placement = plan.target, plan.placement
+    config, batch = target.config, target.batch
+    flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
+    tile = target.shape.window_rows
+    height = padded_rows(batch * rows, tile)
+    on_device, staged = set(placement.resident_layers), set(placement.staged_layers)
+    kv_on_host, staged_kv = set(target.kv_layers_on_host), set(placement.staged_kv_layers)
+    kinds = Counter(  # layers are alike but for a few kinds
+        (reach, layer not in on_device, layer in staged, layer in kv_on_host, layer in staged_kv)
+        for layer, reach in enumerate(config.layer_windows)
+    )
+    weight_bytes = kv_bytes = staged_bytes = launches = 0
+    hbm_s = arithmetic_s = compute_s = 0.0
+    matrices = (
+        height // tile * target.layer_bytes / attained_hbm,
+        2 * target.layer_layout.matrix_elements * height / flops,
+    )
+    for (reach, streams, stages, streams_kv, stages_kv), count in kinds.items():
+        blocks = target.streamed_kv_blocks(reach, length_tokens) if streams_kv else 0
+        streamed_kv_bytes = batch * blocks * block_bytes(config, target.dtype)
+        pieces = batch * -(-blocks * block_bytes(config, target.dtype) // target.kv_piece_bytes)
+        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
+        weight_bytes += count * streams * target.layer_bytes
+        kv_bytes += count * streamed_kv_bytes
+        staged_bytes += count * (stages * target.layer_bytes + stages_kv * streamed_kv_bytes)
+        launches += count * (_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * pieces)
+        operations = batch * _attention_operations(target, queries=rows, keys=keys)
+        attention = (
+            batch * keys * _kv_token_bytes(target) / attained_hbm, operations / (_WINDOW_ATTENTION_SHARE * flops)
+        )  # fmt: skip
+        hbm_s += count * (matrices[0] + attention[0])
+        arithmetic_s += count * (matrices[1] + attention[1])
+        compute_s += count * (max(matrices) + max(attention))
+    head = _head_bytes(target) / attained_hbm, _head_operations(target, height) / flops
+    link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
+    staging_s = staged_bytes / (machine.staging_gbps * GB)
+    launch_s = config.num_layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
+    # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
+    lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
+    lookahead_s = 0.0
+    if weight_bytes + kv_bytes:
+        lookahead_s = max(link_s, staging_s) * lookahead_bytes / (weight_bytes + kv_bytes)
+    return PassTime(
+        weight_bytes, kv_bytes, staged_bytes, link_s, hbm_s + head[0], arithmetic_s + head[1], compute_s + max(head),
+        launch_s, staging_s, lookahead_s,
+    )  # fmt: skip
+
+
+def _kv_token_bytes(model: ModelPlan) -> int:
+    """Keys and values of a token in one layer."""
+    return 2 * model.config.kv_size * model.dtype.itemsize
+
+
+def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
+    """Operations of a window's attention in one layer, queries filled up to whole tiles."""
+    config = model.config
+    tiles = -(-queries * config.num_heads // config.num_kv_heads // _ATTENTION_TILE_ROWS)
+    return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
+
+
+def _head_bytes(model: ModelPlan) -> int:
+    return model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
+
+
+def _head_operations(model: ModelPlan, rows: int) -> int:
+    return 2 * model.config.vocab_size * model.config.hidden_size * rows
+
+
+def _slower(hbm_s: float, arithmetic_s: float) -> str:
+    return "HBM" if hbm_s >= arithmetic_s else "arithmetic"
+
+
+# --- drafting
+
+
+def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Seconds of one step of the draft, for all sequences of a batch together; 0 without one."""
+    draft = plan.draft
+    if draft is None:
+        return 0.0
+    kept = draft.context_tokens
+    if draft.cache == "streaming":
+        kept = draft.options.sink_tokens + draft.recent_tokens
+    elif draft.cache == "retrieval":
+        kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
+    layers = draft.config.num_layers
+    return _graph_s(
+        machine, draft.dtype,
+        hbm_bytes=layers * (draft.layer_bytes + draft.batch * kept * _kv_token_bytes(draft)) + _head_bytes(draft),
+        operations=2 * draft.batch * layers * draft.layer_layout.matrix_elements + _head_operations(draft, draft.batch),
+        launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
+    )  # fmt: skip
+
+
+def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
+    and fetching chunks; 0 without one."""
+    target = plan.target
+    if plan.verifier is None:
+        return 0.0
+    options, layers, batch = plan.verifier.options, target.config.num_layers, target.batch
+    rows = batch * (1 + gamma_draft(plan))
+    held_bytes = batch * layers * options.budget_tokens * _kv_token_bytes(target)
+    scored_bytes = summaries_bytes(
+        target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
+    )
+    recent_bytes = batch * layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
+    fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
+    return _graph_s(
+        machine, target.dtype,
+        hbm_bytes=layers * target.layer_bytes + _head_bytes(target) + held_bytes + recent_bytes
+        + scored_bytes // options.refresh_steps,
+        operations=2 * rows * layers * target.layer_layout.matrix_elements + _head_operations(target, rows),
+        launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
+        fetched_bytes=round(fetched_bytes),
+    )  # fmt: skip
+
+
+def _graph_s(
+    machine: MachineFigures, dtype: torch.dtype, *, hbm_bytes: int, operations: int, launches: int,
+    fetched_bytes: int = 0,
+) -> float:  # fmt: skip
+    """Seconds of one CUDA graph. What it fetches over the link, it waits for."""
+    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(dtype))
+    return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
+
+
+def drafting_s(
+    plan: RunPlan, machine: MachineFigures, *, gamma: float, tree_nodes: float = 0, verifier_steps: float | None = None
+) -> float:
+    """Seconds of proposing for one pass; n-grams take none.
+
+    Args:
+        plan: Who proposes.
+        machine: Where.
+        gamma: Tokens proposed in a row.
+        tree_nodes: Of a tree in the place of a chain; 0 for none.
+        verifier_steps: Of a retrieval verifier; None for as many as it usually takes.
+    """
+    draft_s = draft_step_s(plan, machine)
+    if tree_nodes:
+        # One for every level of the most probable path that is not there yet, and one for every so many nodes.
+        return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
+    if plan.verifier is None:
+        return gamma * draft_s
+    if verifier_steps is None:
+        verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
+    return verifier_steps * (verifier_step_s(plan, machine) + gamma_draft(plan) * draft_s)
+
+
+# --- how much is proposed, and accepted
+
+
+def usual_acceptance(draft: ModelPlan | None) -> float:
+    """Of a draft's proposals at its full context; None stands for n-grams."""
+    if draft is None:
+        return USUAL_ACCEPTANCE["n-grams"]
+    far = draft.cache == "streaming" and draft.context_tokens > _FAR_TOKENS
+    return USUAL_ACCEPTANCE["streaming, far" if far else draft.cache]
+
+
+def gamma_draft(plan: RunPlan) -> int:
+    """Tokens that the draft proposes to a step of the retrieval verifier; 0 without either."""
+    return 0 if plan.verifier is None or plan.draft is None else plan.verifier.options.gamma_draft
+
+
+def tree_nodes(plan: RunPlan) -> int:
+    """Nodes of the trees that are proposed; 0 for chains."""
+    if plan.draft is None or plan.verifier is not None:
+        return 0
+    return min(plan.draft.tree_nodes, max(0, plan.target.context_tokens - 2))
+
+
+def gamma(plan: RunPlan) -> int:
+    """Tokens proposed for a pass in a row, at most what the context has room for."""
+    request = plan.request
+    if not (request.proposes or plan.verifier is not None):
+        return 0
+    chosen = request.gamma
+    if chosen is None:
+        chosen = request.max_gamma if tree_nodes(plan) else _default_gamma(plan)
+    return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
+
+
+def _default_gamma(plan: RunPlan) -> int:
+    """Tokens proposed per pass when nothing is asked for."""
+    if plan.request.device_type != "cuda":
+        return _CPU_DEFAULT_GAMMA
+    if plan.verifier is not None:
+        return _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
+    return _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
+
+
+def expected_tokens(acceptance: float, gamma: int) -> float:
+    """Tokens of one verification of `gamma` proposals, each right with probability `acceptance` while all before are.
+
+    (1 - a^(gamma + 1)) / (1 - a): the accepted ones and the verifier's own (Leviathan et al., arXiv 2211.17192, eq. 1).
+    """
+    assert 0 <= acceptance <= 1 and gamma >= 0
+    return float(sum(acceptance**depth for depth in range(gamma + 1)))
+
+
+@lru_cache(maxsize=4096)
+def expected_tree_tokens(acceptance: float, nodes: int, depth: int) -> float:
+    """Tokens of one verification of the best tree of a draft whose first child is right with probability `acceptance`,
+    wherever it stands, and whose other children are as often as they usually are."""
+    return best_tree_tokens([acceptance, *((1 - acceptance) * share for share in _OTHER_CHILDREN)], nodes, depth)
+
+
+def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
+    """The verifier's own token and the sum of the `nodes` most probable paths no longer than `depth`, where the child
+    of rank r is what it says with probability `hits[r]`, whatever came before (Chen et al., Sequoia, arXiv
+    2402.12374)."""
+    assert nodes >= 0 and depth >= 0
+    total, heap = 1.0, [(-hit, 1) for hit in hits] if depth else []
+    heapq.heapify(heap)
+    for _ in range(nodes):
+        if not heap:
+            break
+        negative, length = heapq.heappop(heap)
+        total -= negative
+        if length < depth:
+            for hit in hits:
+                heapq.heappush(heap, (negative * hit, length + 1))
+    return total
+
+
+# --- a step: proposals and the pass that verifies them
+
+
+def step_time(verify: PassTime, drafting_s: float) -> float:
+    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
+    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
+    return max(copies_s, verify.busy_s + drafting_s)
+
+
+def hidden_s(verify: PassTime, drafting_s: float) -> float:
+    """Of `drafting_s`, what delays no copy."""
+    return min(drafting_s, verify.lookahead_s)
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step at some acceptance: `tokens` of each sequence, `tok_per_s` of all of them.
+
+    `hidden_s` of `drafting_s` pass while the ring fills. `bound_by` is `drafting` where the rest of it takes longer
+    than the pass.
+    """
+
+    acceptance: float
+    tokens: float
+    drafting_s: float
+    hidden_s: float
+    seconds: float
+    tok_per_s: float
+    bound_by: str
+
+
+def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
+    """A pass over a window of proposals, at the full context."""
+    window = tree_nodes(plan) or gamma(plan)
+    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
+
+
+def predict_step(
+    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
+) -> StepPrediction:
+    """How fast tokens come at the full context, all sequences of a batch together.
+
+    Args:
+        plan: What proposes, and where everything lives.
+        machine: Where it runs.
+        acceptance: By the target, of each proposal; None for what is usual of who proposes.
+        verify: What `verification` says, if it is known already.
+    """
+    if acceptance is None:
+        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
+    verify = verification(plan, machine) if verify is None else verify
+    nodes, depth = tree_nodes(plan), gamma(plan)
+    tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
+    proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
+    seconds = step_time(verify, proposing_s)
+    bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
+    return StepPrediction(
+        acceptance, tokens, proposing_s, hidden_s(verify, proposing_s), seconds,
+        plan.target.batch * tokens / seconds, bound_by,
+    )  # fmt: skip
+
+
+def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Tokens per second at the usual acceptance: what plans are compared by.
+
+    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
+    """
+    return predict_step(plan, machine).tok_per_s
+
+
+# --- the link between passes
+
+
+def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, float, int]:
+    """How long the link is busy with passes over a streamed target, and behind them.
+
+    Args:
+        plan: What lives where.
+        machine: Where.
+        widest: Rows of the widest window, if it is wider than what is usual.
+
+    Returns:
+        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with;
+        seconds that the link takes for a pass at the full context; rows of a sequence in a pass up to which nothing
+        else takes longer, 0 where something always does.
+    """
+    length = plan.target.context_tokens - 1
+
+    def passed(rows: int) -> PassTime:
+        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
+
+    def slack_s(rows: int) -> float:
+        time = passed(rows)
+        return time.busy_s - time.copies_s
+
+    one = passed(1)
+    widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
+    # Windows of sizes like these are what is proposed.
+    rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
+    bound = bisect_right(rows, 0.0, key=slack_s)
+    return max(0.0, one.lookahead_s - _BETWEEN_S), one.copies_s, rows[bound - 1] if bound else 0
+
+
+# --- prompts
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Time to the first token by cause; host memory grows before the first layer, everything else overlaps.
+
+    Of `link_bytes` the weights go to the device once and the keys and values back once.
+    """
+
+    link_bytes: int
+    link_s: float
+    compute_s: float
+    growth_s: float
+    seconds: float
+    bound_by: str
+    staging_s: float
+
+
+def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> PrefillTime:
+    """Prompts of `prompt_tokens` in every sequence, one after the other. The link is taken to carry both directions
+    one after the other."""
+    target, placement = plan.target, plan.placement
+    config, batch, layers = target.config, target.batch, target.config.num_layers
+    flops = machine.flops(target.dtype)
+    attention_operations = 0
+    for reach in config.layer_windows:
+        seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
+        attention_operations += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
+    tiles = -(-prompt_tokens // target.shape.prefill_rows)  # the weights are read for every one of them
+    hbm_s = batch * tiles * layers * target.layer_bytes / machine.attained_hbm
+    arithmetic_s = 2 * batch * layers * target.layer_layout.matrix_elements * prompt_tokens / flops
+    arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
+    compute_s = max(hbm_s, arithmetic_s)
+    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
+    staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
+    link_bytes = batch * placement.num_streamed * target.layer_bytes + written_bytes
+    link_s = link_bytes / (machine.link_gbps * GB)
+    # What is staged grows as the threads that write there touch it.
+    growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
+    staged_bytes = batch * len(placement.staged_layers) * target.layer_bytes + staged_kv_bytes
+    staging_s = staged_bytes / (machine.staging_gbps * GB)
+    work_s = max(link_s, staging_s, compute_s)
+    bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)
+    if staging_s > max(link_s, compute_s):
+        bound_by = "staging"
+    if growth_s > work_s:
+        bound_by = "host memory"
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, growth_s + work_s, bound_by, staging_s)

@@ -1,0 +1,550 @@
+"""What a run holds: its models with their caches and layers, part by part, in bytes of the device and of the host.
+
+Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here it is only added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from offload_runtime_kernels.attention import prefill_attention_name
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import ModelConfig, SpeculationOptions
+from offload_runtime.errors import OptionError
+from offload_runtime.kv import (
+    KV_RING_SLOTS,
+    block_bytes,
+    kv_cache_bytes,
+    kv_piece_bytes,
+    num_blocks,
+    prefill_workspace_bytes,
+    ring_blocks,
+)
+from offload_runtime.kv.retrieval import chunk_policy_bytes, retrieved_bytes
+from offload_runtime.kv.retrieval_cache import retrieved_draft_bytes
+from offload_runtime.kv.streaming import streaming_cache_bytes, streaming_capacity_tokens
+from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.plan.machine import PROCESS_BYTES, MemoryLimits
+from offload_runtime.plan.request import (
+    AUTO_CONTEXT_TOKENS,
+    KV_PLACES,
+    PlanRequest,
+    check_window,
+    longest_context,
+    resolve_context,
+    resolve_dtype,
+)
+from offload_runtime.runners import PassShape, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, STEP_ROWS
+from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
+from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
+from offload_runtime.sampling import MOST_FILTERED_ROWS
+from offload_runtime.weights import PackedLayout, layer_layout, packed_bytes, shared_layout
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Bytes of one thing; `pinned` where they must be page-locked."""
+
+    name: str
+    nbytes: int
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
+
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
+    of page-locked memory on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the
+    host, which crosses `writeback_bytes` on its way there.
+    """
+
+    resident_layers: tuple[int, ...]
+    num_slots: int
+    num_layers: int
+    staged_layers: tuple[int, ...] = ()
+    staging_bytes: int = 0
+    resident_kv_layers: tuple[int, ...] = ()
+    staged_kv_layers: tuple[int, ...] = ()
+    writeback_bytes: int = 0
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers whose weights cross the link in every pass."""
+        return self.num_layers - len(self.resident_layers)
+
+    @property
+    def num_held(self) -> int:
+        """Layers that the device has room for: resident ones and slots."""
+        return len(self.resident_layers) + self.num_slots
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers whose weights cross the link in every pass."""
+        return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)
+
+
+def all_resident(num_layers: int) -> Placement:
+    """Every layer on the device, nothing streamed."""
+    return Placement(tuple(range(num_layers)), 0, num_layers)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model of a run, before it is loaded.
+
+    `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
+    draft, `retrieval` or `streaming`, whose sizes are those of `options`. A prefill may borrow `borrowable_bytes` of
+    memory that only decoding uses.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    shape: PassShape
+    context_tokens: int
+    window_tokens: int
+    batch: int
+    placement: Placement
+    cache: str = "full"
+    options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    borrowable_bytes: int = 0
+    tree_nodes: int = 0  # most nodes of the trees that a draft grows
+    step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the KV cache lives in host memory."""
+        return self.cache == "host"
+
+    @property
+    def tree_slots(self) -> int:
+        """Of a draft that grows trees: places for what may become part of a sequence."""
+        return tree_slots(self.tree_nodes) if self.tree_nodes else 0
+
+    # --- weights
+
+    @cached_property
+    def layer_layout(self) -> PackedLayout:
+        """How each layer lies in memory."""
+        return layer_layout(self.config, self.dtype)
+
+    @property
+    def layer_bytes(self) -> int:
+        """One packed layer."""
+        return self.layer_layout.total_bytes
+
+    @property
+    def host_layer_bytes(self) -> int:
+        """One packed layer in host memory, which is given out in whole pages."""
+        return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Embedding, final norm and head."""
+        return shared_layout(self.config, self.dtype).total_bytes
+
+    # --- keys and values
+
+    @property
+    def kv_layers_on_host(self) -> tuple[int, ...]:
+        """Layers whose keys and values are in host memory."""
+        if not self.on_host:
+            return ()
+        return tuple(i for i in range(self.config.num_layers) if i not in self.placement.resident_kv_layers)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Keys and values of one layer, of the whole context."""
+        return self.batch * num_blocks(self.context_tokens) * block_bytes(self.config, self.dtype)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host memory of the keys and values of the whole context that are not on the device."""
+        return len(self.kv_layers_on_host) * self.kv_layer_bytes
+
+    @property
+    def open_kv_bytes(self) -> int:
+        """On the device, of a layer whose cache is on the host: its newest blocks."""
+        return self.batch * ring_blocks(self.window_tokens) * block_bytes(self.config, self.dtype)
+
+    @property
+    def kv_piece_bytes(self) -> int:
+        """A slot of the ring that a cache on the host is streamed through."""
+        return kv_piece_bytes(self.config, self.dtype, self.context_tokens)
+
+    @property
+    def kv_ring_bytes(self) -> int:
+        """All slots of that ring."""
+        return KV_RING_SLOTS * self.kv_piece_bytes
+
+    @property
+    def prefill_workspace_bytes(self) -> int:
+        """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
+        needed_bytes = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
+        return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
+
+    @property
+    def whole_kv_bytes(self) -> int:
+        """The KV cache of the whole context, wherever it is."""
+        return kv_cache_bytes(
+            self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache takes of the device."""
+        return sum(part.nbytes for part in self.kv_parts)
+
+    @property
+    def kv_parts(self) -> tuple[MemoryPart, ...]:
+        """The same part by part."""
+        if not self.on_host:
+            return (MemoryPart("KV cache", self._device_kv_bytes),)
+        parts = [MemoryPart("KV of resident layers", len(self.placement.resident_kv_layers) * self.kv_layer_bytes)]
+        if streamed := len(self.kv_layers_on_host):
+            parts += [
+                MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
+                MemoryPart("ring of KV pieces", self.kv_ring_bytes),
+                MemoryPart("prefill workspace", self.prefill_workspace_bytes),
+            ]
+        return tuple(parts)
+
+    @property
+    def _device_kv_bytes(self) -> int:
+        options = self.options
+        if self.cache == "streaming":
+            return streaming_cache_bytes(
+                self.config, self.dtype, sink_tokens=options.sink_tokens, recent_tokens=self.recent_tokens,
+                window_tokens=self.streaming_window_tokens, batch=self.batch, spare_slots=self.tree_slots,
+            )  # fmt: skip
+        if self.cache == "retrieval":
+            return retrieved_draft_bytes(
+                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=options.budget_tokens,
+                chunk_size=options.chunk_size, batch=self.batch,
+            )  # fmt: skip
+        return self.whole_kv_bytes
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest tokens that a streaming cache keeps: there are no more of them than the context has."""
+        return min(self.options.recent_tokens, max(2, self.context_tokens))
+
+    @property
+    def streaming_window_tokens(self) -> int:
+        """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are
+        cut; steps of a retrieval verifier may go beyond what is asked for."""
+        in_a_row = min(self.window_tokens, MOST_DEPTH + 1) if self.tree_nodes else self.window_tokens
+        return in_a_row + 2 * self.options.gamma_draft + 2
+
+    @property
+    def streaming_tokens(self) -> int:
+        """Tokens that a streaming cache has room for."""
+        window_tokens = self.streaming_window_tokens
+        return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
+
+    def streamed_kv_blocks(self, reach: int | None, length_tokens: int) -> int:
+        """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
+        host: the full ones that its window of `reach` tokens reaches."""
+        first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
+        return length_tokens // BLOCK_TOKENS - first
+
+    def kv_blocks_by_layer(self) -> list[int]:
+        """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
+        length, windows = self.context_tokens - 1, self.config.layer_windows
+        of_window = {reach: self.streamed_kv_blocks(reach, length) for reach in set(windows)}
+        return [of_window[reach] for reach in windows]
+
+    # --- both, and what passes take
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest pass."""
+        # A tree's step keeps its logits beside those that the pass makes.
+        rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
+        sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
+        return workspace_bytes(
+            self.config, self.dtype.itemsize, self.shape, context_tokens=self.context_tokens, rows=rows,
+            sampled_rows=sampled_rows,
+        )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, wherever they are."""
+        return packed_bytes(self.config, self.dtype)
+
+
+def target_plan(
+    config: ModelConfig, dtype: torch.dtype, device_type: str, *, context: int, window: int, batch: int = 1
+) -> ModelPlan:
+    """Plan of a target, nothing of it placed yet."""
+    shape = target_shape(packed_bytes(config, dtype), device_type)
+    return ModelPlan(config, dtype, shape, context, window, batch, all_resident(config.num_layers))
+
+
+def draft_plan(
+    config: ModelConfig, dtype: torch.dtype, device_type: str, *, context: int, window: int,
+    options: SpeculationOptions, batch: int = 1, tree_nodes: int | None = None,
+) -> ModelPlan:  # fmt: skip
+    """Plan of a draft model. A full cache ends where the draft's own positions do.
+
+    Raises:
+        OptionError: The cache that was asked for needs positions that the draft does not have, or would retrieve more
+            than there can be; or trees were asked for and the cache is one of retrieved chunks.
+    """
+    longest, cache = longest_context(config), options.draft_cache
+    if cache == "auto":
+        if context <= min(longest, AUTO_CONTEXT_TOKENS):
+            cache = "full"
+        else:
+            retrieves = context <= longest and options.budget_tokens <= context and tree_nodes is None
+            cache = "retrieval" if retrieves else "streaming"
+    if tree_nodes is not None and cache == "retrieval":
+        raise OptionError(
+            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, not retrieved chunks: use "
+            "--draft-cache streaming or full, or drop --tree-nodes"
+        )
+    plan = ModelPlan(
+        config, dtype, draft_shape(device_type), context, window, batch, all_resident(config.num_layers), cache,
+        options, tree_nodes=tree_nodes or 0, step_rows=max(STEP_ROWS, batch),
+    )  # fmt: skip
+    if cache == "streaming":
+        return with_streaming_cache(plan)
+    if cache == "full":
+        return replace(plan, context_tokens=min(context, longest))
+    if context > longest:
+        raise OptionError(
+            f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
+            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in the draft's config.json"
+        )
+    if options.budget_tokens > context:
+        raise OptionError(
+            f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing: "
+            "lower --budget-tokens, raise --context, or use --draft-cache full"
+        )
+    return plan
+
+
+def with_streaming_cache(draft: ModelPlan) -> ModelPlan:
+    """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""
+    kept, longest = draft.streaming_tokens, longest_context(draft.config)
+    if kept > longest:
+        raise OptionError(
+            f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
+            f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
+        )
+    return replace(draft, cache="streaming")
+
+
+@dataclass(frozen=True)
+class VerifierPlan:
+    """The retrieval verifier between draft and target, in bytes of the device: retrieved chunks, what the policy keeps
+    to choose them by, and what steps need."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    options: SpeculationOptions
+    context_tokens: int
+    batch: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it but the graphs of its steps."""
+        options = self.options
+        return self.step_bytes + retrieved_bytes(
+            self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+            batch=self.batch,
+        ) + chunk_policy_bytes(
+            self.config, self.dtype, options.policy, chunk_size=options.chunk_size,
+            capacity_tokens=self.context_tokens, batch=self.batch,
+        )  # fmt: skip
+
+    @property
+    def step_bytes(self) -> int:
+        """The window and what a step computes on its way, of all sequences."""
+        options = self.options
+        far_chunks = 0 if options.policy == "streaming" else self.context_tokens // options.chunk_size
+        return verifier_step_bytes(
+            self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1, far_chunks=far_chunks
+        )
+
+    @property
+    def borrowable_bytes(self) -> int:
+        """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
+        if self.batch > 1:
+            return 0
+        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as it was asked for and as it is placed: what lives where, in bytes.
+
+    `verifier` is None where the draft proposes to the target itself; `reason` says why, when `auto` decided it. Trees
+    of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
+    """
+
+    request: PlanRequest
+    limits: MemoryLimits
+    target: ModelPlan
+    draft: ModelPlan | None = None
+    verifier: VerifierPlan | None = None
+    tree_room: int = 0
+    tree_note: str = ""
+    reason: str = ""
+
+    @property
+    def placement(self) -> Placement:
+        """Of the target's layers."""
+        return self.target.placement
+
+    def with_placement(self, placement: Placement) -> RunPlan:
+        """The same with the target's layers elsewhere."""
+        return replace(self, target=replace(self.target, placement=placement))
+
+    def of_batch(self, sequences: int) -> RunPlan:
+        """The same for another number of sequences."""
+        draft = None if self.draft is None else replace(self.draft, batch=sequences)
+        return replace(self, target=replace(self.target, batch=sequences), draft=draft)
+
+    # --- of the device
+
+    @cached_property
+    def device(self) -> tuple[MemoryPart, ...]:
+        """Device memory, part by part."""
+        target, draft, placement = self.target, self.draft, self.placement
+        parts = [
+            MemoryPart("CUDA context", self.limits.reserved_bytes),
+            MemoryPart("embedding and head", target.shared_bytes),
+            MemoryPart("resident layers", len(placement.resident_layers) * target.layer_bytes),
+            MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
+            *target.kv_parts,
+            MemoryPart("retrieval cache", self.verifier_bytes),
+        ]
+        if draft is not None:
+            parts += [MemoryPart("draft weights", draft.weight_bytes), MemoryPart("draft KV cache", draft.kv_bytes)]
+        parts += [MemoryPart("CUDA graphs", self.graph_bytes), MemoryPart("workspace", self.workspace_bytes)]
+        return tuple(part for part in parts if part.nbytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak of the device's memory."""
+        return sum(part.nbytes for part in self.device)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of these, everything but the target's layers of weights."""
+        return self.device_bytes - self.placement.num_held * self.target.layer_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of both models."""
+        if self.draft is None:
+            return self.target.workspace_bytes
+        # Draft and target take turns on one stream and share the allocator's blocks, unless the draft runs beside a
+        # pass.
+        each = self.target.workspace_bytes, self.draft.workspace_bytes
+        return sum(each) if self.draft.tree_slots else max(each)
+
+    @property
+    def graph_bytes(self) -> int:
+        """CUDA graphs of the draft's and the verifier's steps."""
+        if self.request.device_type != "cuda":
+            return 0
+        nbytes = 0 if self.verifier is None else step_graph_bytes(self.target.config)
+        draft = self.draft
+        if draft is None:
+            return nbytes
+        trees = draft.tree_slots > 0
+        return nbytes + draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+
+    @property
+    def verifier_bytes(self) -> int:
+        """What a retrieval verifier takes, its graphs aside."""
+        return 0 if self.verifier is None else self.verifier.nbytes
+
+    # --- of the host
+
+    @cached_property
+    def host(self) -> tuple[MemoryPart, ...]:
+        """Host memory once the models are loaded, at the longest context, part by part."""
+        target, placement, pinned = self.target, self.placement, self.limits.page_locks
+        staged_bytes = len(placement.staged_layers) * target.host_layer_bytes
+        staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
+        parts = [
+            MemoryPart("streamed layers", placement.num_streamed * target.host_layer_bytes - staged_bytes, pinned),
+            MemoryPart("staged layers", staged_bytes),
+            MemoryPart("staging ring", placement.staging_bytes, pinned),
+            MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
+            MemoryPart("staged KV cache", staged_kv_bytes),
+            MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
+        ]
+        if self.request.device_type == "cpu":  # whose memory is the host's
+            parts.append(MemoryPart("all that is on the device", self.device_bytes))
+        parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
+        return tuple(part for part in parts if part.nbytes)
+
+    @property
+    def loading_bytes(self) -> int:
+        """Host memory held while weights are read, before resident ones are given back."""
+        return self.target.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Peak of host memory."""
+        return max(sum(part.nbytes for part in self.host), self.loading_bytes + PROCESS_BYTES)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Peak of page-locked host memory."""
+        return sum(part.nbytes for part in self.host if part.pinned)
+
+    # --- what of it moves, and how
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that a pass at the full context brings over the link."""
+        target, blocks = self.target, self.target.kv_blocks_by_layer()
+        streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
+        kv_bytes = target.batch * streamed * block_bytes(target.config, target.dtype)
+        return self.placement.num_streamed * target.layer_bytes + kv_bytes
+
+    @property
+    def resident_kv_layers(self) -> tuple[int, ...]:
+        """Layers whose keys and values stay on the device."""
+        return self.placement.resident_kv_layers if self.target.on_host else tuple(range(self.placement.num_layers))
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether anything is streamed from pageable memory."""
+        return bool(self.placement.staged_layers or self.placement.staged_kv_layers)
+
+    @property
+    def prefill_attention(self) -> str:
+        """Which attention works on prompts."""
+        return prefill_attention_name(self.request.device_type)
+
+
+def make_plan(request: PlanRequest, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
+    """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
+
+    Raises:
+        OptionError, ContextLengthError: Of the request's element type, context, window or caches.
+    """
+    if request.kv not in KV_PLACES:
+        raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {request.kv!r}")
+    config, device_type, window = request.target.config(), request.device_type, max(request.max_gamma, tree_nodes) + 1
+    dtype = resolve_dtype(request.dtype, request.target, device_type)
+    tokens = resolve_context(context, config, kv=request.kv)
+    check_window(window, config)
+    target = target_plan(config, dtype, device_type, context=tokens, window=window, batch=request.batch)
+    draft = None
+    if request.draft is not None:
+        draft = draft_plan(
+            request.draft.config(), dtype, device_type, context=tokens, window=window, options=request.speculation,
+            batch=request.batch, tree_nodes=tree_nodes or None,
+        )  # fmt: skip
+    return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
