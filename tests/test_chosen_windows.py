@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.answer_figures import window_figure
+from offload_runtime.cli.render import window_figure
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading

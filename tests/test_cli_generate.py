@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 import offload_runtime
 from offload_runtime import engine
 from offload_runtime.cli import app
-from offload_runtime.cli.answer_figures import link_figure
+from offload_runtime.cli.render import link_figure
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.answer_figures import depth_figure, source_figure, speed_figures
+from offload_runtime.cli.render import depth_figure, source_figure, speed_figures
 from offload_runtime.engine import Runtime, playing
 from offload_runtime.engine import build_proposer as hierarchy
 from offload_runtime.speculation import (

@@ -8,9 +8,7 @@ import typer
 
 from offload_runtime.cli import options as opt
 from offload_runtime.cli.options import count_or_chosen, with_option_groups
-from offload_runtime.cli.terminal import ending_in_order
-from offload_runtime.cli.usage import OneLineGroup
-from offload_runtime.cli.user_text import collect_prompts, user_path
+from offload_runtime.cli.terminal import OneLineGroup, collect_prompts, ending_in_order, user_path
 from offload_runtime.config import GenerationParams, SamplingParams
 
 app = typer.Typer(
@@ -64,16 +62,14 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
 ) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    from offload_runtime.cli.generate import run_batch, run_generate
+    from offload_runtime.cli.generate import run_generate
 
     files = prompt_file or []
     with ending_in_order():
         config, params = options.loading(max_batch=max(1, len(files))), options.params()
-        prompts = collect_prompts(prompt, files)
-        run = run_generate if len(prompts) == 1 else run_batch
-        run(
-            prompts, config, params, as_chat=chat, as_json=options.as_json, explain=options.explain,
-            show_progress=not options.no_progress,
+        run_generate(
+            collect_prompts(prompt, files), config, params, as_chat=chat, as_json=options.as_json,
+            explain=options.explain, show_progress=not options.no_progress,
         )  # fmt: skip
 
 

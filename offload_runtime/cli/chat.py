@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING
 
 from offload_runtime.cli.answer import load_runtime, stream_answer
-from offload_runtime.cli.answer_figures import speed_figures
-from offload_runtime.cli.answer_record import result_record
 from offload_runtime.cli.chat_commands import EndOfChat, find_command
-from offload_runtime.cli.terminal import error_line, status_line, write_json, write_text
-from offload_runtime.cli.user_text import decode_utf8
+from offload_runtime.cli.render import result_record, speed_figures
+from offload_runtime.cli.terminal import decode_utf8, error_line, only_json, status_line, write_json, write_text
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
@@ -126,17 +123,16 @@ def run_chat(
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive and as_json:
         raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
-    answers = sys.stdout
-    with ExitStack() as stack:
-        if as_json:
-            stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(config, explain=explain, show_progress=show_progress))
+    with (
+        only_json(as_json) as output,
+        load_runtime(config, explain=explain, show_progress=show_progress) as runtime,
+    ):
         session = ChatSession(
             runtime,
             runtime.conversation(system),
             config,
             params,
-            write_record=(lambda record: write_json(record, answers)) if as_json else None,
+            write_record=(lambda record: write_json(record, output)) if as_json else None,
             show_progress=show_progress,
         )
         status_line(runtime.load_report)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.cli.answer_figures import link_figure, prediction_figure, share_figure
-from offload_runtime.cli.terminal import status_line, stderr_console
-from offload_runtime.cli.user_text import decode_utf8, user_path
+from offload_runtime.cli.render import link_figure, prediction_figure, share_figure
+from offload_runtime.cli.terminal import decode_utf8, status_line, stderr_console, user_path
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
 

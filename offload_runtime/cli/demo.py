@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from offload_runtime.cli.answer import load_runtime, stream_answer
-from offload_runtime.cli.answer_figures import link_figure
+from offload_runtime.cli.render import link_figure
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
 from offload_runtime.config import GenerationParams, RuntimeConfig, format_bytes
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from offload_runtime.cli.user_text import user_path
+from offload_runtime.cli.terminal import user_path
 from offload_runtime.config import (
     GenerationParams,
     RuntimeConfig,

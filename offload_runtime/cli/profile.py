@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.cli.terminal import ProgressBars, write_json, write_text
-from offload_runtime.cli.user_text import user_path
+from offload_runtime.cli.terminal import ProgressBars, only_json, user_path, write_json, write_text
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import StorageError
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
@@ -42,11 +40,7 @@ def run_profile(
     options = MeasureOptions(
         device=device, quick=quick, full=full, disk_file=None if disk_file is None else user_path(disk_file)
     )
-    with ExitStack() as stack:
-        if as_json:
-            # Libraries print to stdout now and then; a reader of JSON must not meet it.
-            stack.enter_context(redirect_stdout(sys.stderr))
-        bars = stack.enter_context(ProgressBars(enabled=show_progress))
+    with only_json(as_json), ProgressBars(enabled=show_progress) as bars:
         report = measure_machine(options, on_progress=bars.on_runs)
     advice = advise(report)
     if as_json:

@@ -1,4 +1,4 @@
-"""What reaches the terminal besides the model's text: progress, status and error lines, all on stderr.
+"""What goes between the user and the commands: prompts and paths in; progress, status and error lines out, on stderr.
 
 Rich is used without wrapping here: a line stays one line in a log file, however long it is.
 """
@@ -10,14 +10,17 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
-from offload_runtime.errors import OffloadError, StorageError
+from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,6 +125,14 @@ def write_json(record: Mapping[str, Any], output: TextIO) -> None:
         output.flush()
 
 
+@contextmanager
+def only_json(wanted: bool) -> Iterator[TextIO]:
+    """Yield where to write JSON, and send to stderr what libraries print now and then: its reader must not meet it."""
+    output = sys.stdout
+    with redirect_stdout(sys.stderr if wanted else output):
+        yield output
+
+
 class ProgressBars:
     """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete.
 
@@ -195,3 +206,84 @@ def _new_progress(unit: str) -> Progress:
         return Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
     counted = (name, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(compact=True))
     return Progress(*counted, console=stderr_console(), transient=True, redirect_stdout=False)
+
+
+# The base of all errors about options. Newer versions of typer carry click within and export no more than this child.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Turn what typer says in a box into `error: …` and exit code 2."""
+    try:
+        yield
+    except _UsageError as error:
+        refusal: Any = error  # of click's, for which there is no name here
+        command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
+        message = refusal.format_message().rstrip(".")
+        error_line(OptionError(f"{message}; {command} --help lists the options"))
+        raise typer.Exit(ERROR_EXIT_CODE) from error
+
+
+class OneLineGroup(TyperGroup):
+    """Typer's group of commands, but for how it says what is wrong with the words of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before the command; without any, the help is shown as ever."""
+        if not args:
+            return super().parse_args(ctx, args)
+        with _in_one_line():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the words of the command, and run it."""
+        with _in_one_line():
+            return super().invoke(ctx)
+
+
+@dataclass(frozen=True)
+class NamedPrompt:
+    """A prompt, and what to call it: its file as the user wrote it."""
+
+    name: str
+    text: str
+
+
+def collect_prompts(prompt: str | None, prompt_files: Sequence[str]) -> list[NamedPrompt]:
+    """Return the prompt of `--prompt` or those of all `--prompt-file` (`-` is stdin), byte for byte as written."""
+    if (prompt is None) == (not prompt_files):
+        given = "both" if prompt_files else "neither"
+        raise OptionError(f"{given} of --prompt and --prompt-file was given: give exactly one of them")
+    if prompt is not None:
+        return [NamedPrompt("--prompt", prompt)]
+    if prompt_files.count("-") > 1:
+        raise OptionError(f"--prompt-file - was given {prompt_files.count('-')} times: stdin can be read once")
+    return [_read_prompt(path) for path in prompt_files]
+
+
+def _read_prompt(path: str) -> NamedPrompt:
+    name = "stdin" if path == "-" else path
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
+    except OSError as error:
+        raise OptionError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
+    return NamedPrompt(name, decode_utf8(raw, name if path == "-" else f"--prompt-file {path}"))
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user wrote, with `~` replaced; raises `OptionError` when that stands for nothing."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise OptionError(f"{text} cannot be found ({error}): write the path without ~") from error
+
+
+def decode_utf8(raw: bytes, source: str) -> str:
+    """Decode text that a user supplied, without a byte-order mark; raises `OptionError` naming `source`."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = raw[error.start]
+        raise OptionError(
+            f"{source} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}; convert it, for example with iconv"
+        ) from error

@@ -5,15 +5,21 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from offload_runtime.cli.answer import load_runtime
-from offload_runtime.cli.terminal import ProgressBars, status_line, write_json, write_text
-from offload_runtime.cli.user_text import decode_utf8, user_path
+from offload_runtime.cli.terminal import (
+    ProgressBars,
+    decode_utf8,
+    only_json,
+    status_line,
+    user_path,
+    write_json,
+    write_text,
+)
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 
@@ -62,11 +68,10 @@ def run_verify(
     from offload_runtime.verify.report import VerificationPlan, verify
 
     plan = VerificationPlan.built_in(quick=quick, tokens=tokens, seeds=seeds, extra=extra_prompts)
-    with ExitStack() as stack:
-        if as_json:
-            # Libraries print to stdout now and then; a reader of JSON must not meet it.
-            stack.enter_context(redirect_stdout(sys.stderr))
-        runtime = stack.enter_context(load_runtime(config, show_progress=show_progress, check=plan.encoded))
+    with (
+        only_json(as_json),
+        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
+    ):
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
             report = verify(runtime, plan, on_progress=bars.on_runs)
