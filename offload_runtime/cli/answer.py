@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from offload_runtime.cli.terminal import ProgressBars
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError
-from offload_runtime.importing import no_collections
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Runtime
@@ -75,8 +74,7 @@ def load_runtime(
 ) -> Runtime:
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
     weights are read. `explain` prints the plan on stderr."""
-    with no_collections():
-        from offload_runtime.engine import Runtime
+    from offload_runtime.engine import Runtime
 
     with ProgressBars(enabled=show_progress) as bars:
         on_plan = partial(_explain, config=config) if explain else None

@@ -20,7 +20,6 @@ import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
-from offload_runtime.importing import no_collections
 from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers, token_ids
 from offload_runtime.weights.checkpoint import Shard
 from offload_runtime.weights.layout import checkpoint_tensors, packed_bytes
@@ -225,13 +224,12 @@ def _load_hf_config(directory: Path) -> Any:
     raw = read_json(directory / "config.json")
     check_model_type(raw.get("model_type"), raw.get("architectures"))
     refuse_quantised(raw, str(directory))
-    with no_collections():
-        from transformers import AutoConfig
+    from transformers import AutoConfig
 
-        try:
-            return AutoConfig.from_pretrained(directory)  # which imports more than the line above
-        except Exception as error:  # its validation raises errors of many libraries; each means the same here
-            raise CheckpointError(f"{directory / 'config.json'} was refused by transformers: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:  # its validation raises errors of many libraries; each means the same here
+        raise CheckpointError(f"{directory / 'config.json'} was refused by transformers: {error}") from error
 
 
 def load_tokenizer(directory: Path) -> Any:
