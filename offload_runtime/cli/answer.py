@@ -92,7 +92,7 @@ def check_prompts(room: PromptRoom, *, prompts: Sequence[Prompt], max_new_tokens
 
 def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
-    from offload_runtime.cli.plan_tables import memory_tables, print_tables, speed_line
+    from offload_runtime.cli.plan_render import memory_tables, print_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
     from offload_runtime.plan import COMMON_PROFILE
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, status_line, write_json, write_text
+from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, only_json, status_line, write_json, write_text
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
@@ -35,10 +34,7 @@ def run_plan_command(
         from offload_runtime.cli.plan_picture import require_plotting
 
         require_plotting(picture)
-    with ExitStack() as stack:
-        if as_json:
-            # Libraries print to stdout now and then; a reader of JSON must not meet it.
-            stack.enter_context(redirect_stdout(sys.stderr))
+    with only_json(as_json):
         from offload_runtime.plan import Refusal, forecast, machine_figures, plan_or_refuse, upgrades
 
         figures = machine_figures(machine)
@@ -51,25 +47,21 @@ def run_plan_command(
         from offload_runtime.cli.plan_picture import draw_plan
 
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    if as_json:
-        from offload_runtime.cli.plan_record import plan_record
+    from offload_runtime.cli.plan_render import plan_record, plan_tables, print_tables
 
+    if as_json:
         write_json(plan_record(outcome, predicted, gains, machine=machine, target=config.target), sys.stdout)
         return
-    from offload_runtime.cli.plan_tables import plan_tables, print_tables
-
     print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
 
 def _refuse(refusal: Refusal, machine: MachineProfile, *, as_json: bool) -> NoReturn:
     """Say why it does not fit and what would."""
-    if as_json:
-        from offload_runtime.cli.plan_record import refusal_record
+    from offload_runtime.cli.plan_render import refusal_lines, refusal_record
 
+    if as_json:
         write_json(refusal_record(refusal, machine=machine), sys.stdout)
     else:
-        from offload_runtime.cli.plan_tables import refusal_lines
-
         write_text("".join(f"{line}\n" for line in refusal_lines(refusal)))
     error_line(refusal.problem)
     raise typer.Exit(ERROR_EXIT_CODE)
