@@ -16,7 +16,7 @@ from offload_runtime.speculation import (
     PLAIN,
     Acceptance,
     Choice,
-    Chooser,
+    Controller,
     LinkTimes,
     NgramProposer,
     Proposal,
@@ -113,7 +113,7 @@ def test_only_who_asks_for_trees_gets_them(
         way, answers = SAMPLINGS[1], expected[1]
         watch = Watch(monkeypatch)
         with monkeypatch.context() as patch:  # whatever the passes took; an answer's last windows are cut
-            patch.setattr(Chooser, "choose", lambda chooser, times, limits: Choice("ngram", 8) if limits else PLAIN)
+            patch.setattr(Controller, "choose", lambda _, __, limits, **___: Choice("ngram", 8) if limits else PLAIN)
             assert generate(runtime, way) == answers
         assert any(len(played.proposal) == 8 for played in watch.rounds) and not watch.num_trees
         assert generate(runtime, way, tree_nodes=40, gamma=4) == answers

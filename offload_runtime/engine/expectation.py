@@ -69,7 +69,7 @@ class Expectation:
         assert self.machine is not None
         proposing_s = 0.0
         if choice.drafts:
-            nodes = choice.size if choice.family == "tree" else 0
+            nodes = choice.size if choice.mode == "tree" else 0
             proposing_s = drafting_s(
                 self.plan.of_batch(num_sequences), self.machine, gamma=choice.size, tree_nodes=nodes
             )  # fmt: skip

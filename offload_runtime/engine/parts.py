@@ -7,21 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offload_runtime.copy import CopyEngine
-from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.text import Tokenizer
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.memory import DeviceBudget, PageableMemory
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Controller, NoProposer, Proposer
 
 
 @dataclass(frozen=True)
 class StreamParts:
     """What a generation works with; all of it belongs to the runtime.
 
-    `traced` is the target where there is a trace, to be told what its passes came to. `learnt` is what windows are
-    chosen by.
+    `traced` is the target where there is a trace, to be told what its passes came to. `controller` chooses windows.
     """
 
     target: ModelRunner | TracedTarget
@@ -34,7 +32,7 @@ class StreamParts:
     pinned_bytes: int  # of weights
     pageable: PageableMemory | None = None  # what is staged; None where nothing can be
     traced: TracedTarget | None = None
-    learnt: Learnt = field(default_factory=lambda: Learnt({}))
+    controller: Controller = field(default_factory=lambda: Controller(()))
     clock: Callable[[], float] = time.perf_counter  # seconds, by which rounds are timed
 
     def proposing(self, windows: WindowSize | ChosenWindows) -> Proposer:

@@ -11,10 +11,8 @@ from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
-    Chooser,
     Proposer,
     Round,
-    RoundTimes,
     Turn,
     drafting,
     play_round,
@@ -63,34 +61,32 @@ class RoundPlayer:
             return self._play(texts, self._windows, self._fixed(self._windows), family=None)
         room = max(text.most_in_a_row for text in texts)
         limits = self._limits(self._windows.limits, texts) if room else {}
-        times = self._parts.learnt.times(len(texts), max(len(text.tokens) for text in texts))
-        chooser = self._parts.learnt.chooser(self._sampling)
         started_s = self._parts.clock()
         # At the end of an answer there may be room for the target's own token alone.
-        choice = chooser.choose(times, limits) if room else PLAIN
+        choice = self._parts.controller.choose(self._sampling, limits, **_sizes(texts)) if room else PLAIN
         window = self._windows.window(choice)
-        rounds = self._play(texts, window, choice, family=choice.family)
+        rounds = self._play(texts, window, choice, family=choice.mode)
         seconds = self._parts.clock() - started_s
-        self._learn(chooser, times, choice, window, texts, rounds, seconds)
+        self._learn(choice, window, texts, rounds, seconds)
         return rounds
 
     def _learn(
-        self, chooser: Chooser, times: RoundTimes, choice: Choice, window: WindowSize, texts: Sequence[Text],
-        rounds: Sequence[Round], seconds: float,
-    ) -> None:  # fmt: skip
-        """Tell the chooser how long a round took and what it brought, of the texts whose windows nothing cut short: it
-        takes as long as the largest window."""
-        able = [len(texts) == 1 or self._is_able(text, choice.family) for text in texts]
+        self, choice: Choice, window: WindowSize, texts: Sequence[Text], rounds: Sequence[Round], seconds: float
+    ) -> None:
+        """Tell the controller how long a round took, and what it brought of the texts whose windows nothing cut short:
+        it takes as long as the largest window."""
+        able = [len(texts) == 1 or self._is_able(text, choice.mode) for text in texts]
         whole = [
             can and self._was_whole(text, played, window) for can, text, played in zip(able, texts, rounds, strict=True)
         ]
         told, size = [played for played, fits in zip(rounds, whole, strict=True) if fits], choice.size
-        if not told and choice.family == "chain":  # what was cut tells about smaller windows
+        if not told and choice.mode == "chain":  # what was cut tells about smaller windows
             told = [played for played, can in zip(rounds, able, strict=True) if can and _drafted(played)]
             size = min((size_within(_drafted(played)) for played in told), default=size)
-        chooser.learn(
-            times, replace(choice, size=size), [_own(played, choice, size) for played in told],
+        self._parts.controller.observe(
+            self._sampling, replace(choice, size=size), [_own(played, choice, size) for played in told],
             tokens=sum(len(played.tokens) for played in rounds) / len(rounds), seconds=seconds if any(whole) else None,
+            **_sizes(texts),
         )  # fmt: skip
 
     def _limits(self, limits: Mapping[str, int], texts: Sequence[Text]) -> dict[str, int]:
@@ -153,6 +149,11 @@ class RoundPlayer:
         return Choice("chain", window.gamma) if "chain" in able else Choice("ngram", window.tree_nodes or window.gamma)
 
 
+def _sizes(texts: Sequence[Text]) -> dict[str, int]:
+    """What steps of these texts take their time by."""
+    return {"num_sequences": len(texts), "context_tokens": max(len(text.tokens) for text in texts)}
+
+
 def _drafted(played: Round) -> int:
     """Proposals of a draft, in a chain and the n-grams beside it."""
     return sum(source != NGRAM for source in played.proposal.sources)
@@ -160,6 +161,6 @@ def _drafted(played: Round) -> int:
 
 def _own(played: Round, choice: Choice, size: int) -> Sequence[int]:
     """Which of the first `size` proposals were accepted; the n-grams beside a chain tell nothing about it."""
-    if choice.family != "chain":
+    if choice.mode != "chain":
         return played.path
     return [node for node in played.path if node < size and played.proposal.sources[node] != NGRAM]

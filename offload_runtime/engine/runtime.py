@@ -21,7 +21,6 @@ from offload_runtime.config import (
 from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.expectation import expect
-from offload_runtime.engine.learnt import Learnt
 from offload_runtime.engine.load import LoadedRuntime, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.old_objects import OldObjects
@@ -35,6 +34,7 @@ from offload_runtime.engine.windows import ChosenWindows, WindowSize
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.plan import RunPlan
+from offload_runtime.speculation import Controller
 from offload_runtime.weights import CheckpointSource
 
 
@@ -84,7 +84,7 @@ class Runtime:
             pinned_bytes=target.pinned_bytes,
             pageable=None if target.staged is None else target.staged.pageable,
             traced=traced,
-            learnt=Learnt(
+            controller=Controller(
                 loaded.windows.by_family, None if loaded.machine is None else self._expected.seconds_of_round,
                 streamed=target.link_peak_gbps is not None,
             ),

@@ -32,7 +32,7 @@ class ChosenWindows:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
         if self.branches and choice.may_branch:
             return WindowSize(choice.size, choice.size)
-        beside = max(0, self.free - choice.size) if self.branches and choice.family == "chain" else 0
+        beside = max(0, self.free - choice.size) if self.branches and choice.mode == "chain" else 0
         return WindowSize(choice.size, beside=beside)
 
 

@@ -2,23 +2,32 @@
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import LinkTimes, StepWorth
-from offload_runtime.speculation.choosing import Chooser
+from offload_runtime.speculation.controller import (
+    PLAIN,
+    AcceptanceModel,
+    Choice,
+    Controller,
+    LatencyModel,
+    guessed_cost,
+    size_for,
+    size_within,
+)
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.proposer import NoProposer, Proposer, Turn, makes_trees
-from offload_runtime.speculation.round_times import RoundTimes, guessed_cost
 from offload_runtime.speculation.step import Round, SpeculativeDecoder, accepted_path, play_round
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
-from offload_runtime.speculation.window_sizes import PLAIN, Choice, size_for, size_within
 
 __all__ = [
     "PLAIN",
     "Acceptance",
+    "AcceptanceModel",
     "CandidateTree",
     "Choice",
-    "Chooser",
+    "Controller",
     "DraftProposer",
+    "LatencyModel",
     "LinkTimes",
     "NgramLookup",
     "NgramProposer",
@@ -26,7 +35,6 @@ __all__ = [
     "Proposal",
     "Proposer",
     "Round",
-    "RoundTimes",
     "SpeculativeDecoder",
     "StepWorth",
     "Tally",

@@ -1,4 +1,4 @@
-"""Rounds that are only arithmetic: what they cost, how often proposals are right, and what a chooser makes of both."""
+"""Steps that are only arithmetic: what they cost, how often proposals are right, what a controller makes of both."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from offload_runtime.speculation import PLAIN, Choice, Chooser, RoundTimes
-from offload_runtime.speculation.window_sizes import SIZES
+from offload_runtime.config import SamplingParams
+from offload_runtime.speculation.controller import PLAIN, SIZES, Choice, Controller
 
 Cost = Callable[[Choice], float]
+WAY = SamplingParams()
 
 
 class Source(Protocol):
@@ -66,7 +67,7 @@ class Text:
 def resident(choice: Choice) -> float:
     """Seconds of a round of a target on the device."""
     drafting_s = {"chain": 0.0007 * choice.size, "tree": 0.0007 * (2 + choice.size / 8)}
-    return 0.020 + 0.00005 * choice.size + drafting_s.get(choice.family, 0.0)
+    return 0.020 + 0.00005 * choice.size + drafting_s.get(choice.mode, 0.0)
 
 
 def streamed(choice: Choice) -> float:
@@ -94,15 +95,15 @@ class Played:
 
     def share(self, name: str, first: int = 0) -> float:
         """Of rounds that this family played."""
-        return sum(choice.family == name for choice, *_ in self.rounds[first:]) / len(self.rounds[first:])
+        return sum(choice.mode == name for choice, *_ in self.rounds[first:]) / len(self.rounds[first:])
 
 
 def play(
-    texts: Sequence[tuple[Text, int]], cost: Cost, limits: Mapping[str, int], *, seed: int, times: RoundTimes,
+    texts: Sequence[tuple[Text, int]], cost: Cost, limits: Mapping[str, int], *, seed: int, controller: Controller,
     noise: float = 0.1, outliers: float = 0.02,
 ) -> Played:  # fmt: skip
     """Rounds of one text after the other, so many of each; times are told with noise, and some are far too long."""
-    chance, chooser, played = random.Random(seed), Chooser(limits), Played()
+    chance, played = random.Random(seed), Played()
     has_idea = False
     for text, count in texts:
         for _ in range(count):
@@ -110,14 +111,15 @@ def play(
                 has_idea = chance.random() < text.idea_share
             able = {family: largest for family, largest in limits.items() if family != "ngram" or has_idea}
             played.ideas.append(has_idea)
-            choice = chooser.choose(times, able)
-            source = text.sources.get(choice.family)
+            choice = controller.choose(WAY, able)
+            source = text.sources.get(choice.mode)
             path = source.draw(choice.size, chance) if source is not None else ()
             seconds = cost(choice)
             told_s = seconds * max(0.3, chance.gauss(1, noise))
             if chance.random() < outliers:
                 told_s *= chance.uniform(3, 20)
-            chooser.learn(times, choice, [path] if choice != PLAIN else [], tokens=1 + len(path), seconds=told_s)
+            paths = [path] if choice != PLAIN else []
+            controller.observe(WAY, choice, paths, tokens=1 + len(path), seconds=told_s)
             played.said.append(1 + len(path))
             played.rounds.append((choice, seconds, 1 + (source.accepted(choice.size) if source is not None else 0.0)))
     return played

@@ -1,0 +1,399 @@
+"""How much to propose, and who proposes it: the most tokens a second, by what was accepted and how long steps took.
+
+    argmax over modes and a few sizes of  (1 + E[accepted](size)) / time(size)
+
+so that where the link binds, and windows take no time, it is the largest one. Nothing here can change a token, has a
+clock or knows of plans: times come from a cost function, corrected by what was measured. Two accounts bound what may be
+lost, one to proposals that are not worth it, one to finding out about others than the best.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from offload_runtime.config import SamplingParams
+
+# Proposals of a window: gamma of a chain, nodes of a tree. Finer steps would tell less than the noise of times.
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+# How often a mode's first proposal is accepted before anything is known: a draft is right three times of four, what
+# followed the same tokens before half of the time, and what followed a single token one time of five.
+_FIRST_RATES: Mapping[str, float] = {"chain": 0.75, "tree": 0.8, "ngram": 0.5, "unigram": 0.2}
+# That counts as much of a step: three without a hit settle it. What a size lets expect of the next one counts more.
+_FIRST_WEIGHT, _NEXT_WEIGHT = 0.25, 4.0
+# Steps that means look back on, while a mode is played and while it is not: texts change their nature.
+_MEMORY, _IDLE_MEMORY = 24, 48
+# Times of a size that its mean looks back on; one that is so much longer than expected may have captured a graph or
+# waited for a reader: it counts as no more than that where there are enough others, else if the next one is as long.
+_TIMES, _ENOUGH, _SUSPICIOUS = 16, 3, 1.5
+# Of all time, what may be lost to proposals that are not worth it, and again to finding out about others than the best.
+_LOST_SHARE, _PROBING_SHARE = 0.005, 0.01
+# Plain steps that may be lost before any time has passed; the least and the most that earlier steps give credit for.
+_FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT = 0.6, -0.2, 4.0
+# The first loss is for so many tries.
+_TRIES = 3
+# How much better than it looks a mode may be after one step; less after more of them.
+_LUCK = 1.5
+# So much better than plain decoding must be what replaces it: what is less is noise.
+_MARGIN = 0.02
+# Contexts shorter than this take a pass equally long; beyond, every doubling is timed anew.
+_SHORT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is played.
+
+    `mode` is a way to propose: `ngram` (what the text has said before behind its ending), `unigram` (the same where
+    only its last token occurred before), `chain` (a draft's tokens in a row, or those of TriForce), `tree` (a draft's
+    candidates and n-grams, the most probable ones). `size` counts the proposals.
+    """
+
+    mode: str
+    size: int
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anybody has to compute for it: looking up takes no time."""
+        return self.mode in ("chain", "tree")
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether the proposals need not stand in a row."""
+        return self.mode in ("ngram", "unigram", "tree")
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.size}" if self.size else self.mode
+
+
+# No proposals at all.
+PLAIN = Choice("plain", 0)
+
+# Seconds to expect of a step of so many sequences of so many tokens each.
+Cost = Callable[[Choice, int, int], float]
+
+
+def size_for(count: int) -> int:
+    """The smallest of `SIZES` that is no less than `count`, or the largest of all."""
+    return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
+
+
+def size_within(count: int) -> int:
+    """The largest of `SIZES` that is no more than `count`."""
+    return SIZES[_index(count)]
+
+
+def _index(size: int) -> int:
+    return bisect_right(SIZES, size) - 1
+
+
+def guessed_cost(choice: Choice, *, streamed: bool = False) -> float:
+    """Plain steps that a step may take where nobody knows the machine.
+
+    A draft's tokens cost, rows hardly do; beside what is streamed neither costs much.
+    """
+    per_proposal = {"chain": 0.042, "tree": 0.012}.get(choice.mode, 0.002)
+    return 1 + (per_proposal / 10 if streamed else per_proposal) * choice.size
+
+
+class AcceptanceModel:
+    """How many proposals of a mode the target accepts: rates by size, each an exponential mean with a prior.
+
+    The first proposals of a window are those of a smaller one, so a window tells about all sizes up to its own, and the
+    rate between two sizes is the prior of the next. A chain's rate is that of a proposal behind accepted ones; others
+    are ordered by probability, which falls like 1 / number.
+
+    Args:
+        mode: As of `Choice`.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode == "chain"
+        self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)
+        self._curve: list[float] | None = None
+        self.steps = 0.0  # observed, decayed
+
+    def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
+        """Windows of up to `size` proposals were verified.
+
+        Args:
+            size: Proposals asked for; what was not proposed counts as rejected.
+            windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
+        """
+        self._decay(1 - 1 / _MEMORY)
+        self.steps += 1
+        for path in windows:
+            tried = min(size, len(path) + 1) if self._in_a_row else size
+            for step, (low, high) in enumerate(pairwise(SIZES[: _index(size) + 1])):
+                self._trials[step] += max(0, min(high, tried) - low) / len(windows)
+            for node in path:
+                self._hits[_index(node)] += 1 / len(windows)
+
+    def rest(self) -> None:
+        """A step of another mode was played: what is known becomes old."""
+        if self.steps:
+            self._decay(1 - 1 / _IDLE_MEMORY)
+
+    def _decay(self, kept: float) -> None:
+        self._curve = None
+        self.steps *= kept
+        self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
+
+    @property
+    def first_rate(self) -> float:
+        """How often the first proposal is accepted."""
+        return (self._hits[0] + self._first_weight * self._first) / (self._trials[0] + self._first_weight)
+
+    def expect(self, other: AcceptanceModel) -> None:
+        """A tree's first node is a chain's: what is known better of another mode of the same draft is to be expected of
+        this one too, which may have been unlucky."""
+        if other.steps > max(1.0, self.steps):
+            self._first, self._first_weight, self._curve = other.first_rate, min(other.steps, _NEXT_WEIGHT), None
+
+    def curve(self) -> list[float]:
+        """Accepted proposals to be expected of a window of each of `SIZES`."""
+        if self._curve is None:
+            rate, accepted, reached = self._first, 0.0, 1.0
+            self._curve = [0.0]
+            for step, (low, high) in enumerate(pairwise(SIZES)):
+                weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
+                if step and not self._in_a_row:
+                    rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
+                rate = min(1.0, (self._hits[step] + weight * rate) / (self._trials[step] + weight))
+                if self._in_a_row:
+                    behind = reached * rate ** (high - low)
+                    accepted += (reached - behind) * rate / (1 - rate) if rate < 1 else reached * (high - low)
+                    reached = behind
+                else:
+                    accepted += rate * (high - low)
+                self._curve.append(accepted)
+        return self._curve
+
+
+class LatencyModel:
+    """Seconds of steps, from before anything is proposed until the target's tokens are on the host: what the cost
+    function says, in the ratio that was measured.
+
+    Args:
+        cost: Times to expect; without figures of the machine only their proportions count.
+        sure: Whether it comes from such figures, so that plain decoding need not be played to hold others against it.
+        before: Of other contexts, whose ratios count until there are own ones.
+    """
+
+    def __init__(self, cost: Callable[[Choice], float], *, sure: bool, before: LatencyModel | None = None) -> None:
+        self._cost, self._sure, self._before = cost, sure, before
+        self._expected: dict[Choice, float] = {}  # by the cost function
+        self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
+        self._doubted: Choice | None = None
+        self._curves: dict[str, list[float]] = {}
+
+    def observe(self, choice: Choice, seconds: float) -> None:
+        """A step took so long."""
+        usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
+        suspicious, doubted = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self._doubted
+        self._doubted = None
+        if suspicious and count >= _ENOUGH:
+            seconds = _SUSPICIOUS * usual_s
+        elif suspicious and doubted != choice:
+            self._doubted = choice
+            return
+        count = min(count + 1, _TIMES)
+        self._ratios[choice] = ratio + (seconds / self._expect(choice) - ratio) / count, count
+        if choice == PLAIN:
+            self._curves.clear()
+        self._curves.pop(choice.mode, None)
+
+    @property
+    def doubted(self) -> Choice | None:
+        """What is to be timed again."""
+        return self._doubted
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether others can be held against plain decoding; a single time of it may be an exception."""
+        return self._sure or self._ratios.get(PLAIN, (0.0, 0))[1] > 1
+
+    def knows(self, mode: str) -> bool:
+        """Whether times of a mode are more than a guess."""
+        return self._sure or any(choice.mode == mode for choice in self._ratios)
+
+    @property
+    def plain_s(self) -> float:
+        """Of plain decoding: no more than anything else takes."""
+        return min([self.seconds(PLAIN), *(ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())])
+
+    def seconds(self, choice: Choice) -> float:
+        """To be expected."""
+        return self._expect(choice) * self.ratio(choice)
+
+    def curve(self, mode: str) -> list[float]:
+        """Seconds of windows of each of `SIZES`."""
+        if mode not in self._curves:
+            self._curves[mode] = [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES]
+        return self._curves[mode]
+
+    def ratio(self, choice: Choice) -> float:
+        """Of what was measured to what was expected: its own, and the nearer sizes' of its mode the more they are
+        near."""
+        at, total, weights = _index(choice.size), 0.0, 0.0
+        for other, (ratio, count) in self._ratios.items():
+            if other.mode in (choice.mode, PLAIN.mode):
+                weight = count if other == choice else 0.5 ** abs(_index(other.size) - at)
+                total, weights = total + weight * ratio, weights + weight
+        if weights:
+            return total / weights
+        if self._ratios:  # of nothing like it
+            return min(ratio for ratio, _ in self._ratios.values())
+        return 1.0 if self._before is None else self._before.ratio(choice)
+
+    def _expect(self, choice: Choice) -> float:
+        if choice not in self._expected:
+            self._expected[choice] = self._cost(choice)
+        return self._expected[choice]
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """A choice: its speed and how long it takes, both in those of plain decoding, and the speed that it may turn out to
+    have."""
+
+    choice: Choice
+    speed: float
+    cost: float
+    hope: float
+
+
+class _Account:
+    """What is known of texts that are sampled in one way, and what may be lost to finding out more."""
+
+    def __init__(self, modes: Iterable[str]) -> None:
+        self.models = {mode: AcceptanceModel(mode) for mode in modes}
+        self.credit = _FIRST_LOSS  # against plain decoding
+        self.probing = _MOST_CREDIT  # against the best
+
+
+class Controller:
+    """Chooses for all texts of a runtime, and learns from what is played.
+
+    Args:
+        modes: That there can ever be.
+        cost: Seconds of steps by the figures of the machine; None where it is not known.
+        streamed: Whether a pass brings anything over the link.
+    """
+
+    def __init__(self, modes: Iterable[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
+        self._modes, self._cost, self._streamed = tuple(modes), cost, streamed
+        self._accounts: dict[SamplingParams, _Account] = {}
+        self._latencies: dict[tuple[int, int], LatencyModel] = {}
+
+    def choose(
+        self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0
+    ) -> Choice:
+        """How to play the next step.
+
+        Args:
+            sampling: How tokens are chosen; the seed does not matter.
+            limits: The modes that have something to propose, each with its largest window.
+            num_sequences: That take part.
+            context_tokens: Of the longest.
+        """
+        account = self._account(sampling)
+        latency = self._latency(num_sequences, context_tokens)
+        if not latency.knows_plain:
+            return PLAIN
+        doubted = latency.doubted
+        if doubted is not None and doubted.size <= limits.get(doubted.mode, 0):
+            return doubted
+        chain, tree = account.models.get("chain"), account.models.get("tree")
+        if chain is not None and tree is not None:
+            chain.expect(tree)
+            tree.expect(chain)
+        found = [_Standing(PLAIN, 1.0, 1.0, 1.0)]
+        for mode, largest in limits.items():
+            found.append(self._best_of(mode, largest, account, latency))
+        best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
+        other = max(found, key=lambda one: one.speed if one is best else one.hope)
+        loss = max(0.0, 1 - other.speed / best.speed) * other.cost
+        if other is best or loss > account.probing:
+            return best.choice
+        account.probing -= loss
+        return other.choice
+
+    def _best_of(self, mode: str, largest: int, account: _Account, latency: LatencyModel) -> _Standing:
+        """The best window of a mode, of those that may be lost."""
+        model = account.models[mode]
+        gains, times, plain_s = model.curve(), latency.curve(mode), latency.plain_s
+        # Where times are no more than a guess, the first one tells most if it is of the smallest window.
+        allowed = account.credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
+        best = _Standing(PLAIN, 0.0, 1.0, 0.0)
+        for step in range(1, _index(largest) + 1):
+            cost = times[step] / plain_s
+            # A draft whose smallest window is dear may lose at once what is meant for some tries.
+            if cost - 1 <= (account.credit if step == 1 else allowed) and (1 + gains[step]) / cost > best.speed:
+                speed = (1 + gains[step]) / cost
+                best = _Standing(
+                    Choice(mode, SIZES[step]), speed, cost, speed * (1 + _LUCK * (model.steps + 0.1) ** -0.5)
+                )
+        return best
+
+    def observe(
+        self, sampling: SamplingParams, choice: Choice, windows: Sequence[Sequence[int]], *, tokens: float,
+        seconds: float | None = None, num_sequences: int = 1, context_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        """A step was played. Arguments as of `choose`, and:
+
+        Args:
+            choice: What was asked for.
+            windows: Of the sequences whose windows could be as large as that, the numbers of the accepted proposals.
+            tokens: New ones of a sequence, on average.
+            seconds: The step's; None where its windows could not be as large as that.
+        """
+        account, latency = self._account(sampling), self._latency(num_sequences, context_tokens)
+        usual_s = latency.seconds(choice)
+        if seconds is not None:
+            latency.observe(choice, seconds)
+            usual_s = min(seconds, _SUSPICIOUS * latency.seconds(choice))
+        for mode, model in account.models.items():
+            if mode != choice.mode:
+                model.rest()
+            elif windows:
+                model.observe(choice.size, windows)
+        cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
+        credit = account.credit + tokens - (1 - _LOST_SHARE) * cost
+        account.credit = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
+        account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
+
+    def first_rate(self, sampling: SamplingParams, mode: str) -> float:
+        """How often the first proposal of a mode is accepted."""
+        return self._account(sampling).models[mode].first_rate
+
+    def _account(self, sampling: SamplingParams) -> _Account:
+        way = replace(sampling, seed=0)
+        if way not in self._accounts:
+            self._accounts[way] = _Account(self._modes)
+        return self._accounts[way]
+
+    def _latency(self, num_sequences: int, context_tokens: int) -> LatencyModel:
+        """Of steps about so many sequences, the longest of which has so many tokens; it begins with what was measured
+        of the nearest length."""
+        octave = (context_tokens // _SHORT_TOKENS).bit_length()
+        found = self._latencies.get((num_sequences, octave))
+        if found is None:
+            timed = [length for number, length in self._latencies if number == num_sequences]
+            nearest = min(timed, key=lambda length: abs(length - octave), default=None)
+            before = None if nearest is None else self._latencies[num_sequences, nearest]
+            tokens, cost = _SHORT_TOKENS * 3 << octave >> 2, self._cost  # a length in the middle of an octave
+
+            def expected(choice: Choice) -> float:
+                if cost is None:
+                    return guessed_cost(choice, streamed=self._streamed)
+                return cost(choice, num_sequences, tokens)
+
+            found = LatencyModel(
+                expected, sure=cost is not None or (before is not None and before.knows_plain), before=before
+            )
+            self._latencies[num_sequences, octave] = found
+        return found
