@@ -70,7 +70,7 @@ def test_a_useless_draft_costs_one_percent_at_most(cost: Cost, limits: str, know
     for seed in SEEDS:
         run = play([(USELESS, 256)], cost, LIMITS[limits], seed=seed, controller=controller_of(cost, known))
         assert run.speed() > 0.99 / cost(PLAIN)
-        assert run.share("chain", 64) + run.share("tree", 64) < (0.15 if cost is resident else 1)
+        assert run.share("chain", 64) + run.share("tree", 64) < (0.2 if cost is resident else 1)
 
 
 def test_a_draft_whose_smallest_window_is_dear_is_tried_at_once() -> None:

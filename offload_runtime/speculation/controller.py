@@ -32,7 +32,7 @@ _TIMES, _ENOUGH, _SUSPICIOUS = 16, 3, 1.5
 # Of all time, what may be lost to proposals that are not worth it, and again to finding out about others than the best.
 _LOST_SHARE, _PROBING_SHARE = 0.005, 0.01
 # Plain steps that may be lost before any time has passed; the least and the most that earlier steps give credit for.
-_FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT = 0.6, -0.2, 4.0
+_FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT = 0.4, -0.2, 4.0
 # The first loss is for so many tries.
 _TRIES = 3
 # How much better than it looks a mode may be after one step; less after more of them.
