@@ -173,7 +173,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
     lookahead_s = 0.0
     if weight_bytes + kv_bytes:
-        lookahead_s = max(link_s, staging_s) * lookahead_bytes / (weight_bytes + kv_bytes)
+        # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
+        lookahead_s = max(link_s, staging_s) * (lookahead_bytes / (weight_bytes + kv_bytes))
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s, hbm_s + head[0], arithmetic_s + head[1], compute_s + max(head),
         launch_s, staging_s, lookahead_s,
