@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -241,9 +242,11 @@ class _GpuRing:
     num_elements: int
 
     @classmethod
-    def make(cls, *, num_layers: int, slots: int, copy_cycles: int) -> _GpuRing:
+    def make(
+        cls, *, num_layers: int, slots: int, copy_cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine
+    ) -> _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
-        engine = CudaCopyEngine(device, before_copy=lambda: torch.cuda._sleep(copy_cycles))
+        engine = queue(device, before_copy=lambda: torch.cuda._sleep(copy_cycles))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
         buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(slots)]
         return cls(engine, LayerStreamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
@@ -269,8 +272,14 @@ def test_layers_are_intact_on_the_gpu(slots: int, copy_cycles: int, compute_cycl
     assert ring.engine.bytes_copied == (6 * 5 + slots) * ring.num_elements
 
 
+class _RefillsTooEarlyEngine(CudaCopyEngine):
+    """Deliberately wrong: a copy does not wait until its slot has been read."""
+
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: object, **kwargs: Any) -> None:
+        super().enqueue(dst, src, free=self.new_event(), **kwargs)  # counts as fired
+
+
 @pytest.mark.gpu
-@pytest.mark.usefixtures("refills_too_early")
-def test_the_gpu_check_catches_a_streamer_that_refills_too_early() -> None:
-    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0)
+def test_the_gpu_check_catches_a_queue_that_refills_too_early() -> None:
+    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0, queue=_RefillsTooEarlyEngine)
     assert ring.wrong_bytes(passes=3, compute_cycles=5_000_000) > 0
