@@ -122,7 +122,7 @@ def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:
 def test_spans_beyond_the_most_are_counted() -> None:
     recorder = TraceRecorder(HostClock(), most_spans=3)
     for number in range(5):
-        CopyLog(recorder, "link").copied(("weights", (number,)), 10, number, number + 1)
+        CopyLog(recorder, "link").on_copied(("weights", (number,)), 10)(number, number + 1)
     trace = recorder.finish()
     assert ([span.args["layer"] for span in trace.spans], trace.dropped) == ([0, 1, 2], 2)
 

@@ -70,7 +70,7 @@ class ThreadCopyEngine:
         ended = time.perf_counter()
         self._stall_s += ended - started
         if self.log is not None:
-            self.log.stalled(started, ended)
+            self.log.on_stalled()(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
         with self._changed:
@@ -127,7 +127,7 @@ class ThreadCopyEngine:
                 ended = time.perf_counter()
                 self._copy_s += ended - started
                 if self.log is not None:
-                    self.log.copied(label, src.nbytes, started, ended)
+                    self.log.on_copied(label, src.nbytes)(started, ended)
             except BaseException as error:
                 with self._changed:
                     self._failure = error

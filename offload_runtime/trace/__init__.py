@@ -12,7 +12,6 @@ from offload_runtime.trace.recorder import (
     LINK,
     LINK_BACK,
     PASSES,
-    ROWS,
     STALLS,
     CopyLog,
     Label,
@@ -25,26 +24,7 @@ from offload_runtime.trace.recorder import (
 )
 
 __all__ = [
-    "COMPUTE",
-    "DRAFT",
-    "HOST",
-    "LINK",
-    "LINK_BACK",
-    "PASSES",
-    "ROWS",
-    "STALLS",
-    "TRACE_VERSION",
-    "CopyLog",
-    "CudaClock",
-    "HostClock",
-    "Label",
-    "OnDone",
-    "Span",
-    "Trace",
-    "TraceRecorder",
-    "covered_seconds",
-    "make_clock",
-    "require_writable",
-    "union_seconds",
-    "write_trace",
-]
+    "COMPUTE", "DRAFT", "HOST", "LINK", "LINK_BACK", "PASSES", "STALLS", "TRACE_VERSION", "CopyLog", "CudaClock",
+    "HostClock", "Label", "OnDone", "Span", "Trace", "TraceRecorder", "covered_seconds", "make_clock",
+    "require_writable", "union_seconds", "write_trace",
+]  # fmt: skip

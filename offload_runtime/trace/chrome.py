@@ -30,9 +30,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise StorageError(f"--trace {path} is a directory: name a file in it, such as {path / 'trace.json'}")
     try:
-        descriptor, probe = _beside(path)
-        os.close(descriptor)
-        os.unlink(probe)
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -50,7 +48,8 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     """
     partial: str | None = None
     try:
-        descriptor, partial = _beside(path)
+        # In the same directory, because a rename is atomic only within one file system.
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
             file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n')
@@ -64,11 +63,6 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
         if partial is not None:
             with suppress(OSError):
                 os.unlink(partial)
-
-
-def _beside(path: Path) -> tuple[int, str]:
-    """A new file in the same directory, because a rename is atomic only within one file system."""
-    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:

@@ -17,23 +17,23 @@ import torch
 _ALIGNMENTS = 5
 
 
+Reader = Callable[[Any, Any], tuple[float, float]]
+
+
 class DeviceClock(Protocol):
     """Marks moments of what a device computes. Seconds count from the clock's making."""
 
     def mark(self) -> Any:
         """The moment when all is done that the current stream has been given so far."""
 
-    def base(self) -> Any:
-        """What marks made from now on are read against; the same for as long as nobody moves it."""
+    def reader(self) -> Reader:
+        """What tells the seconds of two marks made from now on, once both are past."""
 
     def move_base(self) -> None:
-        """Read later marks against a later moment; never waits. To be called where the current stream is idle."""
+        """Let later readers go by a later moment; never waits. To be called where the current stream is idle."""
 
     def is_past(self, mark: Any) -> bool:
         """Whether the moment has come; never waits."""
-
-    def read(self, base: Any, start: Any, end: Any) -> tuple[float, float]:
-        """Seconds of two marks that are past, made after `base` was asked for."""
 
     def give_back(self, mark: Any) -> None:
         """The mark is of no more use to anybody."""
@@ -44,22 +44,19 @@ class DeviceClock(Protocol):
 
 
 class HostClock:
-    """The CPU is its own device: what it computes is over when the call returns."""
+    """The CPU is its own device: what it computes is over when the call returns, and marks are seconds."""
 
     def mark(self) -> float:
         return time.perf_counter()
 
-    def base(self) -> None:
-        return None
+    def reader(self) -> Reader:
+        return lambda start, end: (start, end)
 
     def move_base(self) -> None:
         pass
 
     def is_past(self, mark: float) -> bool:
         return True
-
-    def read(self, base: None, start: float, end: float) -> tuple[float, float]:
-        return start, end
 
     def give_back(self, mark: float) -> None:
         pass
@@ -74,6 +71,10 @@ class _Base:
 
     event: torch.cuda.Event
     seconds: float
+
+    def seconds_of(self, later: torch.cuda.Event) -> float:
+        """The same of an event that has fired since."""
+        return self.seconds + self.event.elapsed_time(later) / 1e3
 
 
 class CudaClock:
@@ -98,13 +99,19 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def base(self) -> _Base:
-        return self._base
+    def reader(self) -> Reader:
+        base = self._base
+
+        def read(start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
+            start_s = base.seconds_of(start)
+            return start_s, start_s + start.elapsed_time(end) / 1e3
+
+        return read
 
     def move_base(self) -> None:
         # Only what has fired becomes the base, so that no mark made afterwards is before it.
         if self._next_base is not None and self._next_base.query():
-            self._base = _Base(self._next_base, self._seconds(self._next_base))
+            self._base = _Base(self._next_base, self._base.seconds_of(self._next_base))
             self._next_base = None
         if self._next_base is None:
             self._next_base = torch.cuda.Event(enable_timing=True)
@@ -113,10 +120,6 @@ class CudaClock:
     def is_past(self, mark: torch.cuda.Event) -> bool:
         return mark.query()
 
-    def read(self, base: _Base, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
-        start_s = base.seconds + base.event.elapsed_time(start) / 1e3
-        return start_s, start_s + start.elapsed_time(end) / 1e3
-
     def give_back(self, mark: torch.cuda.Event) -> None:
         self._spare.append(mark)
 
@@ -124,11 +127,8 @@ class CudaClock:
         started_s, rate = self._started_s, 1.0
         if wait:
             event, ended_s = self._now()
-            rate = (ended_s - started_s) / self._seconds(event)
+            rate = (ended_s - started_s) / self._base.seconds_of(event)
         return lambda seconds: started_s + rate * seconds
-
-    def _seconds(self, event: torch.cuda.Event) -> float:
-        return self._base.seconds + self._base.event.elapsed_time(event) / 1e3
 
     def _now(self) -> tuple[torch.cuda.Event, float]:
         """One moment as an event and on the host's clock."""

@@ -44,16 +44,6 @@ class Trace:
     dropped: int
 
 
-class _Open(NamedTuple):
-    """A span whose marks may not be past yet."""
-
-    base: Any
-    start: Any
-    end: Any
-    name: str
-    args: dict[str, Any]
-
-
 class TraceRecorder:
     """Owns what is recorded.
 
@@ -72,8 +62,9 @@ class TraceRecorder:
         self._most_spans = most_spans
         self._dropped = 0
         self._started_s = time.perf_counter()
-        # Each row is in order; one row may be ahead of another.
-        self._open: dict[str, deque[_Open]] = {}
+        # Spans whose marks may not be past yet: start, end, what keeps it. Each row is in order; one may be ahead of
+        # another.
+        self._open: dict[str, deque[tuple[Any, Any, OnDone]]] = {}
 
     def mark(self) -> Any:
         """A moment of the device: when all is done that the current stream has been given."""
@@ -81,7 +72,7 @@ class TraceRecorder:
 
     def add(self, row: str, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
         """A span between two marks, which are the recorder's from now on. `args` may be completed until the end."""
-        self._open.setdefault(row, deque()).append(_Open(self._clock.base(), start, end, name, args))
+        self._open.setdefault(row, deque()).append((start, end, self.on_done(row, name, args)))
 
     def add_host(self, row: str, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
         """A span by `time.perf_counter`."""
@@ -90,22 +81,21 @@ class TraceRecorder:
     def on_done(self, row: str, name: str, args: dict[str, Any]) -> OnDone:
         """For a span between two events that the caller is about to record and keeps: to be called with them once both
         are past."""
-        clock, base = self._clock, self._clock.base()
+        read = self._clock.reader()
 
         def done(start: Any, end: Any) -> None:
-            self._keep(Span(row, name, *clock.read(base, start, end), args, on_device=True))
+            self._keep(Span(row, name, *read(start, end), args, on_device=True))
 
         return done
 
     def settle(self) -> None:
         """Read the marks that are past; never waits. To be called where the device has just been waited for."""
-        for row, waiting in self._open.items():
-            while waiting and self._clock.is_past(waiting[0].end):
-                span = waiting.popleft()
-                start_s, end_s = self._clock.read(span.base, span.start, span.end)
-                self._keep(Span(row, span.name, start_s, end_s, span.args, on_device=True))
-                self._clock.give_back(span.start)
-                self._clock.give_back(span.end)
+        for waiting in self._open.values():
+            while waiting and self._clock.is_past(waiting[0][1]):
+                start, end, done = waiting.popleft()
+                done(start, end)
+                self._clock.give_back(start)
+                self._clock.give_back(end)
         self._clock.move_base()
 
     def finish(self) -> Trace:
@@ -144,39 +134,21 @@ class CopyLog:
     recorder: TraceRecorder
     row: str
 
-    def copied(self, label: Label | None, nbytes: int, start_s: float, end_s: float) -> None:
-        """A copy that the host made itself, by `time.perf_counter`."""
-        self.recorder.add_host(self.row, _name(label), start_s, end_s, _args(label, nbytes))
-
     def on_copied(self, label: Label | None, nbytes: int) -> OnDone:
-        """To be called with the events around a copy that is about to be queued, once both are past."""
-        return self.recorder.on_done(self.row, _name(label), _args(label, nbytes))
-
-    def stalled(self, start_s: float, end_s: float) -> None:
-        """The computing thread waited for a copy."""
-        self.recorder.add_host(STALLS, f"wait for the {self.row}", start_s, end_s, {})
+        """To be called with the marks around a copy that is about to be made, once both are past."""
+        if label is None:
+            return self.recorder.on_done(self.row, "measurement", {"kind": "measurement", "bytes": nbytes})
+        kind, key = label
+        args = {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
+        return self.recorder.on_done(self.row, f"{kind} of layer {key[0]}", args)
 
     def on_stalled(self) -> OnDone:
-        """The same for events around a wait that is about to be queued."""
+        """The same for a wait of the computing side for a copy."""
         return self.recorder.on_done(STALLS, f"wait for the {self.row}", {})
 
     def staged(self, start_s: float, end_s: float) -> None:
         """The host waited for pageable memory to be staged."""
         self.recorder.add_host(HOST, f"staging for the {self.row}", start_s, end_s, {})
-
-
-def _name(label: Label | None) -> str:
-    if label is None:
-        return "measurement"
-    kind, key = label
-    return f"{kind} of layer {key[0]}"
-
-
-def _args(label: Label | None, nbytes: int) -> dict[str, Any]:
-    if label is None:
-        return {"kind": "measurement", "bytes": nbytes}
-    kind, key = label
-    return {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
 
 
 Interval = tuple[float, float]
