@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from offload_runtime.errors import HubError, StorageError
-from offload_runtime.weights import fetch_demo_model, open_checkpoint
-from offload_runtime.weights.demo_model import default_cache_dir
+from offload_runtime.weights import fetch_demo_model, open_checkpoint, packed_bytes
+from offload_runtime.weights.hub import default_cache_dir
 
 TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
 
@@ -22,7 +22,7 @@ def test_real_model_answers():
     lines: list[str] = []
     assert fetch_demo_model(on_progress=lines.append) == directory and not lines
     source = open_checkpoint(directory)
-    assert source.native_dtype == torch.bfloat16 and source.total_bytes(torch.bfloat16) == 269_037_824
+    assert source.native_dtype == torch.bfloat16 and packed_bytes(source.config(), torch.bfloat16) == 269_037_824
     tokenizer = source.tokenizer()
     assert source.generation_eos() == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
     assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT

@@ -1,10 +1,9 @@
 """Checkpoints to packed host arenas: open, validate, load, convert."""
 
 from offload_runtime.weights.architectures import model_config_from_transformers
-from offload_runtime.weights.checkpoint import CheckpointSource, Shard, open_checkpoint
-from offload_runtime.weights.config_file import DescribedModel, ModelDescription, describe_model
+from offload_runtime.weights.checkpoint import CheckpointSource, ModelDescription, Shard
 from offload_runtime.weights.convert import convert_to_safetensors
-from offload_runtime.weights.demo_model import fetch_demo_model
+from offload_runtime.weights.hub import fetch_demo_model
 from offload_runtime.weights.layout import (
     PackedLayout,
     TensorSpec,
@@ -14,6 +13,7 @@ from offload_runtime.weights.layout import (
     shared_layout,
 )
 from offload_runtime.weights.loader import HostWeights, load_weights, random_weights
+from offload_runtime.weights.sources import DescribedModel, describe_model, open_checkpoint
 
 __all__ = [
     "CheckpointSource",

@@ -6,6 +6,8 @@ The refusals matter more than the translation: an option that the decoder would 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from offload_runtime.config import ModelConfig
@@ -22,6 +24,27 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
 ACTIVATIONS = ("silu", "swish")  # two names of one function
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# transformers' values for what a file leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "sliding_window": 4096, "use_sliding_window": False,
+    "max_window_layers": 28, "layer_types": None, "rope_theta": 10000.0, "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}  # fmt: skip
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True,
+        "sliding_window": None, "rope_theta": 2000000.0,
+    },
+}  # fmt: skip
 
 
 def check_model_type(model_type: object, architectures: object) -> str:
@@ -184,3 +207,72 @@ def model_config_from_transformers(hf_config: Any) -> ModelConfig:
         )
     except (OptionError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json describes an impossible model: {error}") from error
+
+
+def refuse_quantised(raw: Mapping[str, Any], reference: str) -> None:
+    """Raise `CheckpointError` when a configuration says that the weights are quantised."""
+    method = raw.get("quantization_config")
+    if method:
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{reference} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
+        )
+
+
+def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfig:
+    """Translate the content of a `config.json`.
+
+    Args:
+        raw: The parsed file.
+        reference: What the user named, for messages.
+
+    Raises:
+        UnsupportedArchitectureError, CheckpointError: As `model_config_from_transformers`.
+    """
+    check_model_type(raw.get("model_type"), raw.get("architectures"))
+    refuse_quantised(raw, reference)
+    missing = [name for name in _SIZES if not _is_count(raw.get(name))]
+    if missing:
+        raise CheckpointError(f"{reference}: config.json has no usable {', '.join(missing)}: download it again")
+    values = {**_DEFAULTS, **_DEFAULTS_OF[raw["model_type"]], **raw}
+    if not _is_count(values["max_position_embeddings"]):
+        raise CheckpointError(f"{reference}: config.json has no usable max_position_embeddings: download it again")
+    values["rope_parameters"] = _rope_parameters(values)
+    values |= _layer_kinds(values)
+    return model_config_from_transformers(SimpleNamespace(**values))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The old keys `rope_scaling`, `rope_theta` and `type` in the form that transformers 5 writes."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", values["rope_theta"])
+    if values.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", values["partial_rotary_factor"])
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
+        outside = values.get("original_max_position_embeddings")
+        if outside is not None:
+            rope["original_max_position_embeddings"] = outside
+        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    return rope
+
+
+def _layer_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers slide and which rotate, where the file does not list them."""
+    layers = range(values["num_hidden_layers"])
+    if values["model_type"] in ("llama", "mistral"):
+        return {}
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    slides = [window is not None and layer >= values["max_window_layers"] for layer in layers]
+    rotates = values["no_rope_layers"]
+    if values["model_type"] == "smollm3":
+        if rotates is None:
+            rotates = [int((layer + 1) % values["no_rope_layer_interval"] != 0) for layer in layers]
+        slides = [window is not None and not flag for flag in rotates]
+        window = values["sliding_window"]
+    kinds = values["layer_types"] or ["sliding_attention" if flag else "full_attention" for flag in slides]
+    return {"sliding_window": window, "layer_types": kinds, "no_rope_layers": rotates}

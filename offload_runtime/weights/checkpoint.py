@@ -1,4 +1,4 @@
-"""Where weights come from: a safetensors directory, a GGUF file or a model id of the hub, behind one Protocol.
+"""What a checkpoint is to everything above: an opened and validated source of tensors; and what its readers share.
 
 A source checks everything that can be checked cheaply when it is opened (files, headers, shapes), so that a broken
 checkpoint is refused before gigabytes are read and memory is reserved.
@@ -6,9 +6,7 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +15,14 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
+from offload_runtime.weights.architectures import token_ids
 
 # Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype. It opens its file,
 # reads and closes it again, so nothing stays mapped, and fills may run in parallel threads.
 Fill = Callable[[torch.Tensor], None]
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SHOWN = 5  # names listed in a message before "..."
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,8 @@ class Shard:
     tensors: tuple[tuple[str, Fill], ...]
 
 
-class CheckpointSource(Protocol):
-    """An opened and validated checkpoint."""
-
-    @property
-    def reference(self) -> str:
-        """What the user named, for messages."""
-        ...
+class ModelDescription(Protocol):
+    """What a plan has to know of a model; every `CheckpointSource` is one."""
 
     @property
     def native_dtype(self) -> torch.dtype:
@@ -48,12 +45,14 @@ class CheckpointSource(Protocol):
         """Shape and flags of the model."""
         ...
 
+
+class CheckpointSource(ModelDescription, Protocol):
+    """An opened and validated checkpoint. `reference` is what the user named, for messages."""
+
+    reference: str
+
     def hf_config(self) -> Any:
         """The transformers configuration object."""
-        ...
-
-    def total_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the packed weights in `dtype`."""
         ...
 
     def shards(self) -> Iterator[Shard]:
@@ -70,94 +69,54 @@ class CheckpointSource(Protocol):
 
     def generation_settings(self) -> dict[str, Any]:
         """The content of `generation_config.json`, or the token ids that would be in it."""
-        ...
+        ids = {name: getattr(self.hf_config(), name, None) for name in _TOKEN_IDS}
+        return {name: value for name, value in ids.items() if value is not None}
 
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        ...
+        return token_ids(self.generation_settings().get("eos_token_id")) or self.config().eos_token_ids
 
 
-def _looks_like_hub_id(text: str) -> bool:
-    """`org/name`, and not something that only a path would be written like."""
-    if text.startswith((".", "/", "~")) or Path(text).suffix in (".gguf", ".safetensors"):
-        return False
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file whose bytes are not what they should be."""
+    return CheckpointError(f"{path} is damaged: {what}; download or convert it again")
 
 
-def _open_directory(directory: Path, reference: str) -> CheckpointSource:
-    from offload_runtime.weights.gguf import GgufCheckpoint
-    from offload_runtime.weights.safetensors import SafetensorsCheckpoint
-
-    gguf_files = sorted(directory.glob("*.gguf"))
-    if gguf_files and not (directory / "config.json").exists():
-        if len(gguf_files) > 1:
-            raise CheckpointError(
-                f"{directory} holds {len(gguf_files)} GGUF files ({gguf_files[0].name}, ...): name the one to load"
-            )
-        return GgufCheckpoint(gguf_files[0], reference=reference)
-    return SafetensorsCheckpoint(directory, reference=reference)
+def shortened(names: list[str]) -> str:
+    """The first few names, for a message that also says how many there are."""
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def open_checkpoint(reference: str | Path) -> CheckpointSource:
-    """Open and validate a checkpoint.
-
-    Args:
-        reference: A directory with safetensors, a `.gguf` file, or `org/name` on the hub (downloaded if needed).
+def read_bytes(path: Path, offset_bytes: int, out: memoryview) -> None:
+    """Fill `out` from `offset_bytes` of the file on. Opens it anew, so that threads do not share a position.
 
     Raises:
-        CheckpointError: Missing, truncated, incomplete, or of unexpected shapes.
-        UnsupportedArchitectureError: A model the decoder does not implement.
-        HubError: The model could not be fetched.
+        CheckpointError: The file ends too early or cannot be read.
     """
-    name = str(reference)
-    with readable(name):
-        found = find_checkpoint(reference)
-        if isinstance(found, Path):
-            return _open(found, name)
-        from offload_runtime.weights.hub import download_model
-
-        return _open_directory(download_model(found), name)
-
-
-@contextmanager
-def readable(name: str) -> Iterator[None]:
-    """Turn what the system refuses to read of a checkpoint into a `CheckpointError` that names it."""
+    done = 0
     try:
-        yield
-    except OSError as error:  # no permission, a name too long, a disk that fails
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset_bytes)
+            while done < len(out) and (count := file.readinto(out[done:])):
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"reading {path} failed ({error}): check the disk it lies on") from error
+    if done < len(out):
+        raise damaged(path, f"it is truncated, {len(out) - done} bytes are missing at {offset_bytes + done}")
+
+
+def load_tokenizer(directory: Path, **options: str) -> Any:
+    """transformers' tokenizer of a checkpoint directory, or with `gguf_file` of a file in it.
+
+    Raises:
+        CheckpointError: There is none or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # Old files ask for it: it drops spaces before punctuation, and of byte-level vocabularies only warns.
+        return AutoTokenizer.from_pretrained(directory, clean_up_tokenization_spaces=False, **options)
+    except Exception as error:  # missing files, damaged ones and unknown vocabularies raise errors of several libraries
         raise CheckpointError(
-            f"{name} cannot be read ({error.strerror or error}): check the path and its permissions"
+            f"{directory} has no usable tokenizer ({error}): add its tokenizer.json and tokenizer_config.json"
         ) from error
-
-
-def find_checkpoint(reference: str | Path) -> Path | str:
-    """The directory or file that is named, or else the model of the hub that the name means, as text.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
-    name = str(reference)
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
-    if path.is_dir():
-        return path
-    if path.is_file():
-        if path.suffix in (".gguf", ".safetensors"):
-            return path
-        raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
-    if isinstance(reference, Path) or not _looks_like_hub_id(name):
-        raise CheckpointError(
-            f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
-        )
-    return name
-
-
-def _open(path: Path, name: str) -> CheckpointSource:
-    """Open a directory or file that is there."""
-    from offload_runtime.weights.gguf import GgufCheckpoint
-
-    if path.is_dir():
-        return _open_directory(path, name)
-    return GgufCheckpoint(path, reference=name) if path.suffix == ".gguf" else _open_directory(path.parent, name)

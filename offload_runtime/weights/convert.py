@@ -23,13 +23,14 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights.checkpoint import CheckpointSource, Fill
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
-from offload_runtime.weights.safetensors import write_file
 
 _ABANDONED_AFTER_S = 86_400.0  # a day without a new file, for runs whose process we cannot look up
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
@@ -155,6 +156,14 @@ def _plan_shards(source: CheckpointSource, dtype: torch.dtype, max_shard_bytes: 
     ]
 
 
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write one file; what the library says of the disk is an `OSError` as everything else is."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
@@ -184,7 +193,7 @@ def convert_to_safetensors(
         source: What to convert.
         out_dir: New directory; it appears only when it is complete.
         dtype: Of the written weights.
-        max_shard_bytes: Largest file, unless a single tensor is larger.
+        max_shard_bytes: Largest file, unless a single tensor is larger; it is held in memory until it is written.
         on_progress: Called with (bytes written, bytes of all weights).
 
     Returns:
@@ -212,7 +221,11 @@ def convert_to_safetensors(
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
         _write_descriptions(source, directory, dtype)
         for plan in plans:
-            write_file(directory / plan.name, plan.tensors, dtype, written)
+            tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, _ in plan.tensors}
+            for name, _, fill in plan.tensors:
+                fill(tensors[name])
+                written(tensors[name].nbytes)
+            _save(tensors, directory / plan.name)
         if len(plans) > 1:
             weight_map = {name: plan.name for plan in plans for name, _, _ in plan.tensors}
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

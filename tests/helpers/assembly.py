@@ -15,7 +15,7 @@ from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_b
 from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, PageableMemory, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.weights.checkpoint import open_checkpoint
+from offload_runtime.weights import open_checkpoint
 from offload_runtime.weights.loader import HostWeights, load_weights
 
 CPU = torch.device("cpu")

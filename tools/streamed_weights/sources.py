@@ -28,7 +28,7 @@ class ReadOnce:
 
     def __init__(self, source: CheckpointSource) -> None:
         self.reference, self.native_dtype = source.reference, source.native_dtype
-        self.config, self.hf_config, self.total_bytes = source.config, source.hf_config, source.total_bytes
+        self.config, self.hf_config = source.config, source.hf_config
         self.shards, self.tokenizer = source.shards, cache(source.tokenizer)
         self.generation_settings, self.generation_eos = source.generation_settings, source.generation_eos
 
