@@ -269,15 +269,15 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(
 
 
 @pytest.mark.parametrize(
-    ("way", "after"), [("forth", 0), ("forth", 20), ("forth", 150), ("back", 0), ("back", 8), ("back", 15)]
+    ("way", "after"), [("h2d", 0), ("h2d", 20), ("h2d", 150), ("d2h", 0), ("d2h", 8), ("d2h", 15)]
 )
 def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: Any = StagingCopyEngine if way == "forth" else StagingWriteEngine
-    hook = {"before_fill" if way == "forth" else "before_landing": failing(after)}
+    made: Any = StagingCopyEngine if way == "h2d" else StagingWriteEngine
+    fails = failing(after)
     monkeypatch.setattr(
-        staged_layers, made.__name__, lambda *arguments, **options: made(*arguments, **options, **hook)
+        staged_layers, made.__name__, lambda *arguments, **options: made(*arguments, **options, before_move=fails)
     )  # fmt: skip
     lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
     with on_host(target, pinned=least(whole), resident_layers=NUM_LAYERS) as runtime:

@@ -61,13 +61,13 @@ def staged(
         below.allow(memory)
     for index, source in enumerate(sources):
         below.allow(source[: pinned_bytes.get(index, LAYER_BYTES)])
-    engine = StagingCopyEngine(below, list(ring), pageable, num_threads=threads, before_fill=before_fill)
+    engine = StagingCopyEngine(below, list(ring), pageable, num_threads=threads, before_move=before_fill)
     try:
         slot_buffers = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(slots)]
         yield LayerStreamer(sources, {}, slot_buffers, make_views=_views, engine=engine), engine
     finally:
         engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
 
 
 class _LockedSourcesOnly(ThreadCopyEngine):

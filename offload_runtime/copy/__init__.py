@@ -16,10 +16,10 @@ from offload_runtime.copy.staging import (
     MOST_THREADS,
     RingShape,
     StagingCopyEngine,
+    StagingWriteEngine,
     ring_shape,
     staging_threads,
 )
-from offload_runtime.copy.staging_d2h import StagingWriteEngine
 
 __all__ = [
     "COPY_PIECE_BYTES",

@@ -1,7 +1,8 @@
-"""Copies from memory that could not be page-locked: threads move it into page-locked pieces, and those are copied.
+"""Copies from and to memory that could not be page-locked: threads move it through page-locked pieces.
 
-A copy of the driver's own from pageable memory would hold the calling thread until it is done. The way to the host is
-in `staging_d2h`; what both share, and the sizes of what is staged through, stands here.
+A copy of the driver's own from or to pageable memory would hold the calling thread until it is done. On the way to the
+device threads fill pieces, which are handed to the link in order; on the way back the link fills pieces, which threads
+empty. The pieces of a ring are used in turn, so that none of its users ever waits for a later one.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +34,7 @@ _PIECES_OF_A_LAYER = 4
 FEWEST_PIECES = 2
 MOST_THREADS = 8
 _PAGE_BYTES = 4096
+_THREADS = "staging"
 
 
 @dataclass(frozen=True)
@@ -60,39 +63,51 @@ def staging_threads(usable_cores: int) -> int:
     return max(1, min(MOST_THREADS, usable_cores // 2))
 
 
-def move_bytes(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy `src`, uint8 [n] on the host, to the beginning of `dst`.
+def _nothing() -> Future[None]:
+    """Work that is done."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
-    Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
-    """
-    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+
+@dataclass
+class _Piece:
+    """One page-locked buffer of a ring. `copied` fires when the link is through with it, `user` is the work of the
+    part that has it or had it last."""
+
+    buffer: torch.Tensor  # uint8 [piece_bytes], host, page-locked
+    copied: Any
+    user: Future[None]
 
 
-class StagingQueue:
-    """What both ways have in common: a queue below, and threads that move bytes between it and pageable memory.
+class _StagingQueue:
+    """What both ways have in common: a queue below, a ring of pieces, and threads that move bytes.
 
-    The threads share one lock. Once they are over, whoever waits for one of its conditions has to look again.
+    The work of the threads begins in order. What fails in one stays the failure of all that comes behind it.
 
     Args:
         engine: The queue below, from now on this one's: it is closed with it.
+        ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which memory is staged.
+        num_threads: That move bytes.
+        before_move: Called in those threads before each piece: tests inject delays and failures with it.
         failed: What to say where a thread has failed, with a place for the `{error}`.
     """
 
-    def __init__(self, engine: CopyEngine, pageable: PageableMemory, failed: str) -> None:
+    def __init__(
+        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
+        before_move: Callable[[], None] | None, failed: str,
+    ) -> None:  # fmt: skip
         self.log = engine.log
         self._engine = engine
         self._pageable = pageable
+        self._before_move = before_move
         self._failed = failed
-        # Reentrant: the garbage collector may close a dropped runtime in any of these threads, at any moment.
-        self._lock = threading.RLock()
-        self._conditions: list[threading.Condition] = []
-        self._threads: list[threading.Thread] = []
-        self._failure: BaseException | None = None
-        self._closed = False
+        self._piece_bytes = ring[0].nbytes
+        self._pieces = deque(_Piece(buffer, engine.new_event(), _nothing()) for buffer in ring)
+        self._movers = ThreadPoolExecutor(num_threads, _THREADS)
+        self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
         self._waited_s = 0.0
-
-    # --- as of `CopyEngine`
 
     @property
     def bytes_copied(self) -> int:
@@ -113,107 +128,58 @@ class StagingQueue:
 
     def close(self) -> None:
         """Drop what has not reached its end, end the threads, and close the queue below."""
-        with self._lock:
-            self._closed = True
-            self._notify()
-        if threading.current_thread() in self._threads:
-            # This one, where the garbage collector closes, may hold the lock, without which the others cannot end.
-            threading.Thread(target=self._finish, name="staging-end", daemon=True).start()
+        self._shut_down(wait=False)
+        if threading.current_thread().name.startswith(_THREADS):
+            # The garbage collector closes a dropped runtime in any thread; one of these cannot wait for itself.
+            threading.Thread(target=self._finish, name=f"{_THREADS}-end", daemon=True).start()
         else:
             self._finish()
 
-    # --- for the two ways
-
-    def _condition(self) -> threading.Condition:
-        """A condition over the lock, notified when the threads are over."""
-        self._conditions.append(threading.Condition(self._lock))
-        return self._conditions[-1]
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        """Begin a thread; `work` returns when the threads are over."""
-        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _raise_failure(self) -> None:
-        """Raise `CopyError` if a thread has failed."""
-        if isinstance(self._failure, CopyError):
-            raise CopyError(str(self._failure)) from self._failure
-        if self._failure is not None:
-            raise CopyError(self._failed.format(error=self._failure)) from self._failure
-        assert not self._closed, "the queue is closed"
-
-    def _wait_for(self, condition: threading.Condition, ready: Callable[[], object]) -> None:
-        """Wait, with the lock held, until `ready` says yes; raise as `_raise_failure` does where it never will."""
-        self._has_work(condition, ready)
-        self._raise_failure()
-
-    def _has_work(self, condition: threading.Condition, ready: Callable[[], object]) -> bool:
-        """Wait, with the lock held, until `ready` says yes; False where the threads are over."""
-        condition.wait_for(lambda: ready() or self._closed or self._failure is not None)
-        return not self._closed and self._failure is None
-
-    @contextmanager
-    def _host_waits(self) -> Iterator[None]:
-        """What the calling thread spends in here counts as a stall."""
-        started = time.perf_counter()
-        yield
-        ended = time.perf_counter()
-        self._waited_s += ended - started
-        if self.log is not None:
-            self.log.staged(started, ended)
-
     def _finish(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        self._shut_down(wait=True)
         self._engine.close()
 
-    def _notify(self) -> None:
-        for condition in self._conditions:
-            condition.notify_all()
+    def _shut_down(self, *, wait: bool) -> None:
+        for threads in (self._movers, self._link):
+            threads.shutdown(wait=wait, cancel_futures=True)
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _next_piece(self) -> _Piece:
+        """The piece whose turn it is."""
+        self._pieces.rotate(-1)
+        return self._pieces[-1]
+
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy `src` to the beginning of `dst`: uint8 [n], host."""
+        if self._before_move is not None:
+            self._before_move()
+        # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
+        ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+
+    def _wait(self, work: Future[None]) -> None:
+        """Wait for work of the threads, which counts as a stall.
+
+        Raises:
+            CopyError: It has failed, or what it needed.
+        """
+        started, is_over = time.perf_counter(), work.done()
         try:
-            work()
-        except BaseException as error:
-            with self._lock:
-                self._failure = self._failure or error
-                self._notify()
+            work.result()
+        except CopyError:
+            raise
+        except Exception as error:  # without words where it was dropped
+            raise CopyError(
+                f"{self._failed} failed ({str(error) or 'the queue is closed'}): what is streamed cannot be trusted "
+                "any more; load the runtime again"
+            ) from error
+        finally:
+            ended = time.perf_counter()
+            if not is_over:
+                self._waited_s += ended - started
+                if self.log is not None:
+                    self.log.staged(started, ended)
 
 
-_FAILED = (
-    "staging from pageable memory failed ({error}): what is streamed cannot be trusted any more; load the runtime again"
-)
-
-
-@dataclass
-class _Piece:
-    """One page-locked buffer of the ring; `free` fires when its last copy has been made."""
-
-    buffer: torch.Tensor  # uint8 [piece_bytes], host, page-locked
-    free: Any
-
-
-@dataclass(eq=False)
-class _Copy:
-    """A part of what was enqueued: straight from `src`, or through a piece of the ring once one is filled with it."""
-
-    dst: torch.Tensor  # uint8 [n], device
-    src: torch.Tensor  # uint8 [n], host
-    free: Any
-    ready: Any
-    staged: bool
-    last: bool  # of what was enqueued together
-    label: Label | None
-    piece: _Piece | None = None
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether it can be handed to the link."""
-        return not self.staged or self.piece is not None
-
-
-class StagingCopyEngine(StagingQueue):
+class StagingCopyEngine(_StagingQueue):
     """A copy queue some of whose sources are pageable; see `CopyEngine` for what its methods promise.
 
     Sources that are page-locked go straight to the queue below, unless something staged is before them.
@@ -223,146 +189,157 @@ class StagingCopyEngine(StagingQueue):
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
-        before_fill: Called in those threads before each piece: tests inject delays and failures with it.
+        before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
     def __init__(
         self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_fill: Callable[[], None] | None = None,
+        before_move: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        assert len(ring) >= FEWEST_PIECES and num_threads > 0
-        super().__init__(engine, pageable, _FAILED)
-        self._before_fill = before_fill
-        self._piece_bytes = ring[0].nbytes
-        self._to_fill, self._to_issue, self._issued = (self._condition() for _ in range(3))
-        self._link = threading.Lock()  # the queue below is asked by one thread at a time
-        self._fills: deque[_Copy] = deque()  # that no thread has begun
-        self._pending: deque[_Copy] = deque()  # not yet handed to the queue below, in order
-        self._unissued: Counter[int] = Counter()  # by `ready` event
-        self._unused = deque(_Piece(buffer, engine.new_event()) for buffer in ring)
-        self._used: deque[_Piece] = deque()  # their copies are in the queue below, in order
-        for number in range(num_threads):
-            self._start(self._fill, f"staging-{number}")
-        self._start(self._issue, "staging-link")
+        assert len(ring) >= FEWEST_PIECES
+        super().__init__(
+            engine, ring, pageable, num_threads=num_threads, before_move=before_move,
+            failed="staging from pageable memory",
+        )  # fmt: skip
+        self._below = threading.Lock()  # the queue below is asked by one thread at a time
+        self._last = _nothing()  # of the link's thread
+        self._issued: dict[int, Future[None]] = {}  # the last part of each `ready` event, handed to the queue below
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
         label: Label | None = None,
     ) -> None:  # fmt: skip
         assert source_free is None, "whoever owns pageable memory does not write to it"
-        with self._lock:
-            self._raise_failure()
-            locked_bytes = self._pageable.locked_bytes(src)
-            # What is pending stays in the queue until it is handed on, so nothing can overtake it here.
-            straight = locked_bytes >= src.nbytes and not self._pending
-            if not straight:
-                self._append(self._parts(dst, src, locked_bytes, free, ready, label))
-        if straight:
-            with self._link:
+        locked_bytes = self._pageable.locked_bytes(src)
+        if self._last.done():
+            self._wait(self._last)
+            if locked_bytes >= src.nbytes:
                 self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
+                return
+        cuts = [*([0] if locked_bytes else []), *range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
+        for start, end in pairwise(cuts):
+            enqueue = partial(self._engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
+            if start < locked_bytes:
+                self._last = self._link.submit(self._issue, self._last, partial(enqueue, src[start:end]))
+                continue
+            piece = self._next_piece()
+            filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
+            self._pageable.begin_read(filled)
+            staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
+            self._last = piece.user = self._link.submit(self._issue, self._last, staged, filled)
+        self._issued[id(ready)] = self._last
 
-    def _parts(
-        self, dst: torch.Tensor, src: torch.Tensor, locked_bytes: int, free: Any, ready: Any, label: Label | None
-    ) -> list[_Copy]:
-        cuts = [0] if locked_bytes else []
-        cuts += [*range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
-        return [
-            _Copy(
-                dst[start:end],
-                src[start:end],
-                free,
-                ready,
-                staged=start >= locked_bytes,
-                last=end == src.nbytes,
-                label=label,
-            )
-            for start, end in pairwise(cuts)
-        ]
+    def _fill(self, piece: _Piece, before: Future[None], src: torch.Tensor) -> None:
+        """Fill a piece once what it held before has left it."""
+        before.result()
+        self._engine.wait(piece.copied)
+        self._move(piece.buffer, src)
 
-    def _append(self, parts: list[_Copy]) -> None:
-        staged = [part for part in parts if part.staged]
-        self._unissued[id(parts[0].ready)] += 1
-        self._pending += parts
-        self._fills += staged
-        self._pageable.begin_reads(len(staged))
-        self._to_fill.notify(len(staged))
-        self._to_issue.notify()
+    def _issue(self, before: Future[None], enqueue: Callable[[], None], filled: Future[None] | None = None) -> None:
+        """Hand a part to the queue below, unless one before it has failed."""
+        before.result()
+        if filled is not None:
+            filled.result()
+        with self._below:
+            enqueue()
 
     def compute_wait(self, ready: Any) -> None:
         self._wait_until_issued(ready)
         self._engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
-        with self._lock:
-            self._raise_failure()
-            return not self._unissued[id(ready)] and self._engine.is_done(ready)
+        issued = self._issued.get(id(ready))
+        if issued is not None:
+            if not issued.done():
+                return False
+            self._wait(issued)
+        return self._engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
         self._wait_until_issued(ready)
         self._engine.wait(ready)
 
     def copy_seconds(self) -> float:
-        with self._link:
+        with self._below:
             return super().copy_seconds()
 
     def drain(self) -> None:
-        with self._lock:
-            self._wait_for(self._issued, lambda: not self._pending)
+        self._wait(self._last)
         self._engine.drain()
 
     def _wait_until_issued(self, ready: Any) -> None:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        with self._host_waits(), self._lock:
-            self._wait_for(self._issued, lambda: not self._unissued[id(ready)])
+        issued = self._issued.get(id(ready))
+        if issued is not None:
+            self._wait(issued)
 
-    # --- the threads
 
-    def _fill(self) -> None:
-        try:
-            self._fill_pieces()
-        finally:  # an owner that waits for reads that nobody will make would wait for ever
-            self._pageable.end_reading()
+class StagingWriteEngine(_StagingQueue):
+    """A queue of copies from the device some of whose targets are pageable; see `CopyEngine` for what it promises.
 
-    def _fill_pieces(self) -> None:
-        """Fill pieces, each with the oldest part that no other thread has begun."""
-        while True:
-            with self._lock:
-                if not self._has_work(self._to_fill, lambda: self._fills and (self._unused or self._used)):
-                    return
-                copy = self._fills.popleft()
-                in_flight = not self._unused
-                piece = self._used.popleft() if in_flight else self._unused.popleft()
-            if in_flight:
-                self._engine.wait(piece.free)
-            if self._before_fill is not None:
-                self._before_fill()
-            move_bytes(piece.buffer, copy.src)
-            self._pageable.end_read()
-            with self._lock:
-                copy.piece = piece
-                self._to_issue.notify()
+    For the compute side, which sees nothing of the host's memory, a copy is done when its source has been read; for
+    `is_done`, `wait` and `drain` when it has landed, and all before it. Landings are not ordered: nobody writes to
+    memory that an earlier copy has not reached yet. `enqueue` holds the calling thread while no piece is free; that
+    takes what is computed already, the link and the threads, but nothing that this thread has still to do.
 
-    def _issue(self) -> None:
-        """Hand parts to the queue below in their order, each as soon as it is filled."""
-        while True:
-            with self._lock:
-                if not self._has_work(self._to_issue, lambda: self._pending and self._pending[0].is_filled):
-                    return
-                copy = self._pending[0]
-            piece = copy.piece
-            with self._link:
-                if piece is None:
-                    self._engine.enqueue(copy.dst, copy.src, free=copy.free, ready=copy.ready, label=copy.label)
-                else:
-                    source = piece.buffer[: copy.src.nbytes]
-                    self._engine.enqueue(
-                        copy.dst, source, free=copy.free, ready=copy.ready, source_free=piece.free, label=copy.label
-                    )
-            with self._lock:
-                self._pending.popleft()
-                if piece is not None:
-                    self._used.append(piece)
-                    self._to_fill.notify()
-                if copy.last:
-                    self._unissued[id(copy.ready)] -= 1
-                    self._issued.notify_all()
+    Args:
+        engine: The queue below, from now on this one's: it is closed with it.
+        ring: Page-locked buffers: uint8 [piece_bytes] each, host.
+        pageable: Which targets are pageable, each of them wholly or not at all.
+        num_threads: That move what has come.
+        before_move: Called in those threads before each piece: tests inject delays and failures with it.
+    """
+
+    def __init__(
+        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
+        before_move: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            engine, ring, pageable, num_threads=num_threads, before_move=before_move,
+            failed="writing to pageable memory",
+        )  # fmt: skip
+        self._landings: deque[Future[None]] = deque()  # in the order in which they were asked for
+
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
+        assert source_free is None, "pieces need the event of their own"
+        locked_bytes = self._pageable.locked_bytes(dst)
+        if locked_bytes >= dst.nbytes:
+            self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
+            return
+        assert locked_bytes == 0, "a target is pageable wholly or not at all"
+        for target, source in zip(dst.split(self._piece_bytes), src.split(self._piece_bytes), strict=True):
+            piece = self._next_piece()
+            self._wait(piece.user)
+            into = piece.buffer[: source.nbytes]
+            self._engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
+            piece.user = self._movers.submit(self._land, piece, target)
+            self._landings.append(piece.user)
+
+    def _land(self, piece: _Piece, dst: torch.Tensor) -> None:
+        """Move a piece to where it belongs, once it has come over the link."""
+        self._engine.wait(piece.copied)
+        self._move(dst, piece.buffer[: dst.nbytes])
+
+    def compute_wait(self, ready: Any) -> None:
+        self._engine.compute_wait(ready)
+
+    def is_done(self, ready: Any) -> bool:
+        while self._landings and self._landings[0].done():
+            self._wait(self._landings[0])  # what has failed stays
+            self._landings.popleft()
+        return not self._landings and self._engine.is_done(ready)
+
+    def wait(self, ready: Any) -> None:
+        self._wait_for_landings()
+        self._engine.wait(ready)
+
+    def drain(self) -> None:
+        self._wait_for_landings()
+        self._engine.drain()
+
+    def _wait_for_landings(self) -> None:
+        for landing in list(self._landings):
+            self._wait(landing)

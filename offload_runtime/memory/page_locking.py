@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_right
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 import torch
@@ -117,24 +118,23 @@ class PageableMemory:
     """
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may end the reader in any thread, at any moment.
-        self._changed = threading.Condition(threading.RLock())
+        # Reentrant: the garbage collector may give memory back in any thread, at any moment.
+        self._lock = threading.RLock()
         self._starts: list[int] = []  # ascending
         self._ends: list[int] = []
-        self._reads = 0
-        self._is_over = False
+        self._reads: list[Future[None]] = []
 
     @property
     def nbytes(self) -> int:
         """What is entered now."""
-        with self._changed:
+        with self._lock:
             return sum(self._ends) - sum(self._starts)
 
     def enter(self, memory: torch.Tensor) -> None:
         """Take up memory, no part of which is known yet: uint8 [n], host."""
         if memory.nbytes:
             start = memory.data_ptr()
-            with self._changed:
+            with self._lock:
                 index = bisect_right(self._starts, start)
                 self._starts.insert(index, start)
                 self._ends.insert(index, start + memory.nbytes)
@@ -142,38 +142,27 @@ class PageableMemory:
     def forget(self, memory: torch.Tensor) -> None:
         """Drop what was entered as `memory`."""
         if memory.nbytes:
-            with self._changed:
+            with self._lock:
                 index = self._starts.index(memory.data_ptr())
                 del self._starts[index], self._ends[index]
 
     def locked_bytes(self, memory: torch.Tensor) -> int:
         """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
         start = memory.data_ptr()
-        with self._changed:
+        with self._lock:
             index = bisect_right(self._starts, start)
             if index and self._ends[index - 1] > start:
                 return 0
             following = self._starts[index] if index < len(self._starts) else start + memory.nbytes
         return min(following - start, memory.nbytes)
 
-    def begin_reads(self, count: int) -> None:
-        """So many reads have been asked for."""
-        with self._changed:
-            self._reads += count
-
-    def end_read(self) -> None:
-        """One of them has been made."""
-        with self._changed:
-            self._reads -= 1
-            self._changed.notify_all()
-
-    def end_reading(self) -> None:
-        """Nothing will be read any more, whatever was asked for."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+    def begin_read(self, read: Future[None]) -> None:
+        """Some of it is read until `read` is done, however it ends."""
+        with self._lock:
+            self._reads = [*(other for other in self._reads if not other.done()), read]
 
     def settle(self) -> None:
         """Wait until everything has been read that was asked for."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._reads == 0 or self._is_over)
+        for read in self._reads:
+            with contextlib.suppress(CancelledError):
+                read.exception()

@@ -143,7 +143,7 @@ def make_runner(
 
 def _staging_rings(staged: StagedKV, locking: BlockLocking) -> list[HostArena]:
     """Memory of the pieces of both ways, page-locked where that is needed."""
-    rings = [HostArena(staged.pieces * staged.piece_bytes, name=f"a ring {way}") for way in ("forth", "back")]
+    rings = [HostArena(staged.pieces * staged.piece_bytes, name=f"a ring {way}") for way in ("h2d", "d2h")]
     for ring in rings:
         if locking.registrar is not None:
             ring.pin(locking.registrar)
@@ -155,11 +155,11 @@ def _staged_queues(
 ) -> tuple[CopyEngine, CopyEngine]:
     """The queues of both ways over `engine` and `writeback`."""
     assert locking.pageable is not None
-    forth, back = (list(ring.buffer.view(staged.pieces, -1)) for ring in rings)
+    h2d_ring, d2h_ring = (list(ring.buffer.view(staged.pieces, -1)) for ring in rings)
     threads = staged.threads
     return (
-        StagingCopyEngine(engine, forth, locking.pageable, num_threads=threads, before_fill=staged.before_fill),
+        StagingCopyEngine(engine, h2d_ring, locking.pageable, num_threads=threads, before_move=staged.before_fill),
         StagingWriteEngine(
-            writeback, back, locking.pageable, num_threads=threads, before_landing=staged.before_landing
+            writeback, d2h_ring, locking.pageable, num_threads=threads, before_move=staged.before_landing
         ),
     )  # fmt: skip
