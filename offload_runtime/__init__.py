@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream, Turn
+    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Reply, Runtime, TokenStream
 
 __version__ = "0.1.0"
-__all__ = ["Conversation", "GenerationResult", "GenerationStats", "Runtime", "TokenStream", "Turn", "__version__"]
+__all__ = ["Conversation", "GenerationResult", "GenerationStats", "Reply", "Runtime", "TokenStream", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen from logits: a pure function of (logits, seed, sequence, position).
+    """How a token is chosen from logits: a pure function of (logits, seed, noise_id, position).
 
     `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. `top_k` 0, `top_p` 1 and
-    `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers.
+    `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers. Requests with
+    the same seed and different `noise_id`s draw independent noise.
     """
 
     temperature: float = 0.0
@@ -171,6 +172,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    noise_id: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -185,6 +187,8 @@ class SamplingParams:
             raise OptionError(f"min_p must be in [0, 1], not {self.min_p}")
         if not 0 <= self.seed < 1 << 64:
             raise OptionError(f"seed must be in [0, 2**64), not {self.seed}")
+        if not 0 <= self.noise_id < 1 << 32:
+            raise OptionError(f"noise_id must be in [0, 2**32), not {self.noise_id}")
 
     @property
     def greedy(self) -> bool:
@@ -195,6 +199,11 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def without_noise(self) -> SamplingParams:
+        """What two requests share that choose alike: everything but the noise."""
+        return replace(self, seed=0, noise_id=0)
 
 
 @dataclass(frozen=True)

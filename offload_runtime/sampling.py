@@ -1,8 +1,9 @@
 """Logits to tokens: the last step of every pass, of draft and target alike, as a pure function.
 
-    token = argmax over allowed v of  logits[v] / T + gumbel(seed, sequence, position, v)          (T = 0: plain argmax)
+    token = argmax over allowed v of  logits[v] / T + gumbel(seed, noise_id, position, v)          (T = 0: plain argmax)
 
-The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. Here are the filters that say which tokens are
+The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. What they depend on besides the logits belongs
+to the request that holds a row's slot: `SlotSampling`. Here are the filters that say which tokens are
 allowed: top-k, then top-p, then min-p, after the temperature, in transformers' order. Floating sums depend on their
 order and therefore on the device, so the filters weigh tokens by integers: floor(exp(scaled - max) * 2^40), with an
 exponential of IEEE-exact operations and sums in int64. The CPU and the GPU then allow the same tokens, always.
@@ -14,6 +15,7 @@ that a draft step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
@@ -96,10 +98,9 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits.masked_fill(excluded.logical_and_(~maximum.isnan()), -torch.inf)
 
 
-def _allowed_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    if not params.filtered:
-        return logits
-    # Weights in int64 and a sort take up to 37 bytes a logit, where 24 are planned for: a few rows at a time.
+def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`filter_logits` of any floating dtype, a few rows at a time: weights in int64 and a sort take up to 37 bytes a
+    logit, where 24 are planned for."""
     rows = min(max(_LEAST_PART_ROWS, len(logits) // 4), MOST_FILTERED_ROWS)
     allowed = torch.empty_like(logits, dtype=torch.float32)
     for part, filtered in zip(logits.split(rows), allowed.split(rows), strict=True):
@@ -107,30 +108,78 @@ def _allowed_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     return allowed
 
 
-def sample(logits: Tensor, params: SamplingParams, positions: Tensor, sequences: Tensor) -> Tensor:
+class SlotSampling:
+    """How the tokens of every slot are chosen: a slot is a batch row of the caches, held by one request at a time.
+
+    Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it; only
+    `filters` decides which kernels run.
+
+    Args:
+        num_slots: How many there are; each is greedy until it is assigned.
+        device: Where the logits are.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)  # [S, 4] int32
+        self._kind = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S]: index into `filters`
+        self.filters: tuple[SamplingParams, ...] = ()
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SlotSampling:
+        """Slots 0, 1, … that choose their tokens these ways."""
+        slots = cls(len(params), device)
+        slots.assign(params)
+        return slots
+
+    def assign(self, params: Sequence[SamplingParams]) -> None:
+        """From here on slots 0 to len(params) - 1 choose tokens these ways. Enqueued on the current stream.
+
+        `filters` then holds the different filters among them, each with its temperature: what a captured graph depends
+        on. It is empty where no token is ever excluded.
+        """
+        assert len(params) <= len(self.keys), f"{len(params)} requests for {len(self.keys)} slots"
+        kinds = [one.without_noise if one.filtered else SamplingParams() for one in params]
+        self.filters = tuple(dict.fromkeys(kinds)) if any(one.filtered for one in kinds) else ()
+        keys = noise_ops.noise_keys([(one.temperature, one.seed, one.noise_id) for one in params])
+        self._upload(keys, self.keys)
+        if len(self.filters) > 1:
+            self._upload(torch.tensor([self.filters.index(kind) for kind in kinds], dtype=torch.int32), self._kind)
+
+    @staticmethod
+    def _upload(host: Tensor, there: Tensor) -> None:
+        # The allocator keeps page-locked memory until the copy is done.
+        there[: len(host)].copy_(host.pin_memory() if there.is_cuda else host, non_blocking=True)
+
+    def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
+        if not self.filters:
+            return logits
+        if len(self.filters) == 1:
+            return _filtered(logits, self.filters[0])
+        kinds, allowed = self._kind[slots.long()][:, None], logits.float()
+        for number, params in enumerate(self.filters):
+            if params.filtered:
+                allowed = torch.where(kinds == number, _filtered(logits, params), allowed)
+        return allowed
+
+
+def sample(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
     """Choose one token a row.
 
     logits: [R, V] bf16, fp16 or fp32, contiguous rows. positions: [R] int32/int64, the absolute position of the token
-    being chosen (not of the token that was fed). sequences: [R] int32/int64, which sequence of the batch. One device.
+    being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. One device.
     Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
     -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
     """
-    if params.filtered and len(logits) > MOST_FILTERED_ROWS:
-        parts = zip(*(tensor.split(MOST_FILTERED_ROWS) for tensor in (logits, positions, sequences)), strict=True)
-        return torch.cat([sample(rows, params, *whose) for rows, *whose in parts])
-    scores = _allowed_logits(logits, params)
-    return noise_ops.gumbel_argmax(scores, positions, sequences, temperature=params.temperature, seed=params.seed)
+    if sampling.filters and len(logits) > MOST_FILTERED_ROWS:
+        parts = zip(*(tensor.split(MOST_FILTERED_ROWS) for tensor in (logits, positions, slots)), strict=True)
+        return torch.cat([sample(rows, sampling, *whose) for rows, *whose in parts])
+    return noise_ops.gumbel_argmax(sampling.allowed(logits, slots), positions, slots, sampling.keys)
 
 
-def perturbed_logits(logits: Tensor, params: SamplingParams, positions: Tensor, sequences: Tensor) -> Tensor:
+def perturbed_logits(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
     """Allowed logits / T + gumbel, of which `sample` takes the argmax and a tree its top-k children.
 
     Arguments as `sample`. Returns [R, V] fp32, -inf where not allowed; the logits themselves at temperature 0.
     """
-    scores = _allowed_logits(logits, params)
-    return noise_ops.gumbel_perturb(scores, positions, sequences, temperature=params.temperature, seed=params.seed)
-
-
-def gumbel_noise(seed: int, positions: Tensor, sequences: Tensor, vocab_size: int) -> Tensor:
-    """Noise of every token, a pure function of the arguments: positions, sequences [R] -> [R, V] fp32, their device."""
-    return noise_ops.gumbel_noise(positions, sequences, seed=seed, vocab_size=vocab_size)
+    return noise_ops.gumbel_perturb(sampling.allowed(logits, slots), positions, slots, sampling.keys)

@@ -350,8 +350,8 @@ def test_rates_of_matches_follow_what_comes_true() -> None:
     assert at_first == sorted(at_first) and 0 < at_first[0] < at_first[-1] < 1
     rates.observe(5, False)
     assert 0.9 * at_first[4] < rates.rate(5) < at_first[4], "one guess tells little"
-    for turn in range(1000):
-        rates.observe(5, turn % 4 == 0)
+    for request in range(1000):
+        rates.observe(5, request % 4 == 0)
     assert rates.rate(4) == rates.rate(5) == pytest.approx(0.25, abs=0.05)
     assert [rates.rate(matched) for matched in (1, 2, 3, *range(6, 200))] == [*at_first[:3], *at_first[5:]]
     assert [math.exp(log) for log in rates.logs(5)] == pytest.approx([rates.rate(5), 1 - rates.rate(5)])

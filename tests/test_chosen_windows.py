@@ -14,8 +14,8 @@ from offload_runtime.cli.render import window_figure
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
-from offload_runtime.engine.playing import RoundPlayer, Text
-from offload_runtime.engine.windows import ChosenWindows, WindowLimits, WindowSize
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.steps import ChosenWindows, StepRunner, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.plan import MachineFigures, MemoryLimits, PlanRequest, RunPlan, find_plan
 from offload_runtime.runners import DraftModel, DraftTree
@@ -63,7 +63,7 @@ class WorkClock:
         for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalVerifier, "step")):
             self._count_steps(owner, name, patch)
         own = runtime._parts
-        runtime._parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime._windows.by_family))
+        runtime._parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime._windows.by_mode))
 
     def _count_steps(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
         done = getattr(owner, name)
@@ -132,9 +132,9 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
         assert converse(runtime) == expected.answers
         stats = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats
     assert sum(stats.windows.values()) == stats.passes
-    families = {name.split()[0] for name in stats.windows}
+    modes = {name.split()[0] for name in stats.windows}
     if step_s < 0.1:  # drafting costs next to nothing, and the draft is good
-        assert families & {"chain", "tree"} and stats.tokens_per_pass > 1.4
+        assert modes & {"chain", "tree"} and stats.tokens_per_pass > 1.4
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
@@ -316,13 +316,13 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
 def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, num_texts, every = RoundPlayer.play, list[int](), told_to_controller(monkeypatch)
+    play, num_texts, every = StepRunner.run, list[int](), told_to_controller(monkeypatch)
 
-    def noted(player: RoundPlayer, texts: Sequence[Text]) -> Any:
+    def noted(player: StepRunner, texts: Sequence[Request]) -> Any:
         num_texts.append(len(texts))
         return play(player, texts)
 
-    monkeypatch.setattr(RoundPlayer, "play", noted)
+    monkeypatch.setattr(StepRunner, "run", noted)
     monkeypatch.setattr(Controller, "choose", lambda *_, **__: Choice("chain", 4))
     with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=False)) as runtime:
         long = [5 + index * index % 300 for index in range(226)]
@@ -464,18 +464,18 @@ def test_limits_of_what_is_chosen() -> None:
     chosen = ChosenWindows({})
     assert chosen.window(PLAIN) == WindowSize(0)
     assert chosen.window(Choice("chain", 8)) == WindowSize(8)
-    for family in ("tree", "ngram", "unigram"):
-        assert chosen.window(Choice(family, 48)) == WindowSize(48, 48)
-        assert replace(chosen, branches=False).window(Choice(family, 8)) == WindowSize(8)
+    for mode in ("tree", "ngram", "unigram"):
+        assert chosen.window(Choice(mode, 48)) == WindowSize(48, 48)
+        assert replace(chosen, branches=False).window(Choice(mode, 8)) == WindowSize(8)
 
 
 class Named(NoProposer):
     """Who could propose in these ways."""
 
-    def __init__(self, *families: str) -> None:
-        self._families = families
+    def __init__(self, *modes: str) -> None:
+        self._families = modes
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return self._families
 
 
@@ -487,7 +487,7 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     streamed = replace(limits, free=20)
     filled = streamed.settle(GenerationParams(), chains)
     assert filled == ChosenWindows({"chain": 20}, free=20)
-    assert filled.window(Choice("chain", 8)) == WindowSize(8, beside=12)
+    assert filled.window(Choice("chain", 8)) == WindowSize(8, extra_ngrams=12)
     assert filled.window(Choice("chain", 20)) == WindowSize(20) and filled.window(PLAIN) == WindowSize(0)
     # Where branches were refused, the window is fixed, or a tree takes them in.
     bare = streamed.settle(GenerationParams(tree_nodes=0), chains)

@@ -11,7 +11,7 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Conversation, Runtime
-from offload_runtime.engine.stream import TokenStream
+from offload_runtime.engine.generate import TokenStream
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.sampling import sample
 from offload_runtime.speculation import step as rounds
@@ -101,9 +101,9 @@ def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) 
 def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     end, last = runtime.tokenizer.eos_token_id, len(runtime.encode([{"role": "user", "content": "the fox"}])) + 5
 
-    def ending_sample(logits: Any, params: Any, positions: Any, sequences: Any) -> Any:
+    def ending_sample(logits: Any, how: Any, positions: Any, slots: Any) -> Any:
         """The random model never ends by itself: it does in its sixth token here."""
-        return sample(logits, params, positions, sequences).masked_fill(positions == last, end)
+        return sample(logits, how, positions, slots).masked_fill(positions == last, end)
 
     monkeypatch.setattr(rounds, "sample", ending_sample)
     conversation = runtime.conversation()

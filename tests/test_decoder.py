@@ -49,7 +49,7 @@ def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float 
 
 
 def _window_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
-    return runner.verify([Window(tuple(tokens))], [sequence])[0]
+    return runner.verify([Window(tuple(tokens))], [sequence])
 
 
 def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] of a window's pass that promises no bits."""
     runner.cache.begin_window([0], [len(tokens)])
     rows = runner._rows.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
-    return window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)[0]
+    return window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
 
 
 def _check_passes_of_few_rows(runner: ModelRunner, name: str, *, most: float) -> None:
@@ -166,10 +166,10 @@ def test_ragged_batch_matches_single_runs(name: str, tmp_path: Path) -> None:
     windows = [Window(tuple(text[start:])) for text, start in zip(texts, starts, strict=True)]
     for order in ([0, 1, 2], [2, 0], [1]):
         together = runner.verify([windows[sequence] for sequence in order], order)
-        for logits, sequence in zip(together, order, strict=True):
-            count = len(windows[sequence].tokens)
-            _assert_logits(logits[:count], runner.verify([windows[sequence]], [sequence])[0].cpu())
-            _assert_logits(logits[:count], all_logits(model, texts[sequence])[starts[sequence] :])
+        counts = [len(windows[sequence].tokens) for sequence in order]
+        for logits, sequence in zip(together.split(counts), order, strict=True):
+            _assert_logits(logits, runner.verify([windows[sequence]], [sequence]).cpu())
+            _assert_logits(logits, all_logits(model, texts[sequence])[starts[sequence] :])
     made.close()
 
 
@@ -184,8 +184,8 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) 
     window = getattr(model.config, "sliding_window", None) if name == "mistral-window" else None
     # Beside the tree a shorter chain: rows of one pass may differ in kind.
     logits = made.runner.verify([Window(tuple(nodes), PARENTS), Window(tuple(nodes[:4]))], [0, 1])
-    _assert_logits(logits[0], tree_logits(model, prompts[0], nodes, PARENTS, window=window))
-    _assert_logits(logits[1, :4], all_logits(model, prompts[1] + nodes[:4])[-4:])
+    _assert_logits(logits[: len(nodes)], tree_logits(model, prompts[0], nodes, PARENTS, window=window))
+    _assert_logits(logits[len(nodes) :], all_logits(model, prompts[1] + nodes[:4])[-4:])
     made.close()
 
 
@@ -253,7 +253,7 @@ def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
     made = make_runner(model, tmp_path, slots=2, device=CUDA)
     _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37], most=GPU_ERROR)
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
-    tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])[0]
+    tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])
     _assert_logits(tree, expected[37:46], most=GPU_ERROR)
     made.close()
 
@@ -287,7 +287,7 @@ def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str, tmp
     for depth in range(1, 30):
         parents += [2 * depth - 1, 2 * depth - 1]
     nodes = [tokens[250 + index // 2] if index % 2 else 5 for index in range(60)]
-    tree = runner.verify([Window(tuple(nodes), tuple(parents))], [0])[0]
+    tree = runner.verify([Window(tuple(nodes), tuple(parents))], [0])
     assert torch.equal(tree[1::2], stepped[:30])
 
 

@@ -14,6 +14,7 @@ from offload_runtime.runners import DraftModel, StepGraphs
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import numbered
 from tests.test_draft_model import BATCH, NOISY, SHAPE, Draft, dense_streaming, make_draft
 
 
@@ -55,11 +56,11 @@ def test_all_sequences_are_drafted_in_the_same_steps(
     references = [dense_streaming(draft, sequence=sequence) for sequence in range(BATCH)]
     texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in enumerate((345, 1, 600))}
     steps, moves = count_steps(model, monkeypatch), set[int]()
-    for turn in range(18):
-        asked = {sequence: tokens for sequence, tokens in texts.items() if (turn + sequence) % 4}
-        if turn >= 14:
+    for request in range(18):
+        asked = {sequence: tokens for sequence, tokens in texts.items() if (request + sequence) % 4}
+        if request >= 14:
             asked.pop(0, None)  # it has ended
-        counts = {sequence: 1 + (3 * turn + 5 * sequence) % 8 for sequence in asked}
+        counts = {sequence: 1 + (3 * request + 5 * sequence) % 8 for sequence in asked}
         steps.clear()
         guesses = model.propose(asked, counts)
         assert len(steps) == max(counts.values()), "the longest answer decides"
@@ -67,8 +68,8 @@ def test_all_sequences_are_drafted_in_the_same_steps(
         for sequence, tokens in asked.items():
             expected = references[sequence].propose(tokens, counts[sequence], params)
             assert guesses[sequence] == expected, f"sequence {sequence} behind {len(tokens)} tokens"
-            accepted = (turn + sequence) % (counts[sequence] + 1)
-            texts[sequence] = [*tokens, *expected[:accepted], *random_tokens(1 + 4 * sequence, seed=turn)]
+            accepted = (request + sequence) % (counts[sequence] + 1)
+            texts[sequence] = [*tokens, *expected[:accepted], *random_tokens(1 + 4 * sequence, seed=request)]
         moves.add(draft.cache.start(2))
     assert len(moves) > 1, "a window moved on"
 
@@ -94,7 +95,7 @@ def test_frequencies_of_a_length_are_each_sequences_own(tmp_path_factory: pytest
         said = []
         for sequences in ((0,), (2,), (0, 2)):
             model = DraftModel(made.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
-            model.start(SamplingParams(), BATCH)
+            model.start(numbered(SamplingParams(), BATCH))
             said.append(model.propose({s: texts[s] for s in sequences}, dict.fromkeys(sequences, 7)))
         assert {**said[0], **said[1]} == said[2]
         assert not torch.equal(model._rotation.frequencies[0], model._rotation.frequencies[2])
@@ -110,11 +111,11 @@ def test_replays_of_a_batch_say_what_eager_steps_say(gpu_draft: Draft, params: S
         if not graphed:
             model.graphs = StepGraphs(CPU)
         texts = {sequence: random_tokens(length, seed=1) for sequence, length in enumerate((310, 40, 600))}
-        for turn in range(40):
-            counts = {sequence: (turn + 3 * sequence) % 8 for sequence in texts}  # none, now and then
+        for request in range(40):
+            counts = {sequence: (request + 3 * sequence) % 8 for sequence in texts}  # none, now and then
             guesses = model.propose(texts, counts)
             texts = {
-                sequence: [*tokens, *guesses[sequence][: (turn + sequence) % 5], turn]
+                sequence: [*tokens, *guesses[sequence][: (request + sequence) % 5], request]
                 for sequence, tokens in texts.items()
             }
         said.append(texts)

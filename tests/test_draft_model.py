@@ -25,10 +25,10 @@ from offload_runtime.runners import (
     StepGraphs,
     device_window_bytes,
 )
-from offload_runtime.sampling import sample
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import numbered, sample
 
 SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
 SINKS, RECENT, WINDOW, BATCH = 4, 100, 16, 3
@@ -47,7 +47,7 @@ class Draft:
     def model(self, params: SamplingParams, *, num_sequences: int = 1) -> DraftModel:
         """A loop that knows nothing yet."""
         model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
-        model.start(params, num_sequences)
+        model.start(numbered(params, num_sequences))
         return model
 
 
@@ -168,11 +168,11 @@ def play(
 ) -> list[int]:
     """Rounds whose guesses are accepted up to every place in turn; each must be the reference's. The whole sequence."""
     model, gamma = draft.model(params, num_sequences=sequence + 1), 7
-    for turn in counting():
+    for request in counting():
         guesses = propose(model, tokens, gamma, sequence=sequence)
         assert guesses == reference.propose(tokens, gamma, params), f"behind {len(tokens)} tokens"
-        accepted = 5 * turn % (gamma + 1)
-        other = (guesses[accepted] + 1) % VOCAB_SIZE if accepted < gamma else turn % VOCAB_SIZE
+        accepted = 5 * request % (gamma + 1)
+        other = (guesses[accepted] + 1) % VOCAB_SIZE if accepted < gamma else request % VOCAB_SIZE
         tokens = [*tokens, *guesses[:accepted], other]
         if len(tokens) > until:
             return tokens
@@ -328,9 +328,9 @@ def test_replays_say_what_eager_steps_say(gpu_draft: Draft, params: SamplingPara
     said: list[list[int]] = []
     for model in (graphed, eager):
         tokens = random_tokens(310, seed=1)
-        for turn in range(80):
+        for request in range(80):
             guesses = propose(model, tokens, 7)
-            tokens = [*tokens, *guesses[: turn % 8], turn]
+            tokens = [*tokens, *guesses[: request % 8], request]
         said.append(tokens)
     assert said[0] == said[1]
     assert len(said[0]) > 616, "the start moved twice"

@@ -23,6 +23,7 @@ from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGrap
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import numbered
 from tests.test_draft_model import propose
 
 SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
@@ -64,7 +65,7 @@ class Draft:
 def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> DraftModel:
     """A loop that knows nothing yet."""
     model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
-    model.start(params, num_sequences)
+    model.start(numbered(params, num_sequences))
     return model
 
 
@@ -134,7 +135,7 @@ def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
     draft, tokens, stale, far = base.draft(FEW), random_tokens(760, seed=1), [], set[int]()
     asked = recorded(draft.runner.cache, monkeypatch)
     policy, layers, steps = draft.runner.cache.observers[0], base.made.runner.decoder.config.num_layers, 5
-    for turn in range(12):  # over 768 tokens, where the far part grows
+    for request in range(12):  # over 768 tokens, where the far part grows
         asked.clear()
         guesses = propose(draft.model, tokens, steps)
         assert len(asked) in (steps * layers, (steps + 1) * layers)  # with tokens that are fed before the steps
@@ -148,17 +149,17 @@ def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
             else:
                 stale.append(overlap)
                 assert torch.equal(one.held, asked[number + len(asked) - layers].held)
-        tokens = [*tokens, *guesses[:2], *random_tokens(1 + 7 * (turn % 3), seed=turn)]
+        tokens = [*tokens, *guesses[:2], *random_tokens(1 + 7 * (request % 3), seed=request)]
     assert sum(stale) / len(stale) < 0.75, "any choice would do"
     assert far == {BLOCK_TOKENS, 2 * BLOCK_TOKENS}
 
 
-def play(draft: Draft, full: Draft, tokens: list[int], turns: int, *, sequence: int = 0) -> list[int]:
+def play(draft: Draft, full: Draft, tokens: list[int], requests: int, *, sequence: int = 0) -> list[int]:
     """Rounds whose guesses, accepted up to every place in turn, must be the full cache's."""
-    for turn in range(turns):
+    for request in range(requests):
         guesses = propose(draft.model, tokens, 7, sequence=sequence)
         assert guesses == propose(full.model, tokens, 7, sequence=sequence), f"behind {len(tokens)} tokens"
-        tokens = [*tokens, *guesses[: 5 * turn % 8], *random_tokens(1 + 3 * (turn % 5), seed=turn)]
+        tokens = [*tokens, *guesses[: 5 * request % 8], *random_tokens(1 + 3 * (request % 5), seed=request)]
     return tokens
 
 
@@ -166,18 +167,18 @@ def play(draft: Draft, full: Draft, tokens: list[int], turns: int, *, sequence: 
 def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: SamplingParams) -> None:
     draft, full = base.draft(ALL, params), base.draft(None, params)
     for start in (1, 2, 240, 500, 755):  # nothing far, then blocks that become far
-        play(draft, full, random_tokens(start, seed=start), turns=8)
+        play(draft, full, random_tokens(start, seed=start), requests=8)
 
 
 def test_a_context_that_budget_and_recent_blocks_hold_is_a_full_cache(base: Base) -> None:
-    play(base.draft(264), base.draft(None), random_tokens(505, seed=1), turns=12)
+    play(base.draft(264), base.draft(None), random_tokens(505, seed=1), requests=12)
 
 
 def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
     hf_model = random_model("qwen2-window", seed=7)
     made = make_runner(hf_model, tmp_path, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
     windows = Base(made, CPU)
-    play(windows.draft(ALL), windows.draft(None), random_tokens(750, seed=1), turns=5)
+    play(windows.draft(ALL), windows.draft(None), random_tokens(750, seed=1), requests=5)
     made.close()
 
 
@@ -186,18 +187,18 @@ def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> 
     draft, full = (base.draft(budget, num_sequences=sequence + 1) for budget in (ALL, None))
     tokens = random_tokens(1300, seed=2)
     for length, new in ((1290, 0), (600, 0), (600, 20), (610, 500), (1290, 4), (300, 30), (300, 800), (1, 700)):
-        play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], turns=2, sequence=sequence)
+        play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], requests=2, sequence=sequence)
 
 
 def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
     one, alone = base.draft(FEW), base.draft(FEW)
     other = loop(one.runner, num_sequences=2)
     tokens = random_tokens(770, seed=3)
-    for turn in range(6):
-        assert len(propose(other, random_tokens(600 + 30 * turn, seed=4), 5, sequence=1)) == 5
+    for request in range(6):
+        assert len(propose(other, random_tokens(600 + 30 * request, seed=4), 5, sequence=1)) == 5
         guesses = propose(one.model, tokens, 6)
         assert guesses == propose(alone.model, tokens, 6)
-        tokens = [*tokens, *guesses[:turn], turn]
+        tokens = [*tokens, *guesses[:request], request]
 
 
 def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
@@ -205,15 +206,15 @@ def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
     together, alone, full = (base.draft(budget, num_sequences=BATCH) for budget in (FEW, FEW, ALL))
     everything = base.draft(None, num_sequences=BATCH)
     texts = {0: random_tokens(760, seed=5), 1: random_tokens(40, seed=6), 2: random_tokens(1040, seed=7)}
-    for turn in range(8):
-        asked = {sequence: tokens for sequence, tokens in texts.items() if turn % 3 != sequence}
-        counts = {sequence: 2 + (turn + 3 * sequence) % 6 for sequence in asked}
+    for request in range(8):
+        asked = {sequence: tokens for sequence, tokens in texts.items() if request % 3 != sequence}
+        counts = {sequence: 2 + (request + 3 * sequence) % 6 for sequence in asked}
         guesses = together.model.propose(asked, counts)
         assert full.model.propose(asked, counts) == everything.model.propose(asked, counts)
         for sequence, tokens in asked.items():
             one = propose(alone.model, tokens, counts[sequence], sequence=sequence)
-            assert guesses[sequence] == one, f"sequence {sequence} in turn {turn}"
-            texts[sequence] = [*tokens, *one[: turn % 4], *random_tokens(1 + 2 * sequence, seed=turn)]
+            assert guesses[sequence] == one, f"sequence {sequence} in turn {request}"
+            texts[sequence] = [*tokens, *one[: request % 4], *random_tokens(1 + 2 * sequence, seed=request)]
     held = [draft.runner.cache._chunks.resident(layer) for draft in (together, alone) for layer in range(4)]
     assert all(torch.equal(left, right) for left, right in zip(held[:4], held[4:], strict=True))
     assert int(held[0][0].max()) > 0 and int(held[0][1].max()) == -1 and int(held[0][2].max()) > 0
@@ -253,10 +254,10 @@ def test_replays_say_what_eager_steps_say(gpu_base: Base, params: SamplingParams
         if not graphed:
             model.graphs = StepGraphs(CPU)
         tokens = random_tokens(500, seed=1)
-        for turn in range(110):
+        for request in range(110):
             guesses = propose(model, tokens, 7)
-            tokens = [*tokens, *guesses[: turn % 8], turn % VOCAB_SIZE]
-            if turn == 80:
+            tokens = [*tokens, *guesses[: request % 8], request % VOCAB_SIZE]
+            if request == 80:
                 tokens = tokens[:600]  # chunks that were held are written anew
         said.append(tokens)
         num_graphs.append(model.graphs.num_graphs)
@@ -266,4 +267,4 @@ def test_replays_say_what_eager_steps_say(gpu_base: Base, params: SamplingParams
 
 @pytest.mark.gpu
 def test_replays_of_a_budget_that_holds_everything_say_what_a_full_cache_says(gpu_base: Base) -> None:
-    play(gpu_base.draft(ALL), gpu_base.draft(None), random_tokens(480, seed=1), turns=60)
+    play(gpu_base.draft(ALL), gpu_base.draft(None), random_tokens(480, seed=1), requests=60)

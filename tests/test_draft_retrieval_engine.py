@@ -47,10 +47,10 @@ def everything(runtime: Runtime) -> list[list[int]]:
         said += [result.tokens for result in runtime.generate_batch([LONG[50:], LONG[90:700]], **asked, **sampling)]
         conversation = runtime.conversation()
         for text in ("the quick brown fox " * 70, "a link, a layer", "jumps over the lazy dog " * 9):
-            turn = conversation.say(text, max_new_tokens=12, **sampling)
-            for _ in turn:
+            request = conversation.say(text, max_new_tokens=12, **sampling)
+            for _ in request:
                 pass
-            said.append(turn.result.tokens)
+            said.append(request.result.tokens)
             conversation_length = conversation.num_tokens
         assert conversation_length > 2 * 256, "nothing was far"
     return said

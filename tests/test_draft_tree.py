@@ -18,6 +18,7 @@ from offload_runtime.runners import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, StepShapes
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import numbered
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
 
 PARAMS = [
@@ -140,15 +141,15 @@ def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
 def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams, rounded: bool) -> None:
     """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
     tree = with_replays(draft)[0] if rounded else draft.parts()[1]
-    tree.start(params)
+    tree.start(numbered(params, BATCH))
     growing = {
         sequence: Growing(random_tokens(length, seed=sequence), sequence)
         for sequence, length in enumerate((250, 1, 70))
     }
-    for turn in range(7):
-        taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
+    for request in range(7):
+        taking_part = [sequence for sequence in growing if request < 2 or (request + sequence) % 3]
         ask(draft, tree, {sequence: growing[sequence] for sequence in taking_part}, params)
-        if turn % 2:
+        if request % 2:
             for sequence in taking_part:
                 tree.adopt(sequence, *growing[sequence].go_on())
 
@@ -169,21 +170,21 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
 ) -> None:
     """Of a cache that lets go of the rest, while trees grow and come true, and while the text goes on otherwise."""
     tree = with_replays(streaming)[0] if rounded else streaming.parts()[1]
-    tree.start(params)
+    tree.start(numbered(params, BATCH))
     cache, moved, chance = streaming.runner.cache, set[str](), random.Random(1)
     growing = {s: Growing(random_tokens(length, seed=s), s) for s, length in enumerate((322, 1, 578))}
     starts = dict.fromkeys(growing, 0)
-    for turn in range(30):
-        taking_part = [sequence for sequence in growing if turn < 2 or (turn + sequence) % 3]
+    for request in range(30):
+        taking_part = [sequence for sequence in growing if request < 2 or (request + sequence) % 3]
         ask(streaming, tree, {sequence: growing[sequence] for sequence in taking_part}, params)
         moved |= {"a step" for s in taking_part if cache.start(s) != starts[s]}
         starts = {sequence: cache.start(sequence) for sequence in growing}
         for sequence in taking_part:
-            if turn % 2:
+            if request % 2:
                 tree.adopt(sequence, *growing[sequence].go_on(2))
-            elif turn % 4 == 2:  # by few tokens, or by so many that they are read as a prompt
-                new = random_tokens(chance.choice((3, 20, 90)), seed=turn)
-                growing[sequence] = Growing([*growing[sequence].text, *new], turn)
+            elif request % 4 == 2:  # by few tokens, or by so many that they are read as a prompt
+                new = random_tokens(chance.choice((3, 20, 90)), seed=request)
+                growing[sequence] = Growing([*growing[sequence].text, *new], request)
         moved |= {"what came true" for s in taking_part if cache.start(s) != starts[s] and growing[s].slots}
         starts = {sequence: cache.start(sequence) for sequence in growing}
     assert moved == {"a step", "what came true"} and cache.rope_shift(0) != cache.rope_shift(2)
@@ -240,8 +241,8 @@ def test_first_children_are_what_a_chain_says_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams
 ) -> None:
     chains, tree = streaming.parts()
-    chains.start(params, BATCH)
-    tree.start(params)
+    chains.start(numbered(params, BATCH))
+    tree.start(numbered(params, BATCH))
     text = random_tokens(700, seed=2)
     for count in (9, 200):
         chain, branch, said = chains.model.propose({2: text}, {2: 9})[2], Branch(text[-1]), list[int]()
@@ -264,8 +265,8 @@ def test_a_step_answers_as_many_as_it_has_room_for(draft: TreeDraft) -> None:
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: SamplingParams) -> None:
     chains, tree = draft.parts()
-    chains.start(params, BATCH)
-    tree.start(params)
+    chains.start(numbered(params, BATCH))
+    tree.start(numbered(params, BATCH))
     text = random_tokens(30, seed=2)
     chain = chains.model.propose({2: text}, {2: 9})[2]
     branch, said = Branch(text[-1]), []
@@ -287,7 +288,7 @@ def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft, monkeypa
 
 def test_tokens_beyond_either_vocabulary(draft: TreeDraft) -> None:
     _, tree = draft.parts(vocab_size=20)
-    tree.start(PARAMS[1])
+    tree.start(numbered(PARAMS[1], BATCH))
     (children,) = tree.expand({0: Asked([5, VOCAB_SIZE + 9], [Branch(VOCAB_SIZE + 9)])})[0]
     assert len(children.tokens) == 8 and max(children.tokens) < 20
 
@@ -354,8 +355,8 @@ def test_warming_up_makes_the_kernels_of_all_steps_about_one_text(tmp_path: Path
 def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> None:
     """Behind the tokens that it was done with, too."""
     tree, replays = with_replays(draft)
-    tree.start(params)
     tree.warm_up()
+    tree.start(numbered(params, BATCH))
     assert not replays._captured, "a graph of what hardly ever comes again"
     text = [0, 0, 0, 7]
     check(draft, text, [()], tree.expand({0: Asked(text, [Branch(7)])})[0], params, 0)
@@ -382,7 +383,7 @@ def test_replays_are_eager_steps(
     for graphs in (True, False):
         draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=400, kept=kept)
         _, tree = draft.parts(graphs=graphs)
-        tree.start(params)
+        tree.start(numbered(params, BATCH))
         if graphs:
             tree.warm_up()  # leaves nothing that an answer could depend on
         answers.append(list(_grow(tree, further)))
@@ -391,10 +392,10 @@ def test_replays_are_eager_steps(
         if graphs:
             num_graphs = tree._graphs.num_graphs
             assert num_graphs > 0, "nothing was captured"
-            tree.start(SamplingParams(temperature=0.3, top_k=7))
+            tree.start(numbered(SamplingParams(temperature=0.3, top_k=7), BATCH))
             answer = list(_grow(tree, further))
             assert tree._graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
-            tree.start(params)
+            tree.start(numbered(params, BATCH))
             again = list(_grow(tree, further))
             # Of what a text is rotated by nothing depends on other texts, unless some of it has been let go of.
             assert answer != again and (again == answers[0] or kept is not None)
@@ -434,7 +435,7 @@ def test_steps_that_were_made_ready_are_eager_steps(
     for graphs in (True, False):
         draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800, kept=kept)
         _, tree = draft.parts(graphs=graphs)
-        tree.start(SamplingParams(temperature=0.6, seed=5))
+        tree.start(numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
         tree.warm_up()
         one, said = Growing(random_tokens(490, seed=3), 3), []
         prepared = 0
@@ -442,11 +443,11 @@ def test_steps_that_were_made_ready_are_eager_steps(
             prepared += 1
         assert (prepared > 1) == graphs
         num_graphs = tree._graphs.num_graphs
-        for turn in range(8):
-            chosen = one.choose(6 + 20 * (turn % 2), tree.num_slots)
+        for request in range(8):
+            chosen = one.choose(6 + 20 * (request % 2), tree.num_slots)
             said += tree.expand({0: Asked(one.text, list(chosen.values()))})[0]
             one.answered(chosen)
-            if turn % 2:
+            if request % 2:
                 tree.adopt(0, *one.go_on())
         assert len(one.text) > 490 and tree._graphs.num_graphs == num_graphs
         answers.append(said)
@@ -461,11 +462,11 @@ def _grow(tree: DraftTree, further: int = 0) -> Iterator[Children]:
         sequence: Growing(random_tokens(length, seed=sequence), sequence)
         for sequence, length in ((0, 200), (2, 290 + further))
     }
-    for turn in range(12):
+    for request in range(12):
         chosen = {sequence: one.choose(6, tree.num_slots) for sequence, one in growing.items()}
         asked = {s: Asked(growing[s].text, list(branches.values())) for s, branches in chosen.items()}
         for sequence, said in tree.expand(asked).items():
             growing[sequence].answered(chosen[sequence])
             yield from said
-        if turn % 4 == 3:
+        if request % 4 == 3:
             tree.adopt(2, *growing[2].go_on())

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime, fetch_demo_model
-from offload_runtime.sampling import sample
 from tests.helpers.engine import write_noisy_copy
+from tests.helpers.sampling import sample
 
 PROMPTS = {
     "text": "The history of the steam engine began when",

@@ -251,7 +251,7 @@ def test_rounds_that_were_not_played_yet() -> None:
     assert draft is not None
 
     def foreseen(family: str, size: int, sequences: int = 1) -> float:
-        return expectation.seconds_of_round(Choice(family, size), sequences, 1000)
+        return expectation.seconds_of_step(Choice(family, size), sequences, 1000)
 
     step_s = draft_step_s(plan, CARD)
     assert foreseen("plain", 0) == pytest.approx(_pass_s(plan, length=1000, rows=1))
@@ -261,6 +261,6 @@ def test_rounds_that_were_not_played_yet() -> None:
     assert trees[1] - trees[0] == pytest.approx(step_s) and trees[0] > 2 * step_s
     assert foreseen("chain", 16, 4) > foreseen("chain", 16)
     middle = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
-    steps = [Expectation(middle, CARD).seconds_of_round(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
+    steps = [Expectation(middle, CARD).seconds_of_step(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
     assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]))
     assert steps[1] - steps[0] > verifier_step_s(middle, CARD)

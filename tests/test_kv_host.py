@@ -67,9 +67,7 @@ def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
     for sequences in ([0, 1, 2], [2, 0, 1], [2], [1, 2]):
         chosen = [windows[sequence] for sequence in sequences]
         device, host = (runner.verify(chosen, sequences) for runner in pair)
-        for row, window in enumerate(chosen):
-            count = len(window.tokens)
-            assert same(device[row, :count], host[row, :count])
+        assert len(device) == sum(len(window.tokens) for window in chosen) and same(device, host)
         for runner in pair:
             for sequence in sequences:
                 runner.cache.commit(sequence, 2 + sequence)
@@ -228,9 +226,7 @@ def test_bits_on_the_gpu(name: str, directory: Path) -> None:
         runner.prefill(1, random_tokens(300, seed=1))
     for step in range(12):
         windows = [Window(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
-        rows = [runner.verify(windows, [0, 1]) for runner in pair]
-        for row, window in enumerate(windows):
-            assert same(*(logits[row, : len(window.tokens)] for logits in rows))
+        assert same(*(runner.verify(windows, [0, 1]) for runner in pair))
         for runner in pair:
             runner.cache.commit(0, 1 + 3 * step)
             runner.cache.commit(1, 30 - 2 * step)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation import (
+    DraftRequest,
     NgramLookup,
     NgramProposer,
     NoProposer,
     Proposal,
-    Turn,
     WithNgrams,
     accepted_path,
 )
@@ -153,10 +153,11 @@ def test_what_is_too_improbable_is_left_out() -> None:
         least = 0.0 if not count else math.log(chances[count - 1]) - 1e-6
         found = NgramLookup().tree(tokens, 1, 60, least=least).proposal
         assert found.tokens == (4, 3, 2)[:count]
-    thrifty, patient = (
-        NgramProposer().propose([Turn(0, tokens, 60, 60, thrifty=thrifty)])[0] for thrifty in (True, False)
+    cost_aware, patient = (
+        NgramProposer().propose([DraftRequest(0, tokens, 60, 60, cost_aware=cost_aware)])[0]
+        for cost_aware in (True, False)
     )
-    assert 3 < len(thrifty) < len(patient) == 60
+    assert 3 < len(cost_aware) < len(patient) == 60
 
 
 def test_a_match_is_worth_what_such_matches_were() -> None:
@@ -211,11 +212,11 @@ def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
     """Where its newest tokens do not show it."""
     proposer, params = NgramProposer(), SamplingParams()
     before, after = [1, 2, 9, 1, 2, 5, 5, 5, 5, 5, 1, 2], [1, 2, 8, 1, 2, 7, 7, 5, 5, 5, 5, 1, 2]
-    proposer.start(params)
-    assert proposer.propose([Turn(0, before, 1)])[0].tokens == (5,)
-    proposer.start(params)
-    assert proposer.propose([Turn(0, after, 1)])[0].tokens == (7,)
-    assert proposer.propose([Turn(0, after[:5], 1)])[0].tokens == (8,)
+    proposer.start([params])
+    assert proposer.propose([DraftRequest(0, before, 1)])[0].tokens == (5,)
+    proposer.start([params])
+    assert proposer.propose([DraftRequest(0, after, 1)])[0].tokens == (7,)
+    assert proposer.propose([DraftRequest(0, after[:5], 1)])[0].tokens == (8,)
 
 
 class CountingList(list[int]):
@@ -236,12 +237,12 @@ class CountingList(list[int]):
 def test_a_round_reads_what_is_new_and_not_the_text() -> None:
     text = CountingList(token % 50 for token in range(20_000))
     proposer = NgramProposer()
-    proposer.start(SamplingParams())
+    proposer.start([SamplingParams()])
     proposer.prepare(0, text)
     for added in range(1, 6):
         text += [token % 50 for token in range(len(text), len(text) + added)]
         text.read = 0
-        assert proposer.propose([Turn(0, text, 8, 30)])[0]
+        assert proposer.propose([DraftRequest(0, text, 8, 30)])[0]
         assert text.read < 40
     assert len(text) == 20_015
 
@@ -280,17 +281,19 @@ def test_what_is_shown_stays_as_it_was() -> None:
 def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     proposer, texts = NgramProposer(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
     proposer.prepare(2, texts[2][:3])
-    turns = [Turn(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)]
-    assert [proposal.tokens for proposal in proposer.propose(turns)] == [(9, 7), (3,)]
-    assert proposer.propose([Turn(0, texts[0], 2, 9)])[0].tokens == (3, 1), "as deep as a turn says"
-    others = proposer.propose([Turn(0, texts[2], 1), Turn(1, [7, 8, 9], 1)])
+    requests = [
+        DraftRequest(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)
+    ]
+    assert [proposal.tokens for proposal in proposer.propose(requests)] == [(9, 7), (3,)]
+    assert proposer.propose([DraftRequest(0, texts[0], 2, 9)])[0].tokens == (3, 1), "as deep as a turn says"
+    others = proposer.propose([DraftRequest(0, texts[2], 1), DraftRequest(1, [7, 8, 9], 1)])
     assert [proposal.tokens for proposal in others] == [(9,), ()]
 
 
 class Chains(NoProposer):
     """A draft that has nothing to say."""
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain",)
 
 
@@ -300,29 +303,36 @@ def test_families_say_how_much_of_the_endings_occurred_before() -> None:
         ([known], "ngram"), ([weak], "unigram"), ([new], None), ([new, weak], "unigram"), ([weak, known], "ngram")
     ):  # fmt: skip
         proposer = NgramProposer()
-        assert proposer.families(dict(enumerate(texts))) == (() if expected is None else (expected,))
-    assert set(NgramProposer().families({})) == {"ngram", "unigram"}
+        assert proposer.modes(dict(enumerate(texts))) == (() if expected is None else (expected,))
+    assert set(NgramProposer().modes({})) == {"ngram", "unigram"}
     draft = WithNgrams(Chains(), NgramProposer())
-    assert list(draft.families({0: known})) == ["ngram", "chain"] and list(draft.families({0: weak})) == ["chain"]
+    assert list(draft.modes({0: known})) == ["ngram", "chain"] and list(draft.modes({0: weak})) == ["chain"]
 
 
 class Sevens(Chains):
     """A draft that always says seven."""
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        return [Proposal.chain([7] * turn.longest_chain, "draft") for turn in turns]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [Proposal.chain([7] * request.longest_chain, "draft") for request in requests]
 
 
 def test_what_a_text_said_before_takes_the_room_beside_a_chain() -> None:
     draft = WithNgrams(Sevens(), NgramProposer(), alone=False)
     text = [1, 2, 3, 4, 5, 6, 9, 1, 2]
-    assert list(draft.families({0: text})) == ["chain"]
-    alone, beside = (
-        draft.propose([Turn(0, text, 2, family="chain", thrifty=True, beside=count)])[0] for count in (0, 5)
+    assert list(draft.modes({0: text})) == ["chain"]
+    alone, extra_ngrams = (
+        draft.propose([DraftRequest(0, text, 2, mode="chain", cost_aware=True, extra_ngrams=count)])[0]
+        for count in (0, 5)
     )
     assert alone == Proposal.chain([7, 7], "draft")
-    assert len(beside) == 7 and beside.sources == ("draft",) * 2 + ("ngram",) * 5
+    assert len(extra_ngrams) == 7 and extra_ngrams.sources == ("draft",) * 2 + ("ngram",) * 5
     # Further down than the chain, from where the text ends.
-    assert accepted_path(beside, [3, 0, 0, 4, 5, 6, 9, 0]) == [2, 3, 4, 5, 6] and beside.depths[2:] == (1, 2, 3, 4, 5)
-    new = draft.propose([Turn(0, [11, 12, 13], 2, family="chain", thrifty=True, beside=5)])[0]
+    assert accepted_path(extra_ngrams, [3, 0, 0, 4, 5, 6, 9, 0]) == [2, 3, 4, 5, 6] and extra_ngrams.depths[2:] == (
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
+    new = draft.propose([DraftRequest(0, [11, 12, 13], 2, mode="chain", cost_aware=True, extra_ngrams=5)])[0]
     assert new == alone

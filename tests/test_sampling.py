@@ -1,6 +1,7 @@
 """Sampling as its users meet it: the right distribution, independent noise, the filters of transformers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,12 +18,10 @@ from offload_runtime import sampling
 from offload_runtime.config import SamplingParams
 from offload_runtime.sampling import (
     MOST_FILTERED_ROWS,
-    _allowed_logits,
+    SlotSampling,
     filter_logits,
-    gumbel_noise,
-    perturbed_logits,
-    sample,
 )
+from tests.helpers.sampling import noise, numbered, perturbed_logits, sample, slots_of
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = [
@@ -76,7 +75,7 @@ def joint_counts(first, second, size):
     return (first.flatten() * size + second.flatten()).bincount(minlength=size * size).double()
 
 
-def test_tokens_are_independent_across_positions_sequences_and_seeds():
+def test_tokens_are_independent_across_positions_noise_ids_and_seeds():
     logits = torch.tensor([1.0, 0.0, 0.5, -0.5])
     p = logits.double().softmax(dim=0)
     joint = (p.unsqueeze(1) * p).flatten()
@@ -88,7 +87,7 @@ def test_tokens_are_independent_across_positions_sequences_and_seeds():
         assert_distributed(joint_counts(tokens, others, 4), joint)
 
 
-def test_position_and_sequence_are_not_interchangeable():
+def test_position_and_noise_id_are_not_interchangeable():
     logits = torch.tensor([1.0, 0.0, 0.5, -0.5])
     p = logits.double().softmax(dim=0)
     tokens = draw(logits, SamplingParams(temperature=1.0, seed=5), 120, 120)
@@ -98,12 +97,12 @@ def test_position_and_sequence_are_not_interchangeable():
 
 def test_noise_is_standard_gumbel_and_uncorrelated():
     positions, sequences = torch.arange(32).repeat_interleave(8), torch.arange(8).repeat(32)
-    noise = gumbel_noise(3, positions, sequences, 4001).double()
-    count = noise.numel()
-    assert abs(noise.mean() - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / count)
-    assert abs(noise.var() - math.pi**2 / 6) < 5 * math.sqrt(4.4 * (math.pi**2 / 6) ** 2 / count)
-    z = ((noise - noise.mean()) / noise.std()).view(32, 8, 4001)
-    other = gumbel_noise(4, positions, sequences, 4001).double().view(32, 8, 4001)
+    drawn = noise(3, positions, sequences, 4001).double()
+    count = drawn.numel()
+    assert abs(drawn.mean() - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / count)
+    assert abs(drawn.var() - math.pi**2 / 6) < 5 * math.sqrt(4.4 * (math.pi**2 / 6) ** 2 / count)
+    z = ((drawn - drawn.mean()) / drawn.std()).view(32, 8, 4001)
+    other = noise(4, positions, sequences, 4001).double().view(32, 8, 4001)
     limit = 5 / math.sqrt(count / 2)
     assert abs((z[1:] * z[:-1]).mean()) < limit, "neighbouring positions"
     assert abs((z[:, 1:] * z[:, :-1]).mean()) < limit, "neighbouring sequences"
@@ -112,7 +111,7 @@ def test_noise_is_standard_gumbel_and_uncorrelated():
     assert abs((z * (other - other.mean())).mean()) < limit, "neighbouring seeds"
 
 
-def test_a_token_depends_on_its_own_logits_seed_position_and_sequence_only():
+def test_a_token_depends_on_its_own_logits_seed_position_and_noise_id_only():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((40, 501), generator=generator)
     positions, sequences = torch.randint(0, 1 << 20, (40,), generator=generator), torch.arange(40) % 5
@@ -165,7 +164,7 @@ def test_perturbed_logits_are_what_sample_takes_the_maximum_of(params):
         return
     assert (scores > -INF).sum(dim=1).tolist() == [20] * 9
     kept = scores > -INF
-    unfiltered = logits / 0.7 + gumbel_noise(8, positions, sequences, 999)
+    unfiltered = logits / 0.7 + noise(8, positions, sequences, 999)
     torch.testing.assert_close(scores[kept], unfiltered[kept], rtol=1e-6, atol=1e-6)
 
 
@@ -193,7 +192,7 @@ def allowed(values, **filters):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 32, 131])
-def test_many_rows_are_filtered_a_few_at_a_time(num_rows, monkeypatch):
+def test_many_rows_are_filtered_a_few_at_a_time(num_rows):
     """A sort of all of them would take more memory than a pass is planned with; the bits are the same."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -205,7 +204,7 @@ def test_many_rows_are_filtered_a_few_at_a_time(num_rows, monkeypatch):
     ))  # fmt: skip
     assert torch.equal(perturbed_logits(logits, params, positions, positions), expected)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        _allowed_logits(logits, params)
+        slots_of(params).allowed(logits, torch.zeros(num_rows, dtype=torch.int32))
     held = most = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -214,11 +213,32 @@ def test_many_rows_are_filtered_a_few_at_a_time(num_rows, monkeypatch):
     assert 0 < most <= 24 * 1000 * max(num_rows, 4)
     # Where a token is chosen for each, nothing is held of more rows than are filtered together.
     held_rows = []
-    monkeypatch.setattr(
-        sampling, "_allowed_logits", lambda rows, params: held_rows.append(len(rows)) or _allowed_logits(rows, params)
-    )
-    assert torch.equal(sample(logits, params, positions, positions), expected.argmax(1))
+
+    class Watched(SlotSampling):
+        def allowed(self, logits, slots):
+            held_rows.append(len(logits))
+            return super().allowed(logits, slots)
+
+    watched = Watched(num_rows, logits.device)
+    watched.assign(numbered(params, num_rows))
+    assert torch.equal(sampling.sample(logits, watched, positions, positions), expected.argmax(1))
     assert sum(held_rows) == num_rows and max(held_rows) <= MOST_FILTERED_ROWS
+
+
+def test_each_slot_has_the_filters_of_its_own_request():
+    requests = [
+        SamplingParams(temperature=0.7, top_k=3, seed=4), SamplingParams(),
+        SamplingParams(temperature=1.2, top_p=0.6, seed=5, noise_id=2),
+        SamplingParams(temperature=0.7, top_k=3, seed=9),
+    ]  # fmt: skip
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2))
+    positions, slots = torch.arange(40), torch.arange(40) % 4
+    scores = perturbed_logits(logits, requests, positions, slots)
+    tokens = sample(logits, requests, positions, slots)
+    for row, slot in enumerate(slots.tolist()):
+        own = (logits[row, None], [requests[slot]], positions[row, None], torch.zeros(1, dtype=torch.int64))
+        assert torch.equal(perturbed_logits(*own)[0], scores[row])
+        assert sample(*own)[0] == tokens[row]
 
 
 def test_ties_at_a_threshold_are_all_kept():
@@ -361,22 +381,26 @@ def test_sampling_is_captured_in_a_cuda_graph_and_never_synchronises(params):
     generator = torch.Generator().manual_seed(10)
     logits = torch.randn((3, 32_000), generator=generator)
     logits_gpu, positions_gpu = logits.cuda(), torch.arange(3).cuda()
-    sequences_gpu = torch.zeros_like(positions_gpu)
-    sample(logits_gpu, params, positions_gpu, sequences_gpu)  # compiles the kernels
+    slots_gpu, sampling_gpu = torch.zeros_like(positions_gpu), slots_of(params, device="cuda")
+    on_gpu = (logits_gpu, sampling_gpu, positions_gpu, slots_gpu)
+    sampling.sample(*on_gpu)  # compiles the kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sample(logits_gpu, params, positions_gpu, sequences_gpu)
-        perturbed_logits(logits_gpu, params, positions_gpu, sequences_gpu)
+        sampling.sample(*on_gpu)
+        sampling.perturbed_logits(*on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens_gpu = sample(logits_gpu, params, positions_gpu, sequences_gpu)
+        tokens_gpu = sampling.sample(*on_gpu)
         positions_gpu.add_(1)
     for step in range(4):
         logits = torch.randn((3, 32_000), generator=generator)
         logits_gpu.copy_(logits)
+        request = replace(params, seed=100 + step, noise_id=step)  # another request takes over the slot
+        sampling_gpu.assign([request])
         graph.replay()
-        expected = sample(logits, params, torch.arange(3) + step, torch.zeros(3, dtype=torch.int64))
+        slots = torch.zeros(3, dtype=torch.int64)
+        expected = sampling.sample(logits, SlotSampling.of([request], logits.device), torch.arange(3) + step, slots)
         assert tokens_gpu.tolist() == expected.tolist()

@@ -15,16 +15,16 @@ from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
+    DraftRequest,
     NoProposer,
     Proposal,
     Proposer,
-    SpeculativeDecoder,
-    Turn,
     accepted_path,
 )
 from tests.helpers.assembly import SMALL_SHAPE, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import Decoder, numbered
 
 GREEDY = SamplingParams()
 PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.0, top_p=0.9, seed=4)]
@@ -39,14 +39,14 @@ class ScriptedProposer:
         self._script = list(script)
         self._wrong_at = wrong_at
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+    def start(self, slots: Sequence[SamplingParams]) -> None:
         pass
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        return [Proposal.chain(self._guess(len(turn.tokens), turn.gamma), self.name) for turn in turns]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [Proposal.chain(self._guess(len(request.tokens), request.gamma), self.name) for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
@@ -57,7 +57,7 @@ class ScriptedProposer:
             guesses[self._wrong_at] = (guesses[self._wrong_at] + 1) % VOCAB_SIZE
         return guesses
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
 
 
@@ -71,7 +71,7 @@ class RecordingTarget:
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
         logits = self._runner.verify(windows, sequences)
-        self.logits.append(logits[0].clone())
+        self.logits.append(logits.clone())
         return logits
 
 
@@ -82,12 +82,12 @@ def decode(
     """Prompt and at least `count` new tokens, the logits [N, V] behind those of the rounds, accepted per round."""
     runner.cache.truncate(sequence, 0)
     target = RecordingTarget(runner)
-    decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
-    proposer.start(params)
+    decoder = Decoder(target, proposer, params, slot=sequence)
+    proposer.start(numbered(params, sequence + 1))
     tokens = [*prompt, decoder.first_token(runner.prefill(sequence, prompt))]
     rows, accepted = [], []
     while len(tokens) - len(prompt) < count:
-        result = decoder.round(tokens, gamma)
+        result = decoder.step(tokens, gamma)
         tokens += result.tokens
         rows.append(target.logits.pop()[: len(result.tokens)])
         accepted.append(result.num_accepted)
@@ -161,26 +161,26 @@ class FakeTarget:
         self._logits = logits
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        return self._logits[:, : len(windows[0].tokens)]
+        return self._logits[: len(windows[0].tokens)]
 
 
 @pytest.mark.parametrize("nan_row", [0, 1, 2, 3])
 def test_nan_counts_only_where_plain_decoding_would_meet_it(nan_row: int) -> None:
-    logits = torch.eye(6)[None, :4] * 5  # row t says token t
-    logits[0, nan_row] = float("nan")
+    logits = torch.eye(6)[:4] * 5  # row t says token t
+    logits[nan_row] = float("nan")
     target = FakeTarget(2, logits)
     proposer = ScriptedProposer([9, 9, 9, 0, 5, 2], None)  # token 1 is right in the second place, 5 is not
-    decoder = SpeculativeDecoder(target, proposer, GREEDY)
+    decoder = Decoder(target, proposer, GREEDY)
     if nan_row < 2:
         with pytest.raises(NumericalError, match=f"position {3 + nan_row} .*--dtype"):
-            decoder.round([9, 9, 9], 3)
+            decoder.step([9, 9, 9], 3)
         assert target.cache.length(0) == 2
     else:
-        assert decoder.round([9, 9, 9], 3).tokens == [0, 1]
+        assert decoder.step([9, 9, 9], 3).tokens == [0, 1]
         assert target.cache.length(0) == 4
 
 
 def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
-    decoder = SpeculativeDecoder(FakeTarget(3, torch.zeros(1, 1, 6)), NoProposer(), GREEDY)
+    decoder = Decoder(FakeTarget(3, torch.zeros(1, 6)), NoProposer(), GREEDY)
     with pytest.raises(NumericalError, match="position 3 are NaN"):
         decoder.first_token(torch.full((1, 6), float("nan")))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassRows, Window
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.sampling import sample
-from offload_runtime.speculation import DraftProposer, SpeculativeDecoder, Turn
+from offload_runtime.speculation import DraftProposer, DraftRequest
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import Decoder, numbered, sample
 
 DRAFT_SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
 SHORT_CONTEXT = 48
@@ -49,13 +49,13 @@ def make_proposer(
     """A proposer that starts with an empty cache."""
     draft.cache.truncate(sequence, 0)
     proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=sequence + 1)
-    proposer.start(params, sequence + 1)
+    proposer.start(numbered(params, sequence + 1))
     return proposer
 
 
 def propose(proposer: DraftProposer, tokens: Sequence[int], count: int) -> list[int]:
     """What follows `tokens`, the one sequence there is."""
-    proposal = proposer.propose([Turn(0, tokens, count)])[0]
+    proposal = proposer.propose([DraftRequest(0, tokens, count)])[0]
     assert proposal.is_chain and set(proposal.sources) <= {"draft"}
     return list(proposal.tokens)
 
@@ -70,7 +70,7 @@ def plain_decoding(
     for position in range(len(tokens), len(tokens) + count):
         place = torch.tensor([position])
         said += sample(logits, params, place, torch.full_like(place, noise_sequence)).tolist()
-        logits = runner.verify([Window((said[-1],))], [row])[0]
+        logits = runner.verify([Window((said[-1],))], [row])
         runner.cache.commit(row, 1)
     return said
 
@@ -113,7 +113,7 @@ def test_the_way_of_sampling_may_change_between_generations(draft: ModelRunner) 
     proposer, tokens = make_proposer(draft, PARAMS[0]), random_tokens(12, seed=4)
     said: set[tuple[int, ...]] = set()
     for params in (*PARAMS, SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=1.5, top_k=3)):
-        proposer.start(params)
+        proposer.start([params])
         said.add(tuple(propose(proposer, tokens, 6)))
         assert tuple(plain_decoding(draft, tokens, 6, params)) in said
     assert len(said) == 5
@@ -221,11 +221,11 @@ def test_a_draft_that_is_the_target_gets_everything_accepted(
     prompt = random_tokens(37, seed=12)
     row = 2  # the draft has rows 0 and 1
     target = OneSequence(draft, row)
-    decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+    decoder = Decoder(target, proposer, params, slot=sequence)
     draft.cache.truncate(row, 0)
     tokens = [*prompt, decoder.first_token(draft.prefill(row, prompt))]
     for _ in range(8):
-        result = decoder.round(tokens, gamma)
+        result = decoder.step(tokens, gamma)
         assert (result.num_proposed, result.num_accepted) == (gamma, gamma)
         tokens += result.tokens
     # In the same row, which the target needs no more.

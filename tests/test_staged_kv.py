@@ -103,8 +103,7 @@ def test_ragged_batches(pair: Pair) -> None:
     for sequences in ([0, 1, 2], [2, 0, 1], [2], [1, 2]):
         chosen = [windows[sequence] for sequence in sequences]
         device, host = (runner.verify(chosen, sequences) for runner in pair)
-        for row, window in enumerate(chosen):
-            assert same(device[row, : len(window.tokens)], host[row, : len(window.tokens)])
+        assert same(device, host)
         for runner in pair:
             for sequence in sequences:
                 runner.cache.commit(sequence, 2 + sequence)
@@ -314,9 +313,7 @@ def test_bits_on_the_gpu_staged(name: str, layers: tuple[int, ...], directory: P
     prefill(pair, 300, seed=1, sequence=1)
     for step in range(12):
         windows = [Window(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
-        rows = [runner.verify(windows, [0, 1]) for runner in pair]
-        for row, window in enumerate(windows):
-            assert same(*(logits[row, : len(window.tokens)] for logits in rows))
+        assert same(*(runner.verify(windows, [0, 1]) for runner in pair))
         for runner in pair:
             runner.cache.commit(0, 1 + 3 * step)
             runner.cache.commit(1, 30 - 2 * step)

@@ -20,8 +20,8 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 from offload_runtime.engine import load_model as assembly
-from offload_runtime.engine.parts import StreamParts
 from offload_runtime.engine.stats import PassMeter
+from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
 from offload_runtime.trace import CudaClock, HostClock, TraceRecorder
@@ -245,17 +245,17 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
         traced=SimpleNamespace(recorder=recorder),
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
-    meter = PassMeter(cast(StreamParts, parts))
-    assert meter.read(0, 0.0).hidden_draft_share is None
+    meter = PassMeter(cast(RuntimeParts, parts))
+    assert meter.read().hidden_draft_share is None
     recorder.add("passes", "verify 1", 10.0, 14.0, {})
     recorder.add("draft", "propose", 13.0, 17.0, {})
     recorder.add("draft", "draft steps", 13.5, 16.0, {})  # a part of the former
     recorder.add("passes", "verify 2", 17.0, 18.0, {})
     recorder.settle()
-    assert meter.read(2, 8.0).hidden_draft_share == pytest.approx(0.25)
+    assert meter.read().hidden_draft_share == pytest.approx(0.25)
     recorder.add("link", "weights of layer 0", 13.5, 15.0, {})
     recorder.settle()
-    assert meter.read(2, 8.0).hidden_draft_share == pytest.approx(0.5)
+    assert meter.read().hidden_draft_share == pytest.approx(0.5)
 
 
 def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

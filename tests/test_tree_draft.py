@@ -11,12 +11,13 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NoProposer, Proposal, Proposer, Round, SpeculativeDecoder, Turn, play_round
+from offload_runtime.speculation import DraftRequest, NoProposer, Proposal, Proposer, StepResult
 from offload_runtime.speculation.calibration import MatchRates
 from offload_runtime.speculation.step import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
+from tests.helpers.sampling import Decoder, numbered, run_step
 from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, path_of, scores_by_the_book
 
@@ -65,27 +66,27 @@ def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]
 def decode(
     target: ModelRunner, proposer: Proposer, params: SamplingParams, prompts: Sequence[Sequence[int]], *, gamma: int,
     tree_nodes: int | None, count: int, watch: Watch | None = None,
-) -> tuple[list[list[int]], list[list[Round]]]:  # fmt: skip
+) -> tuple[list[list[int]], list[list[StepResult]]]:  # fmt: skip
     """`count` new tokens of every prompt, and the rounds that gave them."""
     watch = watch or steps(0)
-    proposer.start(params, len(prompts))
-    texts, rounds = [], [list[Round]() for _ in prompts]
+    proposer.start(numbered(params, len(prompts)))
+    texts, rounds = [], [list[StepResult]() for _ in prompts]
     for sequence, prompt in enumerate(prompts):
         target.cache.truncate(sequence, 0)
-        decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+        decoder = Decoder(target, proposer, params, sequence=sequence)
         texts.append([*prompt, decoder.first_token(target.prefill(sequence, prompt))])
         proposer.prepare(sequence, prompt)
     while True:
-        turns = [
-            Turn(sequence, text, min(gamma, missing - 1), tree_nodes)
+        requests = [
+            DraftRequest(sequence, text, min(gamma, missing - 1), tree_nodes)
             for sequence, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
             if (missing := len(prompt) + count - len(text)) > 0
         ]
-        if not turns:
+        if not requests:
             return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)], rounds
-        for turn, played in zip(turns, play_round(target, params, proposer, turns, watch=watch), strict=True):
-            texts[turn.sequence] += played.tokens
-            rounds[turn.sequence].append(played)
+        for request, played in zip(requests, run_step(target, params, proposer, requests, watch=watch), strict=True):
+            texts[request.slot] += played.tokens
+            rounds[request.slot].append(played)
 
 
 Plain = Callable[..., list[list[int]]]
@@ -102,7 +103,7 @@ def plain_texts(target: ModelRunner) -> Plain:
     return lambda params, prompts, count: said(params, tuple(map(tuple, prompts)), count)
 
 
-def mean_accepted(rounds: Sequence[Sequence[Round]]) -> float:
+def mean_accepted(rounds: Sequence[Sequence[StepResult]]) -> float:
     played = [one for of_sequence in rounds for one in of_sequence]
     return sum(one.num_accepted for one in played) / len(played)
 
@@ -142,10 +143,10 @@ def test_the_tokens_are_those_of_plain_decoding(
 def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, params: SamplingParams) -> None:
     text = random_tokens(33, seed=3)
     chains, _ = draft.parts()
-    chains.start(params)
-    chain = list(chains.propose([Turn(0, text, 4)])[0].tokens)
+    chains.start(numbered(params, BATCH))
+    chain = list(chains.propose([DraftRequest(0, text, 4)])[0].tokens)
     proposer = draft.proposer(params)
-    proposal = proposer.propose([Turn(0, text, 4, 200)])[0]
+    proposal = proposer.propose([DraftRequest(0, text, 4, 200)])[0]
     assert len(proposal) == 200
     # Of every node the likeliest child was proposed first.
     path, last = [], -1
@@ -154,7 +155,7 @@ def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, para
         path.append(proposal.tokens[last])
     assert path == chain
     # And without a tree it is the chain itself, by the chain's own steps.
-    assert draft.proposer(params).propose([Turn(0, text, 4)])[0] == Proposal.chain(chain, "draft")
+    assert draft.proposer(params).propose([DraftRequest(0, text, 4)])[0] == Proposal.chain(chain, "draft")
 
 
 @pytest.mark.parametrize("params", PARAMS[:3], ids=str)
@@ -268,11 +269,11 @@ def test_an_interruption_anywhere_changes_no_token(
     calls = raising(error, after=after, then=honest)
     monkeypatch.setattr(draft.runner.streamer, "layers", calls)
     target.cache.truncate(0, 0)
-    decoder = SpeculativeDecoder(target, proposer, params, watch=steps(3))
+    decoder = Decoder(target, proposer, params, watch=steps(3))
     text, failed = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
     while len(text) < 47:
         try:
-            text += decoder.round(text, 4, 12).tokens
+            text += decoder.step(text, 4, 12).tokens
         except type(error):
             assert not proposer._grown, "a tree that may be half made is not trusted"
             failed += 1
@@ -290,33 +291,33 @@ def test_a_pass_that_is_over_when_it_returns_is_not_waited_for(target: ModelRunn
         honest(pending)
 
     proposer.ahead = ahead  # type: ignore[method-assign]
-    decoder = SpeculativeDecoder(target, proposer, params)
+    decoder = Decoder(target, proposer, params)
     target.cache.truncate(0, 0)
     text = [*prompts[0], decoder.first_token(target.prefill(0, prompts[0]))]
-    decoder.round(text, 4, 8)
+    decoder.step(text, 4, 8)
     assert asked == [False]
 
 
 def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
     text = [*random_tokens(12, seed=14), 50, 51, 52, 53, 54, 55, *random_tokens(9, seed=15), 50, 51, 52]
     proposer = draft.proposer(PARAMS[1], ngrams=True)
-    proposal = proposer.propose([Turn(0, text, 3, 30)])[0]
+    proposal = proposer.propose([DraftRequest(0, text, 3, 30)])[0]
     path = [n for n, source in enumerate(proposal.sources) if source == "ngram"]
     assert [proposal.tokens[node] for node in path[:3]] == [53, 54, 55] and "draft" in proposal.sources
-    lone = draft.proposer(PARAMS[1]).propose([Turn(0, text, 3, 30)])[0]
+    lone = draft.proposer(PARAMS[1]).propose([DraftRequest(0, text, 3, 30)])[0]
     assert set(lone.sources) == {"draft"}
     # Those that never come true are soon not worth much.
     assert proposer._ngrams is not None and proposer._ngrams._rates.rate(3) > 0.4
-    for turn in range(150):
-        text = [*(text if len(text) < 180 else text[:30]), *random_tokens(2, seed=turn), 50, 51, 52]
-        assert len(proposer.propose([Turn(0, text, 3, 4)])[0]) == 4
+    for request in range(150):
+        text = [*(text if len(text) < 180 else text[:30]), *random_tokens(2, seed=request), 50, 51, 52]
+        assert len(proposer.propose([DraftRequest(0, text, 3, 4)])[0]) == 4
     assert proposer._ngrams._rates.rate(3) < 0.1
 
 
 def test_ngrams_that_hardly_ever_come_true_do_not_join(draft: TreeDraft) -> None:
     text = [said for token in range(1, 40) for said in (token, 50)]
     proposer = draft.proposer(PARAMS[0], ngrams=True)
-    proposer.propose([Turn(0, text, 12, 400)])
+    proposer.propose([DraftRequest(0, text, 12, 400)])
     tree = proposer._grown[0].tree
     guessed = [tree.log_probability(node) for node in tree._nodes if tree.source(node) == "ngram"]
     assert guessed and min(guessed) > math.log(0.9e-4)
@@ -330,9 +331,9 @@ def test_a_window_holds_the_most_probable_candidates(
     monkeypatch.setattr(MatchRates, "logs", lambda rates, matched: (math.log(ngram_rate), math.log1p(-ngram_rate)))
     both, full, proposer = 0, 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
     for seed in range(30):
-        said = proposer.propose([Turn(1, random_tokens(20, seed=seed), 8)])[0].tokens
+        said = proposer.propose([DraftRequest(1, random_tokens(20, seed=seed), 8)])[0].tokens
         text = [*random_tokens(20, seed=seed), *said, 3, *random_tokens(20, seed=seed), *said[: seed % 5]]
-        proposal = proposer.propose([Turn(0, text, 4, 10)])[0]
+        proposal = proposer.propose([DraftRequest(0, text, 4, 10)])[0]
         tree = proposer._grown[0].tree
         nodes, waiting = tree.best(10, 4)[1], tree.next_to_expand(1, 3)
         assert 4 <= len(proposal) == len(nodes) <= 10
@@ -380,9 +381,9 @@ def test_chains_and_trees_may_take_turns(target: ModelRunner, plain_texts: Plain
     plain = plain_texts(params, [prompt], 40)
     proposer = draft.proposer(params)
     target.cache.truncate(0, 0)
-    decoder = SpeculativeDecoder(target, proposer, params, watch=steps(2))
-    text, turn = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
+    decoder = Decoder(target, proposer, params, watch=steps(2))
+    text, request = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
     while len(text) < 61:
-        text += decoder.round(text, 4, (None, 9, 9)[turn % 3]).tokens
-        turn += 1
+        text += decoder.step(text, 4, (None, 9, 9)[request % 3]).tokens
+        request += 1
     assert text[21:61] == plain[0]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import CandidateTree, NoProposer, StepWorth, TreeDraftProposer, Turn
+from offload_runtime.speculation import CandidateTree, DraftRequest, NoProposer, StepWorth, TreeDraftProposer
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
+from tests.helpers.sampling import numbered
 from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
 
 
@@ -24,12 +25,12 @@ def test_steps_are_made_ready_behind_passes_alone() -> None:
     assert model.made_ready == [], "no pass is running"
     proposer.ahead(steps(2)(torch.empty(0)))
     assert model.made_ready == [([10], 0)] * 2, "for as long as it runs"
-    proposer.propose([Turn(0, script[:10], 4, 4)])
+    proposer.propose([DraftRequest(0, script[:10], 4, 4)])
     assert model.steps == 4 and len(model.made_ready) == 2
     proposer.ahead(steps(3)(torch.empty(0)))
     assert model.made_ready[2:] == [([11], 4)] * 2, "until nothing is left to be made ready"
     assert model.steps == 6, "and then past the window"
-    proposer.propose([Turn(0, script[:11], 4)])
+    proposer.propose([DraftRequest(0, script[:11], 4)])
     proposer.ahead(steps(5)(torch.empty(0)))
     assert len(model.made_ready) == 4 and model.steps == 6, "not for a chain"
 
@@ -37,13 +38,13 @@ def test_steps_are_made_ready_behind_passes_alone() -> None:
 def test_steps_are_made_ready_for_a_batch_when_all_of_it_has_been_read() -> None:
     model = SureModel(random_tokens(200, seed=9), unready=9)
     proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
-    proposer.start(SamplingParams(), 3)
+    proposer.start(numbered(SamplingParams(), 3))
     for sequence, length in enumerate((9, 30, 4)):
         proposer.prepare(sequence, random_tokens(length, seed=sequence))
         proposer.ahead(steps(2)(torch.empty(0)))
     assert model.made_ready == [([10, 31, 5], 0)] * 2
     proposer.prepare(0, [])  # cut off before anything was proposed
-    proposer.start(SamplingParams(), 1)
+    proposer.start(numbered(SamplingParams(), 1))
     proposer.ahead(steps(2)(torch.empty(0)))
     assert len(model.made_ready) == 2, "of the generation before nothing is left"
     proposer.prepare(0, random_tokens(7, seed=1))
@@ -55,18 +56,18 @@ def test_with_full_agreement_nothing_is_left_to_draft() -> None:
     script = random_tokens(200, seed=9)
     model = SureModel(script)
     proposer, length = sure_proposer(model), 10
-    for turn in range(6):
+    for request in range(6):
         before = model.steps
-        proposal = proposer.propose([Turn(0, script[:length], 4, 4)])[0]
+        proposal = proposer.propose([DraftRequest(0, script[:length], 4, 4)])[0]
         assert list(proposal.tokens) == script[length : length + 4] and proposal.is_chain
-        assert model.steps - before == (4 if turn == 0 else 0)
+        assert model.steps - before == (4 if request == 0 else 0)
         proposer.ahead(steps(50)(torch.empty(0)))
         length += 5  # all four, and the target's own
     # Half of it: what was drafted past the rejection is gone, and one step says what follows.
     before = model.steps
-    proposer.propose([Turn(0, script[:length], 4, 4)])
+    proposer.propose([DraftRequest(0, script[:length], 4, 4)])
     text = [*script[: length + 2], 3]
-    assert list(proposer.propose([Turn(0, text, 4, 4)])[0].tokens) == script[length + 3 : length + 7]
+    assert list(proposer.propose([DraftRequest(0, text, 4, 4)])[0].tokens) == script[length + 3 : length + 7]
     assert model.steps - before == 4
 
 
@@ -76,7 +77,7 @@ def test_running_ahead_ends_with_the_pass_and_with_its_slots() -> None:
     proposer = sure_proposer(model)
     proposer.ahead(lambda: True)  # nothing has been proposed
     assert model.steps == 0
-    proposer.propose([Turn(0, script[:10], 4, 4)])
+    proposer.propose([DraftRequest(0, script[:10], 4, 4)])
     before, asked = model.steps, 0
 
     def pending() -> bool:
@@ -97,10 +98,10 @@ def test_a_rejected_window_leaves_the_other_branch() -> None:
     model = SureModel(script)
     proposer = sure_proposer(model)
     proposer._probabilities.sharpness = 0.02  # nothing is sure
-    proposer.propose([Turn(0, script[:10], 2, 12)])
+    proposer.propose([DraftRequest(0, script[:10], 2, 12)])
     proposer.ahead(steps(1)(torch.empty(0)))
     before = model.steps
-    proposal = proposer.propose([Turn(0, [*script[:10], 90], 1, 3)])[0]
+    proposal = proposer.propose([DraftRequest(0, [*script[:10], 90], 1, 3)])[0]
     assert set(proposal.tokens) == {script[11], 90, 91} and model.steps == before
 
 
@@ -108,13 +109,13 @@ def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch
     script = random_tokens(200, seed=18)
     proposer, told = sure_proposer(SureModel(script)), list[int | None]()
     monkeypatch.setattr(proposer._probabilities, "observe", lambda scores, said: told.append(said))
-    proposer.propose([Turn(0, script[:10], 4, 8)])
-    proposer.propose([Turn(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
+    proposer.propose([DraftRequest(0, script[:10], 4, 8)])
+    proposer.propose([DraftRequest(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
     assert told == [0, 0, 0, 1]
-    proposer.propose([Turn(0, [*script[:13], 90, 5], 4, 8)])  # and one that nobody thought of
+    proposer.propose([DraftRequest(0, [*script[:13], 90, 5], 4, 8)])  # and one that nobody thought of
     assert told == [0, 0, 0, 1, None]
-    proposer.start(SamplingParams())
-    proposer.propose([Turn(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
+    proposer.start([SamplingParams()])
+    proposer.propose([DraftRequest(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
     assert len(told) == 5
 
 
@@ -133,7 +134,7 @@ class Demanding(StepWorth):
 def demanding(model: SureModel, least_gain: float) -> tuple[TreeDraftProposer, Demanding]:
     worth = Demanding(least_gain)
     proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth)
-    proposer.start(SamplingParams())
+    proposer.start([SamplingParams()])
     return proposer, worth
 
 
@@ -143,19 +144,21 @@ def test_a_thrifty_turn_takes_the_steps_that_pay() -> None:
     for least_gain in (0.0, 0.8, 2.0):
         model = SureModel(script)
         proposer, worth = demanding(model, least_gain)
-        sizes.append(len(proposer.propose([Turn(0, script[:10], 8, 30, thrifty=True)])[0]))
+        sizes.append(len(proposer.propose([DraftRequest(0, script[:10], 8, 30, cost_aware=True)])[0]))
         assert worth.gains and model.steps == 1 + sum(gain >= least_gain for gain in worth.gains)
     assert sizes[0] == 30 > sizes[1] > sizes[2] == 3, "a first step is taken in any case"
     proposer, worth = demanding(SureModel(script), 2.0)
-    assert len(proposer.propose([Turn(0, script[:10], 8, 30)])[0]) == 30 and not worth.gains, "what was asked for"
+    assert len(proposer.propose([DraftRequest(0, script[:10], 8, 30)])[0]) == 30 and not worth.gains, (
+        "what was asked for"
+    )
 
 
 def test_what_a_smaller_window_held_does_not_end_a_larger_one() -> None:
     """Only the likeliest nodes are expanded at first; that they do not pay says nothing about all that there are."""
     script = random_tokens(200, seed=20)
     proposer, worth = demanding(SureModel(script), 0.7)
-    proposer.propose([Turn(0, script[:10], 8, 1, thrifty=True)])  # a bar that few nodes reach
-    proposer.propose([Turn(0, script[:40], 8, 30, thrifty=True)])
+    proposer.propose([DraftRequest(0, script[:10], 8, 1, cost_aware=True)])  # a bar that few nodes reach
+    proposer.propose([DraftRequest(0, script[:40], 8, 30, cost_aware=True)])
     refused = [gain for gain in worth.gains if gain < 0.7]
     assert len(refused) > 1 and worth.gains[-1] == refused[-1]
     later = worth.gains[worth.gains.index(refused[0]) :]
@@ -169,10 +172,10 @@ def test_chains_between_trees_are_not_held_against_them() -> None:
     proposer = TreeDraftProposer(
         NoProposer(), SureModel(script), device=torch.device("cpu"), ngrams=None, worth=worth
     )  # fmt: skip
-    proposer.start(SamplingParams())
-    for turn, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
-        proposer.propose([Turn(0, script[: 10 + 5 * turn], 4, nodes, thrifty=True)])
-        if turn > 1:
+    proposer.start([SamplingParams()])
+    for request, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
+        proposer.propose([DraftRequest(0, script[: 10 + 5 * request], 4, nodes, cost_aware=True)])
+        if request > 1:
             assert worth.tok_per_s == pytest.approx(5 / 0.2)
         now_s += 0.2
 
@@ -195,8 +198,8 @@ def test_a_step_takes_what_delays_the_pass(monkeypatch: pytest.MonkeyPatch) -> N
     proposer = TreeDraftProposer(
         NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=Timed()
     )  # fmt: skip
-    proposer.start(SamplingParams())
-    proposer.propose([Turn(0, script[:10], 4, 4)])
+    proposer.start([SamplingParams()])
+    proposer.propose([DraftRequest(0, script[:10], 4, 4)])
     assert len(taken_s) == model.steps == 4 and min(taken_s) > 0.009
     proposer.ahead(steps(3)(torch.empty(0)))
     assert model.steps > 4 and len(taken_s) == 4

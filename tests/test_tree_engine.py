@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.render import depth_figure, source_figure, speed_figures
-from offload_runtime.engine import Runtime, playing
+from offload_runtime.engine import Runtime, steps
 from offload_runtime.engine import build_proposer as hierarchy
 from offload_runtime.speculation import (
     PLAIN,
     Acceptance,
     Choice,
     Controller,
+    DraftRequest,
     LinkTimes,
     NgramProposer,
     Proposal,
     StepWorth,
     Tally,
-    Turn,
 )
 from offload_runtime.speculation import step as rounds
 from tests.helpers.engine import load, one_thread  # noqa: F401
@@ -51,19 +51,19 @@ class Watch:
     """The windows that are verified, and the rounds of batches and single answers."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.turns: list[Turn] = []
-        self.rounds: list[rounds.Round] = []
-        honest = rounds.play_round
+        self.requests: list[DraftRequest] = []
+        self.rounds: list[rounds.StepResult] = []
+        honest = rounds.run_step
 
         def watched(
-            target: Any, params: Any, proposer: Any, turns: list[Turn], *, watch: rounds.Watch = rounds.still_computing
-        ) -> list[rounds.Round]:
-            found = honest(target, params, proposer, turns, watch=watch)
-            self.turns += turns
+            target: Any, slots: Any, proposer: Any, requests: list[DraftRequest], **options: Any
+        ) -> list[rounds.StepResult]:
+            found = honest(target, slots, proposer, requests, **options)
+            self.requests += requests
             self.rounds += found
             return found
 
-        patch.setattr(playing, "play_round", watched)
+        patch.setattr(steps, "run_step", watched)
 
     @property
     def num_trees(self) -> int:
@@ -103,7 +103,7 @@ def test_a_runtime_loaded_for_trees(
         watch = Watch(monkeypatch)
         for way, answers in ways:
             assert generate(runtime, way) == answers
-        assert watch.num_trees and {turn.tree_nodes for turn in watch.turns} == {300}
+        assert watch.num_trees and {request.tree_nodes for request in watch.requests} == {300}
 
 
 def test_only_who_asks_for_trees_gets_them(
@@ -121,11 +121,11 @@ def test_only_who_asks_for_trees_gets_them(
         watch.rounds.clear()
         asked = {"max_new_tokens": COUNT, "ignore_eos": True, "tree_nodes": 40, **way}
         assert runtime.generate(PROMPTS[0], **asked).tokens == answers[0] and watch.num_trees
-        watch.turns.clear()
+        watch.requests.clear()
         text = "one two one three one two one four one"
         asked = {"max_new_tokens": 24, "ignore_eos": True}
         trees = "".join(runtime.conversation().say(text, tree_nodes=40, gamma=3, **asked))
-        assert watch.turns[0].tree_nodes == 40
+        assert watch.requests[0].tree_nodes == 40
         assert trees == "".join(runtime.conversation().say(text, speculate=False, **asked))
 
 
@@ -136,8 +136,8 @@ class Oracle(NgramProposer):
         super().__init__()
         self._truth, self._branches = truth, branches
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        said = [self._truth[len(turn.tokens) :][: turn.gamma] for turn in turns]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        said = [self._truth[len(request.tokens) :][: request.gamma] for request in requests]
         if not self._branches:
             return [Proposal.chain(tokens, "script") for tokens in said]
         return [
@@ -147,9 +147,9 @@ class Oracle(NgramProposer):
                     tuple(parent for node in range(len(tokens)) for parent in (2 * node - 1, 2 * node - 1)),
                     ("script",) * (2 * len(tokens)),
                 ),
-                turn.most_nodes,
+                request.most_nodes,
             )
-            for tokens, turn in zip(said, turns, strict=True)
+            for tokens, request in zip(said, requests, strict=True)
         ]
 
 

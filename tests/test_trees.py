@@ -16,10 +16,11 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv import cache as tree_path
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.speculation import NgramProposer, NoProposer, Proposal, Turn, play_round
+from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposal
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
+from tests.helpers.sampling import run_step
 from tests.helpers.trees import BlockRecorder, TreeScript, begin, committed_kv, decode, plain
 
 CAPACITY, WINDOW, COUNT = 1024, 80, 42
@@ -106,10 +107,10 @@ def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
         script = TreeScript(truth, seed=9)
         texts = begin(setup.runner, PROMPTS, params, script)
         for _ in range(5):
-            turns = [Turn(sequence, text, 5, 60) for sequence, text in texts.items()]
-            for turn, played in zip(turns, play_round(setup.runner, params, script, turns), strict=True):
-                assert played.num_accepted == script.agreeing[turn.sequence]
-                texts[turn.sequence] += played.tokens
+            requests = [DraftRequest(sequence, text, 5, 60) for sequence, text in texts.items()]
+            for request, played in zip(requests, run_step(setup.runner, params, script, requests), strict=True):
+                assert played.num_accepted == script.agreeing[request.slot]
+                texts[request.slot] += played.tokens
 
 
 def test_logits_of_a_path_are_those_of_a_chain(setup: Setup) -> None:
@@ -120,9 +121,9 @@ def test_logits_of_a_path_are_those_of_a_chain(setup: Setup) -> None:
     parents = (-1, 0, 0, 1, 2, 2, 5, 5, 6)
     runner.cache.truncate(1, 0)
     runner.prefill(1, prompt)
-    tree = runner.verify([Window(tokens, parents)], [1])[0, [0, 2, 5, 7]].clone()
+    tree = runner.verify([Window(tokens, parents)], [1])[[0, 2, 5, 7]].clone()
     for row, token in enumerate(right[:4]):
-        assert torch.equal(runner.verify([Window((token,))], [1])[0, 0], tree[row])
+        assert torch.equal(runner.verify([Window((token,))], [1])[0], tree[row])
         runner.cache.commit(1, 1)
 
 
@@ -162,13 +163,13 @@ def test_trees_of_n_grams(setup: Setup) -> None:
         text = [7, 8, other, 30, *base]
         runner.cache.truncate(0, 0)
         runner.prefill(0, text[:-1])
-        proposer.start(params)
-        played = play_round(runner, params, proposer, [Turn(0, text, 4, 24)])[0]
+        proposer.start([params])
+        played = run_step(runner, params, proposer, [DraftRequest(0, text, 4, 24)])[0]
         assert not played.proposal.is_chain and len(played.proposal) <= 24 and max(played.proposal.depths) == 4
         accepted.append(played.num_accepted)
         runner.cache.truncate(0, len(text) - 1)
         for token in played.tokens:
-            assert play_round(runner, params, NoProposer(), [Turn(0, text, 0)])[0].tokens == [token]
+            assert run_step(runner, params, NoProposer(), [DraftRequest(0, text, 0)])[0].tokens == [token]
             text.append(token)
     assert 0 in accepted
 
@@ -178,13 +179,13 @@ def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> 
     runner, params, truth = setup.runner, PARAMS[0], setup.truth[0]
     script = TreeScript(truth, seed=4)
     texts = begin(runner, PROMPTS, params, script)
-    play = [Turn(sequence, text, 6, 70) for sequence, text in texts.items()]
-    for turn, played in zip(play, play_round(runner, params, script, play), strict=True):
-        texts[turn.sequence] += played.tokens
+    play = [DraftRequest(sequence, text, 6, 70) for sequence, text in texts.items()]
+    for request, played in zip(play, run_step(runner, params, script, play), strict=True):
+        texts[request.slot] += played.tokens
     while any(len(text) < len(truth[sequence]) for sequence, text in texts.items()):
-        turns = [Turn(s, text, 0) for s, text in texts.items() if len(text) < len(truth[s])]
-        for turn, played in zip(turns, play_round(runner, params, NoProposer(), turns), strict=True):
-            texts[turn.sequence] += played.tokens
+        requests = [DraftRequest(s, text, 0) for s, text in texts.items() if len(text) < len(truth[s])]
+        for request, played in zip(requests, run_step(runner, params, NoProposer(), requests), strict=True):
+            texts[request.slot] += played.tokens
     assert texts == truth
     for sequence, kv in all_kv(runner).items():
         assert torch.equal(kv, setup.kv[0][sequence])
@@ -227,8 +228,8 @@ def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
     class SecondChild(TreeScript):
         """Two siblings of which the second is right."""
 
-        def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-            right = [truth[turn.sequence][len(turn.tokens)] for turn in turns]
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+            right = [truth[request.slot][len(request.tokens)] for request in requests]
             return [Proposal(((token + 1) % 90, token), (-1, -1), ("x", "x")) for token in right]
 
     script, read = SecondChild(truth, seed=1), torch.Tensor.tolist
@@ -243,13 +244,13 @@ def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
 
     for mode in ("default", "error"):  # the first time kernels are compiled and memory is found
         texts = begin(runner, PROMPTS, params, script)
-        turns = [Turn(sequence, text, 1, 2) for sequence, text in texts.items()]
+        requests = [DraftRequest(sequence, text, 1, 2) for sequence, text in texts.items()]
         torch.cuda.synchronize()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", allowed)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                rounds = play_round(runner, params, script, turns)
+                rounds = run_step(runner, params, script, requests)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert [played.num_accepted for played in rounds] == [1, 1, 1]

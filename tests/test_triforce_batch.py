@@ -13,9 +13,10 @@ from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import DeviceWindow, DraftModel
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
-from offload_runtime.speculation import TriForceProposer, Turn
+from offload_runtime.speculation import DraftRequest, TriForceProposer
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.levels_together import Task, middle_of, play, stored
+from tests.helpers.sampling import numbered
 
 CONTEXT, GAMMA_DRAFT = 900, 2
 TEXT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
@@ -145,11 +146,11 @@ class Launches:
             patch.setattr(level, name, self._counting(level, getattr(level, name)))
         propose = TriForceProposer.propose
 
-        def watched(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[list[int]]:
+        def watched(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[list[int]]:
             self._counted = dict.fromkeys(self._counted, 0)
-            before = proposer._middle.counts
-            answers = propose(proposer, turns)
-            taken = [after[0] - earlier[0] for after, earlier in zip(proposer._middle.counts, before, strict=True)]
+            before = proposer._verifier.counts
+            answers = propose(proposer, requests)
+            taken = [after[0] - earlier[0] for after, earlier in zip(proposer._verifier.counts, before, strict=True)]
             self.rounds.append((self._counted[DraftModel], self._counted[RetrievalVerifier], taken))
             self.reads.append(self._counted[DeviceWindow])
             return answers
@@ -209,13 +210,13 @@ def test_nothing_of_a_sequence_that_waits_is_touched(
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=3) as runtime:
         parts, params = runtime._parts, SamplingParams(0.6, seed=3)
-        parts.proposer.start(params, 3)
+        parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
             parts.target.prefill(sequence, PROMPTS[sequence][:-1])
         texts = PROMPTS[:3]
-        parts.proposer.propose([Turn(sequence, texts[sequence], 4) for sequence in range(3)])
+        parts.proposer.propose([DraftRequest(sequence, texts[sequence], 4) for sequence in range(3)])
         before, counts = [stored(runtime, sequence) for sequence in range(3)], middle_of(runtime).counts
-        parts.proposer.propose([Turn(1, texts[1], 12)])
+        parts.proposer.propose([DraftRequest(1, texts[1], 12)])
         after = [stored(runtime, sequence) for sequence in range(3)]
         for sequence in (0, 2):
             assert all((left == right).all() for left, right in zip(before[sequence], after[sequence], strict=True))
@@ -340,13 +341,13 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
             assert together[sequence].tokens == alone[sequence].tokens
         # With far keys or without, and up to four recent blocks: whose they are makes no difference.
         assert 0 < middle_of(runtime).graphs.num_graphs <= 8
-        runtime._parts.proposer.start(params, 3)
+        runtime._parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
             runtime._parts.target.prefill(sequence, PROMPTS[sequence][:-1])
             runtime._parts.proposer.prepare(sequence, PROMPTS[sequence])
-        turns = [Turn(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
+        requests = [DraftRequest(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
         for _ in range(3):  # compiled, captured, replayed
-            runtime._parts.proposer.propose(turns)
+            runtime._parts.proposer.propose(requests)
         read = DeviceWindow.read
 
         def allowed(window: DeviceWindow) -> Any:
@@ -360,7 +361,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
             patch.setattr(DeviceWindow, "read", allowed)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                answers = runtime._parts.proposer.propose(turns)
+                answers = runtime._parts.proposer.propose(requests)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert [len(answer) for answer in answers] == [9, 9, 9]

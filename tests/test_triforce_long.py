@@ -11,7 +11,7 @@ import pytest
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv.retrieval import RetrievedChunks
-from offload_runtime.speculation import Proposal, Turn
+from offload_runtime.speculation import DraftRequest, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.dense_levels import count_accepted
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -42,9 +42,9 @@ class Watch:
         self.available: set[int] = set()
         propose, update = TriForceProposer.propose, RetrievedChunks.update
 
-        def watched_propose(proposer: TriForceProposer, turns: Sequence[Turn]) -> list[Proposal]:
-            (turn,), (proposal,) = turns, propose(proposer, turns)
-            self.windows.append((len(turn.tokens), list(proposal.tokens)))
+        def watched_propose(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
+            (request,), (proposal,) = requests, propose(proposer, requests)
+            self.windows.append((len(request.tokens), list(proposal.tokens)))
             return [proposal]
 
         def watched_update(chunks: RetrievedChunks, *arguments: Any, **named: Any) -> Any:

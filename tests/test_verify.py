@@ -17,7 +17,8 @@ from offload_runtime import sampling
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, verdict_line
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine import Runtime, playing
+from offload_runtime.engine import Runtime
+from offload_runtime.engine import steps as engine_steps
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Proposal
 from offload_runtime.speculation import accepted_path as honest_path
@@ -54,10 +55,10 @@ def with_temperature_of(factor: float) -> Callable[..., torch.Tensor]:
     """A sampler whose temperature is wrong by a factor, the same for draft, target and everybody else."""
     honest = sampling.noise_ops.gumbel_argmax
 
-    def biased(
-        logits: torch.Tensor, positions: torch.Tensor, sequences: torch.Tensor, *, temperature: float, seed: int
-    ) -> torch.Tensor:
-        return honest(logits, positions, sequences, temperature=temperature * factor, seed=seed)
+    def biased(logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        wrong = keys.clone()
+        wrong[:, 0] = (keys[:, 0].view(torch.float32) / factor).view(torch.int32)
+        return honest(logits, positions, slots, wrong)
 
     return biased
 
@@ -65,10 +66,8 @@ def with_temperature_of(factor: float) -> Callable[..., torch.Tensor]:
 def with_noise_at(moved: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A sampler for rounds that takes its noise from other positions."""
 
-    def shifted(
-        logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, sequences: torch.Tensor
-    ) -> torch.Tensor:
-        return sampling.sample(logits, params, moved(positions), sequences)
+    def shifted(logits: torch.Tensor, how: Any, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return sampling.sample(logits, how, moved(positions), slots)
 
     return shifted
 
@@ -125,14 +124,16 @@ def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, mo
 
 
 def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def speak_the_draft(target: Any, params: Any, proposer: Any, turns: Sequence[Any]) -> list[rounds.Round]:
-        done = honest(target, params, proposer, turns)
-        if len(turns) == 1 and done[0].num_proposed and done[0].num_accepted == 0:
+    def speak_the_draft(
+        target: Any, slots: Any, proposer: Any, requests: Sequence[Any], **options: Any
+    ) -> list[rounds.StepResult]:
+        done = honest(target, slots, proposer, requests, **options)
+        if len(requests) == 1 and done[0].num_proposed and done[0].num_accepted == 0:
             return [replace(done[0], tokens=[done[0].proposal.tokens[0]])]
         return done
 
-    honest = rounds.play_round
-    monkeypatch.setattr(playing, "play_round", speak_the_draft)
+    honest = rounds.run_step
+    monkeypatch.setattr(engine_steps, "run_step", speak_the_draft)
     report = verify(runtime, replace(PLAN, tokens=10))
     # The logits are those of the right context, only the token is not theirs.
     assert all(run.finding.foreign_tokens for run in report.bad_runs) and len(report.bad_runs) > 4
@@ -153,10 +154,7 @@ def test_noise_of_other_positions_is_a_defect(
 
 def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings with noise of their own: whoever proposes chains does not notice."""
-    honest = rounds._upload
-    monkeypatch.setattr(
-        rounds, "_upload", lambda numbers, device: honest([numbers[0] + row for row in range(len(numbers))], device)
-    )
+    monkeypatch.setattr(rounds, "sample", with_noise_at(lambda p: p[0] + torch.arange(len(p), dtype=p.dtype)))
     report = verify(runtime, RUN_PLAN)
     assert {run.proposer for run in report.bad_runs} - {"as loaded"} == {"draft", "script"}
     assert "greedy" not in {run.setting for run in report.bad_runs}
@@ -166,12 +164,10 @@ def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeyp
 def test_noise_that_repeats_fails_the_fit_alone(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, repeated: str
 ) -> None:
-    def poor(
-        logits: torch.Tensor, positions: torch.Tensor, sequences: torch.Tensor, *, temperature: float, seed: int
-    ) -> torch.Tensor:
+    def poor(logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         if repeated == "position":
-            return honest(logits, positions * 0, sequences, temperature=temperature, seed=seed)
-        return honest(logits, positions, sequences, temperature=temperature, seed=0)
+            return honest(logits, positions * 0, slots, keys)
+        return honest(logits, positions, slots, keys * torch.tensor([1, 0, 0, 1], dtype=torch.int32))
 
     honest = sampling.noise_ops.gumbel_argmax
     monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", poor)

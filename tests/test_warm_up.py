@@ -26,6 +26,7 @@ from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
 from tests.helpers.planning import stream_all_kv
+from tests.helpers.sampling import numbered
 from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
 from tests.test_draft_retrieval import Base
 from tests.test_triforce import CONTEXT, SMALL
@@ -95,10 +96,14 @@ class Played:
         self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
         self.fed: set[tuple[int, int]] = set()  # of passes that catch up, full blocks before them and tokens
         self.choices = 0
-        propose, run, run_rows = model.propose, model.graphs.run, model._runner.run_rows
+        start, propose, run, run_rows = model.start, model.propose, model.graphs.run, model._runner.run_rows
+
+        def started(slots: Sequence[SamplingParams]) -> None:
+            self.way = slots[0]
+            start(slots)
 
         def proposed(texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
-            self.asked |= {(len(texts), len(text), model._params) for text in texts.values()}
+            self.asked |= {(len(texts), len(text), self.way) for text in texts.values()}
             return propose(texts, counts)
 
         def ran(key: Any, step: Any) -> None:
@@ -109,6 +114,7 @@ class Played:
             self.fed.add((model._runner.cache.length(0) // BLOCK_TOKENS, rows.shape[1]))
             return run_rows(rows)
 
+        monkeypatch.setattr(model, "start", started)
         monkeypatch.setattr(model, "propose", proposed)
         monkeypatch.setattr(model.graphs, "run", ran)
         monkeypatch.setattr(model._runner, "run_rows", fed)
@@ -140,7 +146,7 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(
             assert played.choices == (kind == "retrieval")
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
             monkeypatch.undo()
-        model.start(NOISY, BATCH)
+        model.start(numbered(NOISY, BATCH))
         said.append(model.propose(texts, {0: 9, 2: 5}))
         made.close()
     assert said[0] == said[1] and [len(said[0][sequence]) for sequence in (0, 2)] == [9, 5]
@@ -166,13 +172,19 @@ def played_by(middle: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch) -> set
     """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose, and
     how tokens are."""
     played: set[tuple[int, int, bool, SamplingParams]] = set()
-    begin = middle.begin
+    start, begin, way = middle.start, middle.begin, DIFFERENT_WAYS[0]
+
+    def started(slots: Sequence[SamplingParams]) -> None:
+        nonlocal way
+        way = slots[0]
+        start(slots)
 
     def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         answer = begin(lengths, counts)
-        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0, middle._params))
+        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0, way))
         return answer
 
+    monkeypatch.setattr(middle, "start", started)
     monkeypatch.setattr(middle, "begin", begun)
     return played
 
@@ -191,7 +203,7 @@ def test_warming_up_the_middle_level_leaves_nothing(
         with load(target, **loaded) as runtime:
             if warm:
                 proposer, runner = drafting(runtime._parts.proposer), runtime._models.target.runner
-                played = played_by(proposer._middle, monkeypatch)  # type: ignore[union-attr]
+                played = played_by(proposer._verifier, monkeypatch)  # type: ignore[union-attr]
                 warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]
                 usual, *others = DIFFERENT_WAYS

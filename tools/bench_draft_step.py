@@ -86,7 +86,7 @@ def make_draft(
     shape = PassShape(window_rows=tile_rows, prefill_rows=256, prefill_chunk_tokens=1024)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), shape)
     draft = DraftModel(runner, vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size)
-    draft.start(SamplingParams(temperature=0.7, seed=1))
+    draft.start([SamplingParams(temperature=0.7, seed=1)])
     return draft
 
 

@@ -27,8 +27,9 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.memory import DeviceBudget, resolve_device
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NgramProposer, NoProposer, Proposer, SpeculativeDecoder
-from offload_runtime.verify.replay import RecordingTarget, ScriptedProposer, differing_rows
+from offload_runtime.sampling import SlotSampling
+from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposer, first_token, run_step
+from offload_runtime.verify.replay import ScriptedProposer, differing_rows
 from offload_runtime.weights import open_checkpoint
 
 
@@ -37,15 +38,18 @@ def decode(
 ) -> dict[str, Any]:
     """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
-    target = RecordingTarget(runner)
-    decoder = SpeculativeDecoder(target, proposer, params)
+    sampling, passes = SlotSampling.of([params], runner.decoder.lm_head.device), 0
+    proposer.start([params])
     started = time.perf_counter()
-    tokens, passes = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
+    logits = runner.prefill(0, prompt)
+    rows, tokens = [logits.cpu()], [*prompt, first_token(runner, sampling, 0, logits)]
     while len(tokens) - len(prompt) < count:
-        tokens += decoder.round(tokens, gamma).tokens
+        request = DraftRequest(0, tokens, gamma)
+        (result,) = run_step(runner, sampling, proposer, [request], on_logits=lambda _, new: rows.append(new.cpu()))
+        tokens += result.tokens
         passes += 1
     elapsed_s = time.perf_counter() - started
-    return {"tokens": tokens[len(prompt) :][:count], "rows": target.rows()[:count], "passes": passes, "s": elapsed_s}
+    return {"tokens": tokens[len(prompt) :][:count], "rows": torch.cat(rows)[:count], "passes": passes, "s": elapsed_s}
 
 
 def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import script  # noqa: F401 (finds the package, installed or not)
 import torch
 from bench_report import emit, percentiles, provenance
-from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton
+from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
 from torch import Tensor
 
 from offload_runtime.config import GB
@@ -67,7 +67,7 @@ def measure_case(
     """Kernel and reference at one shape: milliseconds a call (median, 20/80), bound and share of it."""
     logits = rotating_logits(num_rows, vocab_size, dtype)
     positions = torch.arange(num_rows, device="cuda")
-    sequences = torch.zeros_like(positions)
+    slots, keys = torch.zeros_like(positions), noise_keys([(temperature, 1, 0)]).cuda()
     bound_ms = logits[0].numel() * logits.element_size() / (copy_gbps * GB) * 1e3
     case: dict[str, Any] = {"rows": num_rows, "vocab": vocab_size, "temperature": temperature, "bound_ms": bound_ms}
     ways = (("triton", gumbel_argmax_triton, len(logits)), ("reference", gumbel_argmax_reference, 2))
@@ -75,7 +75,7 @@ def measure_case(
         turn = iter(range(1 << 62))
 
         def run(sample: Callable[..., Tensor] = sample, turn: Any = turn) -> Tensor:
-            return sample(logits[next(turn) % len(logits)], positions, sequences, temperature=temperature, seed=1)
+            return sample(logits[next(turn) % len(logits)], positions, slots, keys)
 
         times = percentiles(graph_times_ms(run, calls=calls, repeats=20))
         case[f"{name}_ms"] = times.as_dict()

@@ -1,9 +1,11 @@
 """Shared-noise sampling: logits to tokens, with Gumbel noise that every device computes to the same bit.
 
-    token(row) = lowest v maximising  fl32(logits[row, v] * fl32(1 / T)) + gumbel(seed, sequence[row], position[row], v)
+    token(row) = lowest v maximising  fl32(logits[row, v] * fl32(1 / T)) + gumbel(seed, noise_id, position[row], v)
 
-The last step of every pass, of the draft and of the target alike. The noise is Philox4x32-10 (Salmon et al., SC'11),
-key = (seed low, seed high), counter = (v // 4, position, sequence, 0); word v % 4 of the output is token v's x, and
+The last step of every pass, of the draft and of the target alike. T, seed and noise_id belong to the request that holds
+the row's slot and lie in device memory (`noise_keys`), so that rows of different requests share a launch and a captured
+graph serves every request; T = 0 is a plain argmax. The noise is Philox4x32-10 (Salmon et al., SC'11), key = (seed low,
+seed high), counter = (v // 4, position, noise_id, 0); word v % 4 of the output is token v's x, and
 
     w = min(fl32((x + 0.5) * 2^-32), 1 - 2^-24),    E = -log1p(-w),    gumbel = -log(E).
 
@@ -17,6 +19,7 @@ No `from __future__ import annotations` in this file: Triton reads the annotatio
 # (the arguments of Triton functions are the compiler's values and have no Python type)
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,18 +61,41 @@ def inverse_temperature(temperature: float) -> float:
     return max(rounded, 2.0**-126)
 
 
-def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, ...]:
-    """Philox4x32-10 in torch: four counter words, int64 in [0, 2^32) and broadcastable -> four output words alike.
+def noise_keys(requests: Sequence[tuple[float, int, int]]) -> Tensor:
+    """What the kernels read of each slot: (temperature, seed, noise_id) of S requests -> [S, 4] int32 on the CPU.
+
+    A row is 1 / T (the bits of an fp32, 0 for greedy), the seed's low and high word, and the noise id.
+    `seed` is in [0, 2^64), `noise_id` in [0, 2^32).
+    """
+    rows = []
+    for temperature, seed, noise_id in requests:
+        assert 0 <= seed < 1 << 64, f"seed {seed} does not fit 64 bits"
+        assert 0 <= noise_id < 1 << 32, f"noise id {noise_id} does not fit 32 bits"
+        scale = struct.unpack("I", struct.pack("f", inverse_temperature(temperature) if temperature else 0.0))[0]
+        rows.append([scale, seed & _MASK32, seed >> 32, noise_id])
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4).to(torch.int32)  # keeps the low 32 bits
+
+
+def _row_keys(keys: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """1 / T [R, 1] fp32, and the words of seed and noise id, [R, 1] int64 in [0, 2^32) each."""
+    rows = keys[slots.to(torch.int64)]
+    words = rows.to(torch.int64).bitwise_and_(_MASK32)
+    return (rows[:, :1].contiguous().view(torch.float32), *words[:, 1:].split(1, dim=1))
+
+
+def philox4x32_reference(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 in torch: four counter words and two of the key, int64 in [0, 2^32) and broadcastable -> four
+    output words alike.
 
     int64 products wrap, but their 64 bits are those of the unsigned product; what the arithmetic shift and the unmasked
     low word leave above bit 32 is cut once, after the xors.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK32, seed >> 32
+    k0, k1 = key
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_MASK32)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_MASK32)
+        c0 = ((p1 >> 32) ^ (c1 ^ k0)).bitwise_and_(_MASK32)
+        c2 = ((p0 >> 32) ^ (c3 ^ k1)).bitwise_and_(_MASK32)
         c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
     return c0, c1 & _MASK32, c2, c3 & _MASK32
@@ -102,39 +128,37 @@ def gumbel_from_words_reference(words: Tensor) -> Tensor:
     return torch.rsub(_log_reference(e.sub_(1), exponent), 0.0)
 
 
-def gumbel_noise_reference(positions: Tensor, sequences: Tensor, *, seed: int, vocab_size: int) -> Tensor:
-    """Noise of every token: positions, sequences [R] int32/int64 -> [R, V] fp32, on their device."""
+def gumbel_noise_reference(positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: int) -> Tensor:
+    """Noise of every token: positions, slots [R] int32/int64, keys [S, 4] -> [R, V] fp32, on their device."""
     num_rows, num_counters = positions.shape[0], -(-vocab_size // 4)
+    _, *seed, noise_id = _row_keys(keys, slots)
     c1 = positions.to(torch.int64).bitwise_and(_MASK32).unsqueeze(1)
-    c2 = sequences.to(torch.int64).bitwise_and(_MASK32).unsqueeze(1)
     c3 = torch.zeros((1, 1), dtype=torch.int64, device=positions.device)
     noise = torch.empty((num_rows, num_counters, 4), dtype=torch.float32, device=positions.device)
     step = max(1024, _REFERENCE_COUNTERS // max(num_rows, 1))
     for start in range(0, num_counters, step):
         stop = min(start + step, num_counters)
         c0 = torch.arange(start, stop, dtype=torch.int64, device=positions.device).unsqueeze(0)
-        words = torch.stack(philox4x32_reference((c0, c1, c2, c3), seed), dim=-1)
+        words = torch.stack(philox4x32_reference((c0, c1, noise_id, c3), (seed[0], seed[1])), dim=-1)
         noise[:, start:stop] = gumbel_from_words_reference(words)
     return noise.view(num_rows, num_counters * 4)[:, :vocab_size].contiguous()
 
 
-def gumbel_perturb_reference(
-    logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int
-) -> Tensor:
-    """logits / T + gumbel (fp32 logits at T = 0): logits [R, V] floating, positions, sequences [R] -> [R, V] fp32."""
-    if temperature == 0:
-        return logits.float()
-    scaled = logits.float() * inverse_temperature(temperature)
-    return scaled.add_(gumbel_noise_reference(positions, sequences, seed=seed, vocab_size=logits.shape[1]))
+def gumbel_perturb_reference(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
+    """logits / T + gumbel (fp32 logits at T = 0): logits [R, V] floating, positions, slots [R] -> [R, V] fp32."""
+    scores = logits.to(torch.float32, copy=True)
+    scale = _row_keys(keys, slots)[0]
+    sampled = (scale[:, 0] != 0).nonzero()[:, 0]
+    if len(sampled):
+        noise = gumbel_noise_reference(positions[sampled], slots[sampled], keys, vocab_size=logits.shape[1])
+        scores[sampled] = scores[sampled].mul_(scale[sampled]).add_(noise)
+    return scores
 
 
-def gumbel_argmax_reference(
-    logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int
-) -> Tensor:
+def gumbel_argmax_reference(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """Sample in plain torch, see `gumbel_argmax`."""
-    scores = gumbel_perturb_reference(logits, positions, sequences, temperature=temperature, seed=seed)
     # max returns the first of equal values and NaN if there is one; NaN > -inf is false.
-    best, tokens = scores.max(dim=1)
+    best, tokens = gumbel_perturb_reference(logits, positions, slots, keys).max(dim=1)
     return torch.where(best > -torch.inf, tokens, -1)
 
 
@@ -165,14 +189,15 @@ def _gumbel(words):
 
 
 @jit
-def _noise(counters, position, sequence, seed_low, seed_high):
-    """Noise of tokens 4 * counters[0] to 4 * counters[-1] + 3, in order: counters [N] uint32 -> [4 * N] fp32."""
+def _noise(counters, position, key):
+    """Noise of tokens 4 * counters[0] to 4 * counters[-1] + 3, in order: counters [N] uint32 -> [4 * N] fp32; `key`
+    points to the slot's row of `noise_keys`."""
     # 64-bit keys and products, cut to 32: Triton's debug mode traps 32-bit wraparound.
-    k0 = seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
-    k1 = seed_high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    k0 = tl.load(key + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    k1 = tl.load(key + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
     c0 = counters
     c1 = tl.zeros_like(counters) + position
-    c2 = tl.zeros_like(counters) + sequence
+    c2 = tl.zeros_like(counters) + tl.load(key + 3).to(tl.uint32, bitcast=True)
     c3 = tl.zeros_like(counters)
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * _M0
@@ -187,34 +212,37 @@ def _noise(counters, position, sequence, seed_low, seed_high):
     return tl.interleave(tl.interleave(_gumbel(c0), _gumbel(c2)), tl.interleave(_gumbel(c1), _gumbel(c3)))
 
 
-@jit(do_not_specialize=("seed_low", "seed_high"))
-def _perturb_kernel(logits, positions, sequences, out, vocab_size, stride, inverse_t, seed_low, seed_high,
+@jit
+def _perturb_kernel(logits, positions, slots, keys, out, vocab_size, stride,
                     HAS_LOGITS: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
-    """out[row, v] = logits[row, v] * inverse_t + gumbel, one program for a row and 4 * COUNTERS tokens."""
+    """out[row, v] = logits[row, v] / T + gumbel, one program for a row and 4 * COUNTERS tokens."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COUNTERS
     v = first * 4 + tl.arange(0, 4 * COUNTERS)
-    position = tl.load(positions + row).to(tl.uint32)
-    sequence = tl.load(sequences + row).to(tl.uint32)
-    score = _noise((first + tl.arange(0, COUNTERS)).to(tl.uint32), position, sequence, seed_low, seed_high)
+    key = keys + 4 * tl.load(slots + row).to(tl.int64)
+    inverse_t = tl.load(key).to(tl.float32, bitcast=True)
     if HAS_LOGITS:
-        logit = tl.load(logits + row * stride + v, mask=v < vocab_size, other=0.0).to(tl.float32)
-        score = logit * inverse_t + score
+        score = tl.load(logits + row * stride + v, mask=v < vocab_size, other=0.0).to(tl.float32)
+    else:
+        score = tl.zeros([4 * COUNTERS], tl.float32)
+    if inverse_t != 0.0:
+        noise = _noise((first + tl.arange(0, COUNTERS)).to(tl.uint32), tl.load(positions + row).to(tl.uint32), key)
+        score = score * inverse_t + noise
     tl.store(out + row * vocab_size + v, score, mask=v < vocab_size)
 
 
-@jit(do_not_specialize=("seed_low", "seed_high"))
-def _block_argmax_kernel(logits, positions, sequences, best, best_token, vocab_size, stride, inverse_t, seed_low,
-                         seed_high, GREEDY: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
+@jit
+def _block_argmax_kernel(logits, positions, slots, keys, best, best_token, vocab_size, stride,
+                         COUNTERS: tl.constexpr):  # fmt: skip
     """best, best_token[row, block] = maximum of the block's scores (NaN if it holds one) and its lowest index."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COUNTERS
     v = first * 4 + tl.arange(0, 4 * COUNTERS)
+    key = keys + 4 * tl.load(slots + row).to(tl.int64)
+    inverse_t = tl.load(key).to(tl.float32, bitcast=True)
     score = tl.load(logits + row * stride + v, mask=v < vocab_size, other=float("-inf")).to(tl.float32)
-    if not GREEDY:
-        position = tl.load(positions + row).to(tl.uint32)
-        sequence = tl.load(sequences + row).to(tl.uint32)
-        noise = _noise((first + tl.arange(0, COUNTERS)).to(tl.uint32), position, sequence, seed_low, seed_high)
+    if inverse_t != 0.0:
+        noise = _noise((first + tl.arange(0, COUNTERS)).to(tl.uint32), tl.load(positions + row).to(tl.uint32), key)
         score = score * inverse_t + noise
     is_nan = score != score
     score = tl.where(is_nan, float("-inf"), score)
@@ -245,18 +273,13 @@ def _merge_kernel(best, best_token, tokens, num_blocks, BLOCKS: tl.constexpr):
 _COUNTERS_PER_PROGRAM = 256
 
 
-def _signed_words(seed: int) -> tuple[int, int]:
-    """Low and high word of a 64-bit seed as int32: a kernel compiled once then serves every seed."""
-    low, high = seed & _MASK32, seed >> 32
-    return (low ^ 0x80000000) - 0x80000000, (high ^ 0x80000000) - 0x80000000
-
-
-def _check(logits: Tensor | None, positions: Tensor, sequences: Tensor, seed: int) -> None:
-    assert 0 <= seed < 1 << 64, f"seed {seed} does not fit 64 bits"
-    for name, rows in (("positions", positions), ("sequences", sequences)):
+def _check(logits: Tensor | None, positions: Tensor, slots: Tensor, keys: Tensor) -> None:
+    assert keys.ndim == 2 and keys.shape[1] == 4 and keys.dtype == torch.int32, "keys are [S, 4] int32, of noise_keys"
+    for name, rows in (("positions", positions), ("slots", slots)):
         assert rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64), f"{name}: [R] int32/int64, not {rows.dtype}"
+    for name, rows in (("positions", positions), ("slots", slots), ("keys", keys)):
         assert rows.is_contiguous() and rows.device == positions.device, f"{name}: contiguous, all on one device"
-    assert positions.shape == sequences.shape, f"{positions.shape[0]} positions, {sequences.shape[0]} sequences"
+    assert positions.shape == slots.shape, f"{positions.shape[0]} positions, {slots.shape[0]} slots"
     if logits is not None:
         assert logits.ndim == 2 and logits.shape[0] == positions.shape[0], f"logits [R, V], not {tuple(logits.shape)}"
         assert logits.shape[1] > 0 and logits.stride(1) == 1, "logits need a token and contiguous rows"
@@ -265,10 +288,10 @@ def _check(logits: Tensor | None, positions: Tensor, sequences: Tensor, seed: in
 
 
 def _launch_perturb(
-    logits: Tensor | None, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int, vocab_size: int
+    logits: Tensor | None, positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: int
 ) -> Tensor:
     require_triton("gumbel_perturb")
-    _check(logits, positions, sequences, seed)
+    _check(logits, positions, slots, keys)
     out = torch.empty((positions.shape[0], vocab_size), dtype=torch.float32, device=positions.device)
     if out.numel() == 0:
         return out
@@ -276,34 +299,26 @@ def _launch_perturb(
     grid = (out.shape[0], triton.cdiv(vocab_size, 4 * _COUNTERS_PER_PROGRAM))
     with torch.cuda.device_of(out):
         _perturb_kernel[grid](
-            source, positions, sequences, out, vocab_size, source.stride(0), inverse_temperature(temperature),
-            *_signed_words(seed), HAS_LOGITS=logits is not None, COUNTERS=_COUNTERS_PER_PROGRAM,
-            enable_fp_fusion=False,
+            source, positions, slots, keys, out, vocab_size, source.stride(0),
+            HAS_LOGITS=logits is not None, COUNTERS=_COUNTERS_PER_PROGRAM, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-def gumbel_noise_triton(positions: Tensor, sequences: Tensor, *, seed: int, vocab_size: int) -> Tensor:
-    """Noise by the Triton kernel, see `gumbel_noise`."""
-    return _launch_perturb(None, positions, sequences, temperature=1.0, seed=seed, vocab_size=vocab_size)
+def gumbel_noise_triton(positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: int) -> Tensor:
+    """Noise by the Triton kernel, see `gumbel_noise`; none of the slots is greedy."""
+    return _launch_perturb(None, positions, slots, keys, vocab_size=vocab_size)
 
 
-def gumbel_perturb_triton(
-    logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int
-) -> Tensor:
+def gumbel_perturb_triton(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """Perturbed logits by the Triton kernel, see `gumbel_perturb`."""
-    if temperature == 0:
-        return logits.float()
-    vocab_size = logits.shape[1]
-    return _launch_perturb(logits, positions, sequences, temperature=temperature, seed=seed, vocab_size=vocab_size)
+    return _launch_perturb(logits, positions, slots, keys, vocab_size=logits.shape[1])
 
 
-def gumbel_argmax_triton(
-    logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int
-) -> Tensor:
+def gumbel_argmax_triton(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """Sample by the Triton kernels (noise and block maxima in one pass, then the merge), see `gumbel_argmax`."""
     require_triton("gumbel_argmax")
-    _check(logits, positions, sequences, seed)
+    _check(logits, positions, slots, keys)
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, 4 * _COUNTERS_PER_PROGRAM)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -311,40 +326,39 @@ def gumbel_argmax_triton(
         return tokens
     best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     best_token = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    greedy = temperature == 0
     with torch.cuda.device_of(logits):
         _block_argmax_kernel[(num_rows, num_blocks)](
-            logits, positions, sequences, best, best_token, vocab_size, logits.stride(0),
-            1.0 if greedy else inverse_temperature(temperature), *_signed_words(seed),
-            GREEDY=greedy, COUNTERS=_COUNTERS_PER_PROGRAM, enable_fp_fusion=False,
+            logits, positions, slots, keys, best, best_token, vocab_size, logits.stride(0),
+            COUNTERS=_COUNTERS_PER_PROGRAM, enable_fp_fusion=False,
         )  # fmt: skip
         _merge_kernel[(num_rows,)](best, best_token, tokens, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks))
     return tokens
 
 
-def gumbel_noise(positions: Tensor, sequences: Tensor, *, seed: int, vocab_size: int) -> Tensor:
+def gumbel_noise(positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: int) -> Tensor:
     """Gumbel noise of every token; Triton on CUDA, torch on the CPU, bit for bit the same.
 
-    positions, sequences: [R] int32/int64, contiguous. seed: in [0, 2^64). Returns [R, V] fp32 on their device.
+    positions, slots: [R] int32/int64, contiguous. keys: [S, 4] int32 (`noise_keys`), none of those asked for greedy.
+    Returns [R, V] fp32 on their device.
     """
     run = gumbel_noise_triton if positions.is_cuda else gumbel_noise_reference
-    return run(positions, sequences, seed=seed, vocab_size=vocab_size)
+    return run(positions, slots, keys, vocab_size=vocab_size)
 
 
-def gumbel_perturb(logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int) -> Tensor:
+def gumbel_perturb(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """logits / T + gumbel, whose argmax `gumbel_argmax` takes (T = 0: the logits); same arguments, -> [R, V] fp32."""
     run = gumbel_perturb_triton if logits.is_cuda else gumbel_perturb_reference
-    return run(logits, positions, sequences, temperature=temperature, seed=seed)
+    return run(logits, positions, slots, keys)
 
 
-def gumbel_argmax(logits: Tensor, positions: Tensor, sequences: Tensor, *, temperature: float, seed: int) -> Tensor:
+def gumbel_argmax(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """Choose a token for every row; Triton on CUDA, torch on the CPU, bit for bit the same.
 
     logits: [R, V] bf16, fp16 or fp32, contiguous rows, any row stride; -inf excludes a token.
-    positions, sequences: [R] int32/int64; the position is the absolute one of the token being chosen.
-    temperature: 0 is a plain argmax. seed: in [0, 2^64). All tensors on one device.
+    positions, slots: [R] int32/int64; the position is the absolute one of the token being chosen.
+    keys: [S, 4] int32, temperature, seed and noise id of every slot (`noise_keys`). All tensors on one device.
     Enqueues on the current stream and never synchronises.
     Returns [R] int64, the lowest index of the maximum; -1 for a row with NaN or with nothing above -inf.
     """
     run = gumbel_argmax_triton if logits.is_cuda else gumbel_argmax_reference
-    return run(logits, positions, sequences, temperature=temperature, seed=seed)
+    return run(logits, positions, slots, keys)

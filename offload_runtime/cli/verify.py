@@ -93,10 +93,10 @@ def _machine(runtime: Runtime) -> dict[str, Any]:
     import torch
 
     from offload_runtime import __version__
-    from offload_runtime.engine.traced import told_of
+    from offload_runtime.engine.traced import device_facts
 
     return {
-        **told_of(runtime.device),
+        **device_facts(runtime.device),
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "placement": runtime.placement,
         "versions": {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__},

@@ -1,17 +1,17 @@
 """Assembly of a runtime, and generation with it."""
 
-from offload_runtime.engine.conversation import Conversation, Turn
+from offload_runtime.engine.conversation import Conversation, Reply
+from offload_runtime.engine.generate import TokenStream
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.stream import TokenStream
 from offload_runtime.weights import fetch_demo_model
 
 __all__ = [
     "Conversation",
     "GenerationResult",
     "GenerationStats",
+    "Reply",
     "Runtime",
     "TokenStream",
-    "Turn",
     "fetch_demo_model",
 ]

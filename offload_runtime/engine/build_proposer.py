@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
@@ -19,6 +20,7 @@ from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
     DraftProposer,
+    DraftRequest,
     LinkTimes,
     NgramProposer,
     NoProposer,
@@ -26,7 +28,6 @@ from offload_runtime.speculation import (
     StepWorth,
     TreeDraftProposer,
     TriForceProposer,
-    Turn,
     WithNgrams,
 )
 from offload_runtime.trace import TraceRecorder
@@ -49,8 +50,8 @@ def make_proposer(
     """
     if middle is not None:
         hierarchy = _make_triforce(models, middle, budget, recorder)
-        beside = link is not None and link.most_rows > 1
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if beside else hierarchy
+        extra_ngrams = link is not None and link.most_rows > 1
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if extra_ngrams else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
@@ -132,21 +133,20 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         batch: Sequences.
     """
 
-    def play(num_sequences: int, length: int, params: SamplingParams) -> None:
-        turns = [Turn(sequence, [0] * length, gamma=1) for sequence in range(num_sequences)]
-        proposer.start(params, num_sequences)
-        proposer.propose(turns)
+    def play(slots: Sequence[SamplingParams], length: int) -> None:
+        proposer.start(slots)
+        proposer.propose([DraftRequest(slot, [0] * length, gamma=1) for slot in range(len(slots))])
 
     for params in DIFFERENT_WAYS[1:]:
-        play(1, 1, params)
+        play([params], 1)
     for num_sequences in warm_up_batches(batch):
-        play(num_sequences, 1, DIFFERENT_WAYS[0])
+        play(DIFFERENT_WAYS[:1] * num_sequences, 1)
     longest = min(
         target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
     )  # a step puts so many behind
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
-        play(1, length, DIFFERENT_WAYS[0])
+        play(DIFFERENT_WAYS[:1], length)
         target.cache.truncate(0, 0)
 
 

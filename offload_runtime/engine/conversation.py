@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.engine.generate import OnPrefill, TokenStream
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.stream import OnPrefill, TokenStream
 from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
 
@@ -41,7 +41,7 @@ class Conversation:
         min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         tree_nodes: int | None = None,
-    ) -> Turn:  # fmt: skip
+    ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
 
         The message joins the conversation when its first piece is asked for; an interrupted answer stays as far as
@@ -67,7 +67,7 @@ class Conversation:
             tokens, params, owner=self, num_kept=self._num_kept(tokens), speculate=speculate, on_prefill=on_prefill
         )
         self._cached, self._frequencies = tokens, self._runtime.frequency_set(len(tokens))
-        return Turn(self, stream, messages, prompt_text)
+        return Reply(self, stream, messages, prompt_text)
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
@@ -132,7 +132,7 @@ class Conversation:
         return next((i for i in range(known) if tokens[i] != self._cached[i]), known)
 
 
-class Turn:
+class Reply:
     """An answer being given: iterate for text, `result` afterwards."""
 
     def __init__(

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 from offload_runtime.engine.emulation import emulation_of
+from offload_runtime.engine.request import Request
 from offload_runtime.hardware import load_profile
 from offload_runtime.memory import resolve_device
 from offload_runtime.plan import MachineFigures, RunPlan, drafting_s, known_figures, pass_time, step_time
-from offload_runtime.speculation import Acceptance, Choice
-
-
-class Played(Protocol):
-    """What is asked of an answer: its tokens, its passes, and what was proposed in them (see `GenerationStats`)."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def new_tokens(self) -> int: ...
-
-    @property
-    def passes(self) -> int: ...
-
-    @property
-    def acceptance(self) -> Sequence[Acceptance]: ...
-
-    @property
-    def windows(self) -> Mapping[str, int]: ...
+from offload_runtime.speculation import Choice
 
 
 @dataclass(frozen=True)
@@ -45,7 +26,7 @@ class Expectation:
     machine: MachineFigures | None = None
     emulated: str | None = None
 
-    def seconds_per_pass(self, answers: Sequence[Played]) -> float | None:
+    def seconds_per_pass(self, answers: Sequence[Request]) -> float | None:
         """Predicted seconds from pass to pass, proposals included, on average over the passes of a batch.
 
         Args:
@@ -64,7 +45,7 @@ class Expectation:
             total_s += (end - begin) * _step_of(self.plan, active, machine)
         return total_s / ends[-1]
 
-    def seconds_of_round(self, choice: Choice, num_sequences: int, length_tokens: int) -> float:
+    def seconds_of_step(self, choice: Choice, num_sequences: int, length_tokens: int) -> float:
         """Predicted seconds of a step about so many sequences of so many tokens each; the machine must be known."""
         assert self.machine is not None
         proposing_s = 0.0
@@ -76,7 +57,7 @@ class Expectation:
         return _step_s(self.plan, [length_tokens] * num_sequences, 1 + choice.size, proposing_s, self.machine)
 
 
-def _step_of(plan: RunPlan, answers: Sequence[Played], machine: MachineFigures) -> float:
+def _step_of(plan: RunPlan, answers: Sequence[Request], machine: MachineFigures) -> float:
     """Seconds of a step over these answers, each about halfway."""
     lengths = [answer.prompt_tokens + answer.new_tokens // 2 for answer in answers]
     rows = 1 + round(sum(_proposed_per_pass(answer) for answer in answers) / len(answers))
@@ -91,22 +72,22 @@ def _step_s(plan: RunPlan, lengths: Sequence[int], rows: int, proposing_s: float
     return step_time(pass_time(plan.of_batch(len(lengths)), machine, length_tokens=length, rows=rows), proposing_s)
 
 
-def _proposed_per_pass(answer: Played) -> float:
+def _proposed_per_pass(answer: Request) -> float:
     """Proposals that a pass verified, on average."""
     return answer.acceptance[-1].proposed / answer.passes if answer.acceptance else 0.0
 
 
-def _asked_per_pass(answer: Played, family: str) -> tuple[float, float]:
-    """Of all passes the share whose windows were of a family (see `Choice`), and proposals asked for in these by pass,
+def _asked_per_pass(answer: Request, mode: str) -> tuple[float, float]:
+    """Of all passes the share whose windows were of a mode (see `Choice`), and proposals asked for in these by pass,
     the others counted too."""
-    sizes = [(int(name.split()[1]), count) for name, count in answer.windows.items() if name.startswith(f"{family} ")]
+    sizes = [(int(name.split()[1]), count) for name, count in answer.windows.items() if name.startswith(f"{mode} ")]
     return (
         sum(count for _, count in sizes) / answer.passes,
         sum(size * count for size, count in sizes) / answer.passes,
     )
 
 
-def _drafting_s(plan: RunPlan, answer: Played, machine: MachineFigures) -> float:
+def _drafting_s(plan: RunPlan, answer: Request, machine: MachineFigures) -> float:
     """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
     steps = _proposed_per_pass(answer)
     if not steps or plan.verifier is None:

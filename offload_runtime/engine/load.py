@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.emulation import Emulation, describe_emulation, emulation_of, require_link, require_memory
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.windows import WindowLimits
+from offload_runtime.engine.steps import WindowLimits
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_info import read_host_info
@@ -95,12 +96,8 @@ class LoadedRuntime:
 def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-    on_open: Callable[[], None] | None = None,
 ) -> LoadedRuntime:  # fmt: skip
-    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
-
-    `on_open` is called when the checkpoints are open, before the loading makes anything that is to go with the runtime.
-    """
+    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`."""
     kind, options = config.proposed_by, config.speculation
     max_gamma, batch, limit_bytes = config.max_gamma, config.max_batch, config.vram_bytes
     if config.trace is not None:
@@ -120,8 +117,6 @@ def load_runtime(
         if options.mode == "none":
             kind = "none"
         sources = assembly.open_sources(config.target, config.draft if kind == "the draft" else None)
-        if on_open is not None:
-            on_open()
         budget = DeviceBudget(chosen, limit_bytes, other_bytes=others)
 
         torch_dtype = resolve_dtype(config.dtype, sources.target, chosen.type)
@@ -139,6 +134,11 @@ def load_runtime(
         assembly.reserve_workspace(plan, budget)
         recorder = TraceRecorder(make_clock(chosen)) if config.trace is not None else None
         with _given_back_on_failure(budget) as on_failure:
+            # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
+            # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
+            gc.collect()
+            gc.freeze()
+            on_failure.callback(gc.unfreeze)
             if emulation is not None:
                 require_link(emulation, chosen)
             pace_gbps = None if emulation is None else emulation.link_gbps

@@ -24,7 +24,7 @@ from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, ma
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
-from offload_runtime.sampling import DIFFERENT_WAYS, sample
+from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
 
 
@@ -336,11 +336,11 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
             runner.verify([window], [0])
         window = Window(window.tokens, (-1, *(0,) * (rows - 1)))
-    logits = runner.verify([window], [0])[0]
+    logits = runner.verify([window], [0])
     if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), device=logits.device)
     for params in DIFFERENT_WAYS:
-        sample(logits, params, positions, torch.zeros_like(positions))
+        sample(logits, SlotSampling.of([params], logits.device), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
     torch.cuda.synchronize(logits.device)

@@ -1,4 +1,4 @@
-"""Prompts to token ids: a text, token ids, or chat messages through the model's template."""
+"""From a prompt (a text, token ids, or chat messages through the model's template) to a request and its answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from offload_runtime.config import GenerationParams, ModelConfig
 from offload_runtime.engine.text import IncrementalDecoder, StopStrings, Tokenizer
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.speculation import Acceptance, Tally
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -86,54 +87,77 @@ def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: 
         raise OptionError(f"the chat template refused the messages: {error}") from error
 
 
-class Answer:
-    """Tokens of one generation and their text.
+class Request:
+    """One prompt on its way to an answer: running until a `finish_reason` is there.
 
     Args:
+        slot: Its batch row in the caches.
+        prompt: Token ids; the first `num_kept` of them are in the target's cache already.
+        params: What was asked for.
         tokenizer: Turns tokens into text.
-        prompt: Tokens before the first one.
-        params: When to end.
-        eos_token_ids: Tokens that end it, unless `params` ignores them.
+        eos_token_ids: Tokens that end the answer, unless `params` ignores them.
+        num_kept: Less than the prompt has.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], params: GenerationParams, eos_token_ids: frozenset[int]
-    ) -> None:
-        self.tokens: list[int] = []
-        self.sequence = list(prompt)  # prompt and answer; grows, so that no round copies it
-        self._params = params
-        self._eos_token_ids = eos_token_ids
+        self, slot: int, prompt: Sequence[int], params: GenerationParams, tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int], *, num_kept: int = 0,
+    ) -> None:  # fmt: skip
+        assert num_kept < len(prompt)
+        self.slot, self.params, self.num_kept = slot, params, num_kept
+        self.prompt_tokens = len(prompt)
+        self.sequence = list(prompt)  # prompt and answer; grows, so that no step copies it
+        self.finish_reason: str | None = None  # `stop`, `length` or `interrupted`
+        # What it took so far: seconds on one clock, 0 for what has not come yet.
+        self.started_s = self.first_token_s = self.last_token_s = 0.0
+        self.passes = 0
+        self.tally = Tally()
+        self.acceptance: Sequence[Acceptance] = ()  # once it is finished
+        self._eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._pieces: list[str] = []
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._stops = StopStrings(params.stop)
 
     @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return self.sequence[self.prompt_tokens :]
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.sequence) - self.prompt_tokens
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Passes by what was asked for."""
+        return self.tally.windows
+
+    @property
     def text(self) -> str:
-        """Everything so far."""
+        """The answer so far, but for what is held back as it may become a stop string."""
         return "".join(self._pieces)
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still grow by."""
-        return self._params.max_new_tokens - len(self.tokens)
+        """Tokens that the answer may still grow by."""
+        return self.params.max_new_tokens - self.new_tokens
 
-    def push(self, token: int) -> tuple[str, str | None]:
-        """Append a token: the text it completes, and the reason to end after it."""
-        self.tokens.append(token)
+    def push(self, token: int) -> str:
+        """Append a token, which may finish the request; the text that may be shown now."""
         self.sequence.append(token)
-        if token in self._eos_token_ids and not self._params.ignore_eos:
-            return "", "stop"
+        if token in self._eos_token_ids:
+            return self.finish("stop")
         piece, stopped = self._stops.push(self._decoder.push(token))
-        self._pieces += [piece] if piece else []
+        self._pieces.append(piece)
         if stopped:
-            return piece, "stop_string"
-        return piece, None if self.remaining else "length"
+            self.finish_reason = "stop"  # what is held back belongs to the stop string
+        return piece if stopped or self.remaining else piece + self.finish("length")
 
     def finish(self, reason: str) -> str:
-        """End for this reason; returns text that was held back."""
-        if reason == "stop_string":
-            return ""
+        """End the answer for this reason; the text that was held back."""
+        self.finish_reason = reason
         rest, stopped = self._stops.push(self._decoder.flush())
         rest += "" if stopped else self._stops.flush()
-        self._pieces += [rest] if rest else []
+        self._pieces.append(rest)
         return rest

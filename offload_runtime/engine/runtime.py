@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from offload_runtime.config import (
     GenerationParams,
@@ -18,33 +21,29 @@ from offload_runtime.config import (
     format_bytes,
     parse_bytes,
 )
-from offload_runtime.engine.batch import BatchGeneration, OnBatchProgress
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.expectation import expect
+from offload_runtime.engine.generate import Generation, OnBatchProgress, OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.load import LoadedRuntime, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.old_objects import OldObjects
-from offload_runtime.engine.parts import StreamParts
-from offload_runtime.engine.request import Prompt, PromptRoom, encode_prompt, render_chat
+from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.stream import OnPrefill, TokenStream, device_errors
+from offload_runtime.engine.steps import RuntimeParts, WindowSize
 from offload_runtime.engine.text import stop_strings
-from offload_runtime.engine.traced import TracedTarget, TraceOutput, told_of
-from offload_runtime.engine.windows import ChosenWindows, WindowSize
+from offload_runtime.engine.traced import TracedTarget, TraceOutput, device_facts
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
-from offload_runtime.speculation import Controller
+from offload_runtime.sampling import SlotSampling
+from offload_runtime.speculation import Controller, OnLogits, Proposer
 from offload_runtime.weights import CheckpointSource
 
 
 class Runtime:
-    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
+    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
-    As long as one lives, Python's garbage collector leaves out what the program had made before it was loaded.
-    """
-
-    def __init__(self, loaded: LoadedRuntime, before: OldObjects, *, trace: Path | None = None) -> None:
+    def __init__(self, loaded: LoadedRuntime, *, trace: Path | None = None) -> None:
         target = loaded.models.target
         self.config: ModelConfig = target.runner.decoder.config
         self.tokenizer: Any = loaded.sources.tokenizer
@@ -63,19 +62,21 @@ class Runtime:
         self._max_batch = loaded.batch
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, loaded.engine.close)
-        self._take_back = weakref.finalize(self, before.take_back)
+        # Until then collections leave out what there was before it was loaded (see `load_runtime`).
+        self._unfreeze = weakref.finalize(self, gc.unfreeze)
         self._windows = loaded.windows
         self._cache_owner: object | None = None
-        self._current: TokenStream | None = None
+        self._current: object | None = None  # the generation whose tokens the cache holds
         self._closed = False
         traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
         self._trace = self._trace_output(trace, traced)
         self._expected = expect(
             loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=loaded.emulated
         )
-        self._parts = StreamParts(
+        self._parts = RuntimeParts(
             target=traced or target.runner,
             proposer=loaded.proposer,
+            sampling=SlotSampling(loaded.batch, self.device),
             tokenizer=self.tokenizer,
             eos_token_ids=loaded.sources.eos_token_ids,
             engine=loaded.engine,
@@ -85,7 +86,7 @@ class Runtime:
             pageable=None if target.staged is None else target.staged.pageable,
             traced=traced,
             controller=Controller(
-                loaded.windows.by_family, None if loaded.machine is None else self._expected.seconds_of_round,
+                loaded.windows.by_mode, None if loaded.machine is None else self._expected.seconds_of_step,
                 streamed=target.link_peak_gbps is not None,
             ),
         )  # fmt: skip
@@ -166,21 +167,13 @@ class Runtime:
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load what a configuration asks for. Callbacks and errors as of `load`."""
-        before = OldObjects()
-        try:
-            loaded = load_runtime(
-                config, on_progress=on_progress, on_plan=on_plan, check=check, on_open=before.set_aside
-            )
-            return cls(loaded, before, trace=config.trace)
-        except BaseException:
-            before.take_back()
-            raise
+        return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check), trace=config.trace)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -203,6 +196,7 @@ class Runtime:
             on_prefill: Called with (layers done, layers) while the prompt is worked on.
             tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
                 `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
+            noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -211,7 +205,7 @@ class Runtime:
             ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
             OptionError: A value makes no sense.
         """
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
         params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
         tokens = self._room.fit(prompt, max_new_tokens)
         return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
@@ -220,7 +214,7 @@ class Runtime:
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -230,7 +224,7 @@ class Runtime:
         stream = self.stream(
             prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
-            tree_nodes=tree_nodes,
+            tree_nodes=tree_nodes, noise_id=noise_id,
         )  # fmt: skip
         try:
             for _ in stream:
@@ -249,12 +243,12 @@ class Runtime:
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        tree_nodes: int | None = None,
+        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
-        Options as in `stream`, the same for all prompts. The first prompt's tokens are those of `generate`; each
-        further one draws its own noise.
+        Options as in `stream`, the same for all prompts but for the noise: an answer is what `generate` says with the
+        `noise_id` of its prompt.
 
         Args:
             prompts: At most as many as `max_batch` when the runtime was loaded.
@@ -262,24 +256,41 @@ class Runtime:
             on_progress: Called with (answers finished, answers) after every pass.
             should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are,
                 `interrupted`.
+            noise_ids: One for each prompt; None gives them 0, 1, …
 
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
+            BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
         if not 1 <= len(prompts) <= self._max_batch:
             raise OptionError(
                 f"{len(prompts)} prompts for a runtime that was loaded for 1 to {self._max_batch}: "
                 "raise max_batch when loading it"
             )
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
+        ids = range(len(prompts)) if noise_ids is None else noise_ids
+        if len(ids) != len(prompts):
+            raise OptionError(f"{len(ids)} noise_ids for {len(prompts)} prompts: give one for each, or none at all")
+        params = [
+            GenerationParams(
+                max_new_tokens, stop_strings(stop), gamma, ignore_eos,
+                SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id), tree_nodes,
+            )
+            for noise_id in ids
+        ]  # fmt: skip
         tokens = self._room.fit_all(prompts, max_new_tokens)
-        windows = self._settle_windows(params, speculate=speculate)
-        self._clear_cache(range(self._max_batch))
-        self._cache_owner, self._current = None, None
-        batch = BatchGeneration(self._parts, self._expected, tokens, params, windows=windows)
-        with device_errors(self.device):
-            return batch.run(on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop)
+        generation = self._begin(
+            list(zip(tokens, params, strict=True)), speculate=speculate, on_prefill=on_prefill,
+            on_progress=on_progress, should_stop=should_stop,
+        )  # fmt: skip
+        try:
+            for _ in generation.pieces():
+                pass
+        except BudgetError as error:
+            if any(not request.new_tokens for request in generation.requests):
+                raise
+            generation.interrupt()
+            raise BudgetError(str(error), generation.results()) from error
+        return generation.results()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -302,27 +313,73 @@ class Runtime:
         speculate: bool = True, on_prefill: OnPrefill | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
-        windows = self._settle_windows(params, speculate=speculate)
-        self._models.target.runner.cache.truncate(0, num_kept)
-        self._clear_cache(range(1, self._max_batch))
+        generation = self._begin([(tokens, params)], speculate=speculate, num_kept=num_kept, on_prefill=on_prefill)
         self._cache_owner = owner
-        self._current = TokenStream(
-            self._parts, self._expected, tokens, params, windows=windows, num_kept=num_kept,
-            is_current=lambda stream: stream is self._current, on_prefill=on_prefill,
-        )  # fmt: skip
-        return self._current
+        return TokenStream(generation)
 
-    def _settle_windows(self, params: GenerationParams, *, speculate: bool) -> WindowSize | ChosenWindows:
-        """How much to propose per round; refuses a closed runtime and what makes no sense."""
+    def replay(
+        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits
+    ) -> GenerationResult:
+        """Generate with the logits behind every token, for proofs.
+
+        Args:
+            tokens: The prompt.
+            params: What to generate.
+            proposer: Guesses in place of the runtime's own; None decodes plainly.
+            on_logits: As of `run_step`; called for the first token as well.
+        """
+        generation = self._begin(
+            [(tokens, params)], speculate=proposer is not None, on_logits=on_logits, proposer=proposer
+        )
+        for _ in generation.pieces():
+            pass
+        return generation.results()[0]
+
+    def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """The logits behind every token of given answers to a prompt, from one plain pass over each.
+
+        No other generation may begin before the last answer.
+
+        Returns:
+            [N, V] in the model's dtype, on the device, for an answer of N tokens.
+        """
+        first: list[torch.Tensor] = []
+        self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
+        for answer in answers:
+            with device_errors(self.device):
+                behind = self._parts.target.verify([Window(tuple(answer[:-1]))], [0])
+            yield torch.cat([*first, behind])
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who proposes."""
+        return self._parts.proposer
+
+    def _begin(
+        self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, num_kept: int = 0,
+        proposer: Proposer | None = None, on_prefill: OnPrefill | None = None,
+        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        on_logits: OnLogits | None = None,
+    ) -> Generation:  # fmt: skip
+        """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
         if self._closed:
             raise OptionError("this runtime is closed: load it again")
-        windows = self._windows.settle(params, self._parts.proposer)
-        return windows if speculate else WindowSize(0)
-
-    def _clear_cache(self, sequences: range) -> None:
-        """Forget these sequences, which every pass would stream otherwise."""
-        for sequence in sequences:
-            self._models.target.runner.cache.truncate(sequence, 0)
+        parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
+        windows = self._windows.settle(prompts[0][1], parts.proposer)
+        cache = self._models.target.runner.cache
+        for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
+            cache.truncate(slot, 0 if slot else num_kept)
+        requests = [
+            Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
+            for slot, (tokens, params) in enumerate(prompts)
+        ]
+        current = self._current = object()
+        self._cache_owner = None
+        return Generation(
+            parts, self._expected, requests, windows if speculate else WindowSize(0),
+            is_current=lambda: self._current is current, on_prefill=on_prefill, on_progress=on_progress,
+            should_stop=should_stop, on_logits=on_logits,
+        )  # fmt: skip
 
     def owns_cache(self, owner: object) -> bool:
         """Whether what the cache holds was left there by `owner`."""
@@ -347,16 +404,16 @@ class Runtime:
             return
         self._closed, self._current = True, None
         try:
+            self._unfreeze()
             self._give_back()
         finally:
-            self._take_back()
             if self._trace is not None:
                 self._trace.write()
 
     def _trace_output(self, path: Path | None, traced: TracedTarget | None) -> TraceOutput | None:
         if path is None or traced is None:
             return None
-        about = {**told_of(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+        about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                  "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
         return TraceOutput(path, traced.recorder, about)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload_runtime.engine.expectation import Expectation
-from offload_runtime.engine.parts import StreamParts
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.speculation import Acceptance
 from offload_runtime.trace import DRAFT, LINK, PASSES, covered_seconds, union_seconds
 
@@ -93,22 +94,6 @@ class GenerationResult:
 
 
 @dataclass(frozen=True)
-class AnswerFigures:
-    """What one answer took: `started_s`, `first_token_s` and `last_token_s` on one clock, 0 for what never came."""
-
-    prompt_tokens: int
-    new_tokens: int
-    started_s: float
-    first_token_s: float
-    last_token_s: float
-    passes: int
-    acceptance: Sequence[Acceptance]
-    accepted_by_depth: Sequence[int]
-    accepted_by_source: Mapping[str, int]
-    windows: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class PassFigures:
     """Passes after prefill, which the answers of a batch share: their number, duration, bytes and stalls.
 
@@ -124,14 +109,16 @@ class PassFigures:
 
 
 class PassMeter:
-    """Measures passes from its making on.
+    """Counts and measures passes from its making on.
 
     Args:
         parts: The engine and the target that are watched.
+        started_s: When the first token was there.
     """
 
-    def __init__(self, parts: StreamParts) -> None:
+    def __init__(self, parts: RuntimeParts, started_s: float = 0.0) -> None:
         self._parts = parts
+        self._passes, self._started_s, self._ended_s = 0, started_s, started_s
         self._stall_before_s = parts.engine.stall_seconds()
         self._bytes_before = parts.target.streamer.bytes_begun
         self._copy_before_s = self._copy_after_s = parts.engine.copy_seconds()
@@ -139,13 +126,15 @@ class PassMeter:
             parts.traced.recorder.settle()
         self._spans_before = 0 if parts.traced is None else len(parts.traced.recorder.spans)
 
-    def lap(self) -> None:
-        """A pass has ended: what the link carries from here on is not counted unless another one follows."""
+    def lap(self) -> float:
+        """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
+        self._passes, self._ended_s = self._passes + 1, time.perf_counter()
         self._copy_after_s = self._parts.engine.copy_seconds()
+        return self._ended_s
 
-    def read(self, passes: int, seconds: float) -> PassFigures:
-        """What `passes` passes took, `seconds` in all."""
-        parts = self._parts
+    def read(self) -> PassFigures:
+        """What they took so far."""
+        parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
         streamed_bytes = parts.target.streamer.bytes_begun - self._bytes_before if passes else 0
         stall_s = max(0.0, parts.engine.stall_seconds() - self._stall_before_s)
         copy_s = self._copy_after_s - self._copy_before_s
@@ -165,30 +154,30 @@ class PassMeter:
 
 
 def generation_stats(
-    parts: StreamParts, answer: AnswerFigures, passes: PassFigures, expected: Expectation,
+    parts: RuntimeParts, request: Request, passes: PassFigures, expected: Expectation,
     *, predicted_s_per_pass: float | None,
 ) -> GenerationStats:  # fmt: skip
-    """The figures of one answer beside the bounds of its runtime and what was predicted for its passes."""
-    decode_s, after_first = answer.last_token_s - answer.first_token_s, max(0, answer.new_tokens - 1)
+    """The figures of one request beside the bounds of its runtime and what was predicted for its passes."""
+    decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
     streamed = passes.streamed_bytes > 0 and passes.seconds > 0
     per_pass = round(passes.streamed_bytes / passes.passes) if passes.passes else parts.target.streamer.bytes_per_pass
     return GenerationStats(
-        prompt_tokens=answer.prompt_tokens,
-        new_tokens=answer.new_tokens,
-        time_to_first_token_s=max(0.0, answer.first_token_s - answer.started_s),
+        prompt_tokens=request.prompt_tokens,
+        new_tokens=request.new_tokens,
+        time_to_first_token_s=max(0.0, request.first_token_s - request.started_s),
         tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
-        passes=answer.passes,
-        tokens_per_pass=after_first / answer.passes if answer.passes else 0.0,
+        passes=request.passes,
+        tokens_per_pass=after_first / request.passes if request.passes else 0.0,
         bytes_per_pass=per_pass,
         link_gbps=passes.streamed_bytes / passes.seconds / 1e9 if streamed else None,
         link_peak_gbps=parts.link_peak_gbps,
         stall_s=passes.stall_s,
         peak_vram_bytes=parts.budget.peak_bytes(),
         pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
-        acceptance=tuple(answer.acceptance),
-        accepted_by_depth=tuple(answer.accepted_by_depth),
-        accepted_by_source=dict(answer.accepted_by_source),
-        windows=dict(answer.windows),
+        acceptance=tuple(request.acceptance),
+        accepted_by_depth=request.tally.accepted_by_depth,
+        accepted_by_source=request.tally.accepted_by_source,
+        windows=request.windows,
         measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
         predicted_s_per_pass=predicted_s_per_pass,
         emulated=expected.emulated,

@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import Acceptance, Proposal, Proposer, Round, Turn
+from offload_runtime.speculation import Acceptance, DraftRequest, Proposal, Proposer, StepResult
 from offload_runtime.trace import DRAFT, HOST, PASSES, TraceRecorder, write_trace
 
 
@@ -47,15 +47,15 @@ class TracedTarget:
         args = {"kind": "verify", "tokens": [len(window.tokens) for window in windows]}
         return self._record(args, lambda: self._runner.verify(windows, sequences))
 
-    def decided(self, rounds: Sequence[Round], window: str) -> None:
-        """What came of the last pass, for each sequence, whose tokens the host has just read: how much was accepted,
+    def decided(self, results: Sequence[StepResult], window: str) -> None:
+        """What came of the last pass, for each request, whose tokens the host has just read: how much was accepted,
         which nodes of the proposal, and of whom; and what was asked for, in words."""
         self._args["window"] = window
-        self._args["proposed"] = [played.num_proposed for played in rounds]
-        self._args["accepted"] = [played.num_accepted for played in rounds]
+        self._args["proposed"] = [result.num_proposed for result in results]
+        self._args["accepted"] = [result.num_accepted for result in results]
         # Numbers of the window's proposals, and who made each.
-        self._args["path"] = [list(played.path) for played in rounds]
-        self._args["sources"] = [played.accepted_sources for played in rounds]
+        self._args["path"] = [list(result.path) for result in results]
+        self._args["sources"] = [result.accepted_sources for result in results]
         args = {"pass": self._args["pass"]}
         self.recorder.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
         self.recorder.settle()
@@ -89,26 +89,26 @@ class TracedProposer:
         """As `Proposer.name`."""
         return self._proposer.name
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         """As `Proposer.families`."""
-        return self._proposer.families(texts)
+        return self._proposer.modes(texts)
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+    def start(self, slots: Sequence[SamplingParams]) -> None:
         """As `Proposer.start`."""
-        self._proposer.start(params, num_sequences)
+        self._proposer.start(slots)
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """As `Proposer.prepare`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
-        self._proposer.prepare(sequence, tokens)
-        self._told("prepare", started_s, started, {"tokens": [len(tokens)]})
+        self._proposer.prepare(slot, tokens)
+        self._record("prepare", started_s, started, {"tokens": [len(tokens)]})
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """As `Proposer.propose`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
-        proposals = self._proposer.propose(turns)
-        args = {"asked": [turn.room for turn in turns], "proposed": [len(proposal) for proposal in proposals]}
-        self._told("propose", started_s, started, args)
+        proposals = self._proposer.propose(requests)
+        args = {"asked": [request.room for request in requests], "proposed": [len(proposal) for proposal in proposals]}
+        self._record("propose", started_s, started, args)
         return proposals
 
     def ahead(self, pending: Callable[[], bool]) -> None:
@@ -117,16 +117,16 @@ class TracedProposer:
         self._proposer.ahead(pending)
         self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         """As `Proposer.counts`."""
-        return self._proposer.counts(sequence)
+        return self._proposer.counts(slot)
 
-    def _told(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
+    def _record(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
         self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
         self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
 
 
-def told_of(device: torch.device) -> dict[str, Any]:
+def device_facts(device: torch.device) -> dict[str, Any]:
     """What a trace or a report says of the device: which one it was, and the name of a GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"device": str(device), "device_name": name}

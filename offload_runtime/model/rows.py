@@ -49,7 +49,8 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 class PassRows:
     """Device tensors that describe the B x T rows of a pass; absent rows have position -1.
 
-    `tokens` [B*T] int32; `full` rotates, `plain` is the same without rotation (layers without positions).
+    `tokens` [B*T] int32; `full` rotates, `plain` is the same without rotation (layers without positions). `present`
+    [N] int32 are the numbers of the rows that are not absent; None: all are there, or only the device knows.
     """
 
     tokens: torch.Tensor
@@ -57,6 +58,7 @@ class PassRows:
     full: RopeRows
     plain: RopeRows
     prefill: bool
+    present: torch.Tensor | None = None
 
     @classmethod
     def of_step(cls, step: StepRows, sequences: torch.Tensor, *, max_length: int) -> PassRows:
@@ -125,12 +127,15 @@ class RowBuilder:
             slots[b][:count] = range(committed[b], committed[b] + count)
             positions[b][:count] = [committed[b] + depth for depth in depths[b]]
         ancestors = _ancestors(windows, depths, committed) if tree else array("i")
+        present = [b * width + t for b, window in enumerate(windows) for t in range(len(window.tokens))]
+        ragged = len(present) < batch * width
         flat_positions = [p for row in positions for p in row]
         parts = self._upload(
             [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
             [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
+            present if ragged else [],
         )  # fmt: skip
-        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor = parts
+        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = parts
         rotated = flat_position + rope_shift if rope_shift else flat_position
         cos, sin = self._rope.angles(rotated, host_positions=flat_positions, prompt_length=prompt_length)
         query = QueryRows(
@@ -147,6 +152,7 @@ class RowBuilder:
             full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
             plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
             prefill=prompt_length > 0,
+            present=own if ragged else None,
         )
 
     def _upload(self, *parts: Sequence[int]) -> list[torch.Tensor]:

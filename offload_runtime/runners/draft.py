@@ -20,7 +20,7 @@ from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, 
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, Known
-from offload_runtime.sampling import DIFFERENT_WAYS, sample
+from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
 
@@ -53,7 +53,7 @@ class DraftModel:
             `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
         draft_vocab_size: Rows of the draft's embedding.
-        batch: Sequences of the draft's cache that it serves; each has the number of the target's, which keys the noise.
+        batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
     """
@@ -70,8 +70,8 @@ class DraftModel:
         self._reach_tokens = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
-        self._params = SamplingParams()
         self._device = device = cache.store(0).data.device
+        self._sampling = SlotSampling(batch, device)
         self.window = window or DeviceWindow(device, batch=batch)
         fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
         self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
@@ -94,21 +94,21 @@ class DraftModel:
         """
         with self.graphs.eager():
             for params in DIFFERENT_WAYS[1:]:
-                self._play(1, 1, params)
+                self._play([params], 1)
             for num_sequences in warm_up_batches(self._batch):
-                self._play(num_sequences, 1, DIFFERENT_WAYS[0])
+                self._play(DIFFERENT_WAYS[:1] * num_sequences, 1)
             for length in warm_up_lengths(self._capacity_tokens - 1):
-                self._play(1, length, DIFFERENT_WAYS[0])
+                self._play(DIFFERENT_WAYS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._play_catching_up(length)
         if self._choosing is not None:
             self._choosing.warm_up()
         self.forget()
 
-    def _play(self, num_sequences: int, length: int, params: SamplingParams) -> None:
+    def _play(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
-        self.start(params, num_sequences)
-        texts = {sequence: [0] * length for sequence in range(num_sequences)}
+        self.start(slots)
+        texts = {sequence: [0] * length for sequence in range(len(slots))}
         self.propose(texts, dict.fromkeys(texts, 2))
 
     def _play_catching_up(self, length: int) -> None:
@@ -126,10 +126,10 @@ class DraftModel:
         for sequence in range(self._batch):
             self.catch_up(sequence, [])
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        """Choose tokens this way from now on, for the first `num_sequences` sequences."""
-        self._params = params
-        self.window.use(num_sequences)
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i chooses its tokens as `slots[i]` says."""
+        self._sampling.assign(slots)
+        self.window.use(len(slots))
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
@@ -204,13 +204,13 @@ class DraftModel:
         for step in range(count):
             first = step == 0
             choice = None if self._choosing is None else self._choosing.begin_step(first=first)
-            key = first, self.window.num_rows, reach, choice, self._params
-            self.graphs.run(key, partial(self._step, first, reach, self._params))
+            key = first, self.window.num_rows, reach, choice, self._sampling.filters
+            self.graphs.run(key, partial(self._step, first, reach))
         if self.recorder is not None:
             told = {"steps": count, "sequences": len(longest)}
             self.recorder.add(DRAFT, "draft steps", started, self.recorder.mark(), told)
 
-    def _step(self, first: bool, reach: int, params: SamplingParams) -> None:
+    def _step(self, first: bool, reach: int) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.
 
         Captured: no tensor of the host.
@@ -225,8 +225,9 @@ class DraftModel:
         rows = PassRows.of_step(step, sequences, max_length=reach)
         # A guess promises no bits: the quickest products will do.
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)[:, -1]  # [B, V]
-        token = sample(logits[:, : self._vocab_size], params, step.ahead, sequences)
+        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)  # [B * count, V]
+        newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
+        token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])
 
     def _reach(self, length: int) -> int:

@@ -38,7 +38,7 @@ from offload_runtime.runners.draft_tree_steps import (
 )
 from offload_runtime.runners.graphs import StepGraphs
 from offload_runtime.runners.target import window_pass
-from offload_runtime.sampling import DIFFERENT_WAYS, perturbed_logits, sample
+from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
@@ -104,8 +104,8 @@ class DraftTree:
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
         self._vocab_size, self._last_token = vocab_size, draft_vocab_size - 1
         self._children = min(CHILDREN, vocab_size, draft_vocab_size)
-        self._params = SamplingParams()
         self._device = device = cache.store(0).data.device
+        self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
         self._rope = texts.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self._graphs = StepGraphs(device if captured else torch.device("cpu"))
@@ -134,9 +134,9 @@ class DraftTree:
         """Most rows of a sequence in a step about so many."""
         return max(1, STEP_ROWS // num_sequences)
 
-    def start(self, params: SamplingParams) -> None:
-        """Score this way from now on."""
-        self._params = params
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i is scored as `slots[i]` says."""
+        self._sampling.assign(slots)
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""
@@ -149,19 +149,18 @@ class DraftTree:
         self.texts.move_on(sequence)
 
     def warm_up(self) -> None:
-        """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty."""
+        """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty;
+        `start` has to follow."""
         if not self._shapes.rounded:
             return
-        before = self._params
         with self._graphs.eager():
             for length, path in self._shapes.samples():
                 if path <= self.num_slots:
                     for count in (1, STEP_ROWS):
                         self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
             for params in DIFFERENT_WAYS:
-                self.start(params)
+                self.start([params])
                 self.expand({0: Asked([0], [Branch(0)])})
-        self.start(before)
         self.texts.catch_up(0, [])
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)
         self._deepest = DEPTHS[0]
@@ -297,7 +296,7 @@ class DraftTree:
         )  # fmt: skip
         runner = self._runner
         logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
-        self._logits[:num_rows].copy_(logits.view(num_rows, -1))
+        self._logits[:num_rows].copy_(logits)
 
     def _choose(self, shape: StepShape) -> None:
         """Write the best children of each row. Enqueued while the pass runs, so that it serves all ways of sampling."""
@@ -305,9 +304,9 @@ class DraftTree:
         ahead, owners = parts[1] + 1, parts[3]
         if self._streams:
             ahead = ahead + parts[6].repeat_interleave(shape.rows)
-        scores = perturbed_logits(self._logits[:num_rows, : self._vocab_size], self._params, ahead, owners)  # [R, V]
+        scores = perturbed_logits(self._logits[:num_rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
-        first = sample(scores, SamplingParams(), ahead, owners)
+        first = sample(scores, self._greedy, ahead, owners)
         place = first.clamp_min(0)[:, None]
         first_score = scores.gather(1, place)
         others, tokens_of_others = scores.scatter_(1, place, -torch.inf).topk(self._children - 1, dim=1)

@@ -6,7 +6,7 @@ accepts by equality, and moves the windows' ends, all without the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from offload_runtime.model import Decoder, PassRows, RopeTable
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
 
@@ -36,7 +36,7 @@ class RetrievalVerifier:
         window: Where tokens come from and go.
         gamma: Most proposals a step verifies.
         max_tokens_with_draft: Most tokens of a sequence, tentative ones included.
-        batch: Sequences; their numbers are the batch rows in the caches and key the noise.
+        batch: Sequences; their numbers are the batch rows in the caches.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RetrievalVerifier:
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
         self.graphs = StepGraphs(device)
-        self._params = SamplingParams()
+        self._sampling = SlotSampling(batch, device)
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
         self._rotation = StepRotation(rope.frequencies(1).repeat(batch, 1), rope.scaling)
         self._frequency_sets = [0] * batch
@@ -61,10 +61,10 @@ class RetrievalVerifier:
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     @torch.inference_mode()
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        """Choose tokens this way from now on, for the first `num_sequences` sequences, which are others than before."""
-        self._params = params
-        self._window.use(num_sequences)
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i chooses its tokens as `slots[i]` says; they are others than before."""
+        self._sampling.assign(slots)
+        self._window.use(len(slots))
         self.cache.forget()
         self._counts.zero_()
 
@@ -95,20 +95,20 @@ class RetrievalVerifier:
         assert num_proposals <= self._gamma
         started = None if self.recorder is None else self.recorder.mark()
         self.cache.begin_pass(refresh=refresh)
-        key = num_proposals, self.cache.shape, self._params
-        self.graphs.run(key, partial(self._step, num_proposals, self._params))
+        key = num_proposals, self.cache.shape, self._sampling.filters
+        self.graphs.run(key, partial(self._step, num_proposals))
         if self.recorder is not None:
             told = {"proposals": num_proposals, "refresh": refresh}
             self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), told)
 
-    def _step(self, num_proposals: int, params: SamplingParams) -> None:
+    def _step(self, num_proposals: int) -> None:
         """Captured: no tensor of the host."""
         window, count = self._window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._reach_tokens)
         # The middle level promises no bits, so its products only have to be quick.
-        logits = window_pass(self._decoder, self._layers, self.cache, rows, None).flatten(0, 1)  # [B*T, V]
-        samples = sample(logits, params, step.following, step.sequences)
+        logits = window_pass(self._decoder, self._layers, self.cache, rows, None)  # [B*T, V]
+        samples = sample(logits, self._sampling, step.following, step.sequences)
         window.accept(samples.view(window.num_rows, count), self._counts)
 
 

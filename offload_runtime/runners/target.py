@@ -154,7 +154,7 @@ class ModelRunner:
             sequences: Their batch rows in the cache, all different.
 
         Returns:
-            Logits [B, T, V] on the compute device, T the longest window; rows beyond a window's own are undefined.
+            Logits [N, V] on the compute device, a row for each token, those of one window behind those of the other.
 
         Raises:
             ContextLengthError, BudgetError: The cache has no room for a window.
@@ -165,7 +165,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
-        """One pass over prepared rows: logits [B, T, V]. Commits nothing and never waits for the device."""
+        """One pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
         return window_pass(self.decoder, self.streamer, self.cache, rows, self.shape.window_rows)
 
 
@@ -193,16 +193,17 @@ def window_pass(
         tile_rows: Height of the matrix products; None takes the quickest way, whose bits depend on the number of rows.
 
     Returns:
-        Logits [B, T, V].
+        Logits [N, V] of the rows that are present.
     """
     if tile_rows is None:
         residual = fused_embed(decoder, rows)
         for index, weights in layers.layers():
             fused_decoder_layer(decoder, index, weights, residual, rows, cache)
-        return fused_head(decoder, residual).view(*rows.shape, -1)
+        return fused_head(decoder, residual)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
-    logits = decoder.head(residual, delta, tile_rows, select=slice(0, rows.num_rows))
-    return logits.view(*rows.shape, -1)
+    return decoder.head(
+        residual, delta, tile_rows, select=slice(0, rows.num_rows) if rows.present is None else rows.present
+    )
 
 
 def _run_layers(

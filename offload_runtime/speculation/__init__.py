@@ -1,4 +1,4 @@
-"""Propose / verify rounds: a proposer guesses tokens, one target pass checks them, equality decides."""
+"""Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import LinkTimes, StepWorth
@@ -13,13 +13,14 @@ from offload_runtime.speculation.controller import (
     size_within,
 )
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
-from offload_runtime.speculation.ngram import NgramLookup, NgramProposer, WithNgrams, drafting
-from offload_runtime.speculation.proposer import NoProposer, Proposer, Turn, makes_trees
-from offload_runtime.speculation.step import Round, SpeculativeDecoder, accepted_path, play_round
+from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
+from offload_runtime.speculation.proposer import DraftRequest, NoProposer, Proposer, makes_trees
+from offload_runtime.speculation.step import OnLogits, StepResult, accepted_path, first_token, run_step, still_computing
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 
 __all__ = [
+    "NGRAM",
     "PLAIN",
     "Acceptance",
     "AcceptanceModel",
@@ -27,26 +28,28 @@ __all__ = [
     "Choice",
     "Controller",
     "DraftProposer",
+    "DraftRequest",
     "LatencyModel",
     "LinkTimes",
     "NgramLookup",
     "NgramProposer",
     "NoProposer",
+    "OnLogits",
     "Proposal",
     "Proposer",
-    "Round",
-    "SpeculativeDecoder",
+    "StepResult",
     "StepWorth",
     "Tally",
     "TreeDraftProposer",
     "TriForceProposer",
-    "Turn",
     "WithNgrams",
     "accepted_path",
     "drafting",
+    "first_token",
     "guessed_cost",
     "makes_trees",
-    "play_round",
+    "run_step",
     "size_for",
     "size_within",
+    "still_computing",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from offload_runtime.config import SamplingParams
@@ -371,7 +371,7 @@ class Controller:
         return self._account(sampling).models[mode].first_rate
 
     def _account(self, sampling: SamplingParams) -> _Account:
-        way = replace(sampling, seed=0)
+        way = sampling.without_noise
         if way not in self._accounts:
             self._accounts[way] = _Account(self._modes)
         return self._accounts[way]

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappush, heappushpop
 from math import inf
@@ -25,7 +25,7 @@ from offload_runtime.runners.draft_tree_steps import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.speculation.proposer import Proposer, Turn, chains_where
+from offload_runtime.speculation.proposer import DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 
 
@@ -42,8 +42,8 @@ class TreeModel(Protocol):
     def width(self, num_sequences: int) -> int:
         """Most rows of a sequence in a step about so many."""
 
-    def start(self, params: SamplingParams) -> None:
-        """Score this way from now on."""
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i is scored as `slots[i]` says."""
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether there are keys of exactly these tokens at their own places."""
@@ -66,12 +66,12 @@ class TreeModel(Protocol):
 class GrownTree:
     """A sequence's tree, and what it stands behind."""
 
-    turn: Turn
+    request: DraftRequest
     tree: CandidateTree
     children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
 
     def __post_init__(self) -> None:
-        self.text = list(self.turn.tokens)  # the turn's own list grows
+        self.text = list(self.request.tokens)  # the request's own list grows
 
     @property
     def length(self) -> int:
@@ -79,8 +79,8 @@ class GrownTree:
         return len(self.text)
 
     def window(self) -> tuple[Proposal, list[int]]:
-        """The most probable candidates that the turn may propose, and their nodes."""
-        return self.tree.best(self.turn.most_nodes, self.turn.gamma)
+        """The most probable candidates that the request may propose, and their nodes."""
+        return self.tree.best(self.request.most_nodes, self.request.gamma)
 
     def placed(self, nodes: Sequence[int]) -> dict[int, int | None]:
         """A free slot for every one of these nodes; None for the root, whose keys have a place."""
@@ -135,7 +135,7 @@ _MARGIN = math.log(2)
 
 
 class TreeDraftProposer:
-    """Grows trees for turns that ask for them, and leaves the others to a proposer of chains.
+    """Grows trees for requests that ask for them, and leaves the others to a proposer of chains.
 
     On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
     starts: draft and target share nothing that either of them writes.
@@ -158,7 +158,7 @@ class TreeDraftProposer:
         self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
-        self._params: SamplingParams | None = None
+        self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
         self._probabilities = ChildProbabilities()
         self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
@@ -166,53 +166,53 @@ class TreeDraftProposer:
         self._num_sequences = 1
         self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ("chain", "tree") if self._chains.families(texts) else ()
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return ("chain", "tree") if self._chains.modes(texts) else ()
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+    def start(self, slots: Sequence[SamplingParams]) -> None:
         self._forget()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        before = self._params
-        if before is None or replace(before, seed=0) != replace(params, seed=0):
+        if slots[0].without_noise != self._way:
             self._probabilities = ChildProbabilities()  # other scores
-        self._params = params
+        self._way = slots[0].without_noise
         self._bars.clear()
-        self._num_sequences, self._begun = num_sequences, []
+        self._num_sequences, self._begun = len(slots), []
         self._worth.forget()
-        self._model.start(params)
-        self._chains.start(params, num_sequences)
-        if self._ngrams is not None:
-            self._ngrams.start(params, num_sequences)
-
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         with self._at_work():
-            self._chains.prepare(sequence, tokens)
+            self._model.start(slots)
+            self._chains.start(slots)
+        if self._ngrams is not None:
+            self._ngrams.start(slots)
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        with self._at_work():
+            self._chains.prepare(slot, tokens)
         self._begun.append(len(tokens))
         if self._ngrams is not None:
-            self._ngrams.prepare(sequence, tokens)
+            self._ngrams.prepare(slot, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        chains = [turn for turn in turns if turn.tree_nodes is None]
-        trees = [turn for turn in turns if turn.tree_nodes is not None]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        chains = [request for request in requests if request.tree_nodes is None]
+        trees = [request for request in requests if request.tree_nodes is not None]
         self._going_on, self._begun = [], []
         answers: dict[int, Proposal] = {}
         with self._at_work():
             if chains:
-                for turn in chains:
-                    self._grown.pop(turn.sequence, None)
+                for request in chains:
+                    self._grown.pop(request.slot, None)
                 said = self._chains.propose(chains)
-                answers |= {turn.sequence: proposal for turn, proposal in zip(chains, said, strict=True)}
+                answers |= {request.slot: proposal for request, proposal in zip(chains, said, strict=True)}
                 self._worth.pause()  # what a chain brings is not seen here
             if trees:
-                rows = 1 + max(turn.most_nodes for turn in trees)
-                self._worth.begin(sum(self._new_tokens(turn) for turn in trees), rows)
-                grown = [self._follow(turn) for turn in trees]
+                rows = 1 + max(request.most_nodes for request in trees)
+                self._worth.begin(sum(self._new_tokens(request) for request in trees), rows)
+                grown = [self._follow(request) for request in trees]
                 self._fill_windows(grown)
-                answers |= {one.turn.sequence: one.window()[0] for one in grown}
-                self._going_on = [turn.sequence for turn in trees]
+                answers |= {one.request.slot: one.window()[0] for one in grown}
+                self._going_on = [request.slot for request in trees]
                 self._worth.proposed()
-        return [answers[turn.sequence] for turn in turns]
+        return [answers[request.slot] for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Get ready what comes, then expand the trees past their windows, one step at a time, as far as there are
@@ -227,7 +227,7 @@ class TreeDraftProposer:
                 for sequence in self._going_on:
                     one = self._grown[sequence]
                     # So deep that a window behind the deepest of this one is full.
-                    nodes = self._next(one, 2 * one.turn.gamma)
+                    nodes = self._next(one, 2 * one.request.gamma)
                     probable = [node for node in nodes if one.tree.log_probability(node) > _NEGLIGIBLE]
                     if probable:
                         asked[sequence] = probable
@@ -244,10 +244,10 @@ class TreeDraftProposer:
             lengths = [length + 1 for length in self._begun]
         elif self._going_on:
             grown = [self._grown[sequence] for sequence in self._going_on]
-            lengths, further = [one.length + 1 for one in grown], min(_FURTHER, max(one.turn.gamma for one in grown))
+            lengths, further = [one.length + 1 for one in grown], min(_FURTHER, max(one.request.gamma for one in grown))
         return bool(lengths) and self._model.get_ready(lengths, further)
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
 
     @contextmanager
@@ -265,24 +265,24 @@ class TreeDraftProposer:
         self._going_on = []
         self._worth.pause()
 
-    def _new_tokens(self, turn: Turn) -> int:
-        """What the round before gave this sequence."""
-        before = self._grown.get(turn.sequence)
-        return 0 if before is None else len(turn.tokens) - before.length
+    def _new_tokens(self, request: DraftRequest) -> int:
+        """What the step before gave this request."""
+        before = self._grown.get(request.slot)
+        return 0 if before is None else len(request.tokens) - before.length
 
-    def _follow(self, turn: Turn) -> GrownTree:
-        """The tree behind a turn's text: what is left of the one before, or a new one, with what n-grams say."""
-        before = self._grown.pop(turn.sequence, None)
-        one = GrownTree(turn, CandidateTree(turn.tokens[-1]))
-        if before is not None and list(turn.tokens[: before.length]) == before.text:
-            new = turn.tokens[before.length :]
+    def _follow(self, request: DraftRequest) -> GrownTree:
+        """The tree behind a request's text: what is left of the one before, or a new one, with what n-grams say."""
+        before = self._grown.pop(request.slot, None)
+        one = GrownTree(request, CandidateTree(request.tokens[-1]))
+        if before is not None and list(request.tokens[: before.length]) == before.text:
+            new = request.tokens[before.length :]
             self._learn(before, new)
             if self._adopt(before, new) and before.tree.follow(new):
                 one.tree = before.tree
                 one.children = {node: said for node, said in before.children.items() if node in one.tree}
         if self._ngrams is not None:
             self._add_ngrams(one)
-        self._grown[turn.sequence] = one
+        self._grown[request.slot] = one
         return one
 
     def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
@@ -307,7 +307,7 @@ class TreeDraftProposer:
         Returns:
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
-        if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.turn.sequence, before.text):
+        if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.request.slot, before.text):
             return False
         slots: tuple[int, ...] = ()
         for node in before.tree.walk(new):
@@ -315,50 +315,50 @@ class TreeDraftProposer:
                 break
             slots = before.tree.slots(node)
         if slots:
-            self._model.adopt(before.turn.sequence, new[: len(slots)], slots)
+            self._model.adopt(before.request.slot, new[: len(slots)], slots)
         return True
 
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self._ngrams is not None
-        guesses = self._ngrams.guesses(one.turn, max(_NEGLIGIBLE, self._expected_bar(one.turn.sequence)))
+        guesses = self._ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected_bar(one.request.slot)))
         guess, nodes = guesses.proposal, list[int]()
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             above = nodes[parent] if parent >= 0 else one.tree.root
             nodes.append(one.tree.add(above, token, chance, self._ngrams.name))
 
     def _expected_bar(self, sequence: int) -> float:
-        """Log-probability of the least probable node that the window of this round may have, by the last one's."""
+        """Log-probability of the least probable node that the window of this step may have, by the last one's."""
         return self._bars.get(sequence, -math.inf) - _MARGIN
 
     def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
-        thrifty turns only as long as what a step may add is worth the time."""
+        cost-aware requests only as long as what a step may add is worth the time."""
         least: dict[int, LeastOfBest] = {}
         for one in grown:
-            best = least[one.turn.sequence] = LeastOfBest(one.turn.most_nodes)
+            best = least[one.request.slot] = LeastOfBest(one.request.most_nodes)
             for node in one.window()[1]:
                 best.add(one.tree.log_probability(node))
         guessed = True
         while True:
             started_s = time.perf_counter()
             asked: dict[int, list[int]] = {}
-            gain, thrifty = 0.0, True
+            gain, cost_aware = 0.0, True
             for one in grown:
-                sequence, bar = one.turn.sequence, least[one.turn.sequence].value
+                sequence, bar = one.request.slot, least[one.request.slot].value
                 if guessed:
                     bar = max(bar, self._expected_bar(sequence))
                 # Children are less probable than their parent.
-                nodes = self._next(one, one.turn.gamma - 1, len(grown))
+                nodes = self._next(one, one.request.gamma - 1, len(grown))
                 promising = [node for node in nodes if one.tree.log_probability(node) > bar]
                 if promising:
                     asked[sequence] = promising
                     # Without a first step nothing is proposed and no step is timed, so that this would never change.
-                    thrifty = thrifty and one.turn.thrifty and one.tree.root not in promising
+                    cost_aware = cost_aware and one.request.cost_aware and one.tree.root not in promising
                     # All its children together are at most as probable as a node, and each new one drives out another.
                     displaced = math.exp(least[sequence].value)
                     gain += sum(math.exp(one.tree.log_probability(node)) - displaced for node in promising)
-            if not asked or (thrifty and not self._worth.pays(gain)):
+            if not asked or (cost_aware and not self._worth.pays(gain)):
                 if not guessed:
                     break
                 guessed = False  # a step takes as long for all that could be in a window
@@ -397,7 +397,7 @@ class TreeDraftProposer:
                 chances = self._probabilities.log_probabilities(children.scores)
                 count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
                 new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
-                if one.tree.depth(node) < one.turn.gamma:
+                if one.tree.depth(node) < one.request.gamma:
                     found[sequence] += new
                 one.children[node] = children
                 one.tree.set_expanded(node, slot)
@@ -425,22 +425,22 @@ class DraftProposer:
     def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self.model.room, texts)
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        self.model.start(params, num_sequences)
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self.model.start(slots)
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
-        self.model.prepare(sequence, tokens)
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        self.model.prepare(slot, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        texts = {turn.sequence: turn.tokens for turn in turns}
-        guesses = self.model.propose(texts, {turn.sequence: turn.longest_chain for turn in turns})
-        return [Proposal.chain(guesses[turn.sequence], self.name) for turn in turns]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        texts = {request.slot: request.tokens for request in requests}
+        guesses = self.model.propose(texts, {request.slot: request.longest_chain for request in requests})
+        return [Proposal.chain(guesses[request.slot], self.name) for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from offload_runtime.config import SamplingParams
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
-from offload_runtime.speculation.proposer import Proposer, Turn
+from offload_runtime.speculation.proposer import DraftRequest, Proposer
 from offload_runtime.speculation.tree import Proposal
 
 NGRAM, UNIGRAM = "ngram", "unigram"
@@ -213,9 +213,9 @@ class NgramLookup:
 
 
 class NgramProposer:
-    """An `NgramLookup` for every sequence.
+    """An `NgramLookup` for every slot.
 
-    It has two families: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
+    It has two modes: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
     token did, which is right far less often.
     """
 
@@ -224,113 +224,112 @@ class NgramProposer:
     def __init__(self) -> None:
         self._rates = MatchRates()
         self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self._rates))
-        self._known: set[int] = set()  # sequences that have only grown since they were compared
+        self._followed: set[int] = set()  # slots whose sequences have only grown since they were compared
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         if not texts:
             return NGRAM, UNIGRAM
-        for sequence, tokens in texts.items():
-            self.prepare(sequence, tokens)
-        longest = max(self._lookups[sequence].longest() for sequence in texts)
+        for slot, tokens in texts.items():
+            self.prepare(slot, tokens)
+        longest = max(self._lookups[slot].longest() for slot in texts)
         return () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        self._known.clear()
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._followed.clear()
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
-        lookup = self._lookups[sequence]
-        if sequence in self._known:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        lookup = self._lookups[slot]
+        if slot in self._followed:
             lookup.catch_up(tokens)
             return
         lookup.begin(tokens)
-        self._known.add(sequence)
+        self._followed.add(slot)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         proposals = []
-        for turn in turns:
-            if turn.tree_nodes is None:
-                self.prepare(turn.sequence, turn.tokens)
-                proposals.append(self._lookups[turn.sequence].chain(turn.tokens, turn.gamma))
+        for request in requests:
+            if request.tree_nodes is None:
+                self.prepare(request.slot, request.tokens)
+                proposals.append(self._lookups[request.slot].chain(request.tokens, request.gamma))
             else:
-                proposals.append(self.guesses(turn, LEAST_CHANCE if turn.thrifty else -math.inf).proposal)
+                proposals.append(self.guesses(request, LEAST_CHANCE if request.cost_aware else -math.inf).proposal)
         return proposals
 
-    def guesses(self, turn: Turn, least: float) -> Guesses:
-        """The most probable nodes of a turn's tree. Arguments as of `NgramLookup.tree`."""
-        self.prepare(turn.sequence, turn.tokens)
-        return self._lookups[turn.sequence].tree(turn.tokens, turn.gamma, turn.most_nodes, least=least)
+    def guesses(self, request: DraftRequest, least: float) -> Guesses:
+        """The most probable nodes of a request's tree. Arguments as of `NgramLookup.tree`."""
+        self.prepare(request.slot, request.tokens)
+        return self._lookups[request.slot].tree(request.tokens, request.gamma, request.most_nodes, least=least)
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
 
 
 class WithNgrams:
-    """Leaves turns of the family `ngram` to n-grams, which cost nothing, and all others to a draft; beside its chains
+    """Leaves requests of the mode `ngram` to n-grams, which cost nothing, and all others to a draft; beside its chains
     n-grams take what room there is.
 
     Args:
         draft: Proposes unless n-grams are asked for.
         ngrams: May be shared with the draft.
-        alone: Whether n-grams may be asked for by themselves. Where a round of the draft brings many tokens, finding
+        alone: Whether n-grams may be asked for by themselves. Where a step of the draft brings many tokens, finding
             out what they bring without it is dear.
     """
 
     def __init__(self, draft: Proposer, ngrams: NgramProposer, *, alone: bool = True) -> None:
         self.draft, self.ngrams, self._alone = draft, ngrams, alone
-        self._drafted = False  # in the last round, or to be next
+        self._drafted = False  # in the last step, or to be next
 
     @property
     def name(self) -> str | None:
         """The draft's."""
         return self.draft.name
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        drafts = self.draft.families(texts)
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        drafts = self.draft.modes(texts)
         if not self._alone:
             return drafts
         # What costs nothing is tried first; a single token tells less than a draft.
-        told = (family for family in self.ngrams.families(texts) if family == self.ngrams.name)
-        return (*told, *drafts)
+        return (*(mode for mode in self.ngrams.modes(texts) if mode == self.ngrams.name), *drafts)
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        self.draft.start(params, num_sequences)
-        self.ngrams.start(params, num_sequences)
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self.draft.start(slots)
+        self.ngrams.start(slots)
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._drafted = True
-        self.draft.prepare(sequence, tokens)
-        self.ngrams.prepare(sequence, tokens)
+        self.draft.prepare(slot, tokens)
+        self.ngrams.prepare(slot, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         found: dict[int, Proposal] = {}
-        drafted = [turn for turn in turns if turn.family != self.ngrams.name]
+        drafted = [request for request in requests if request.mode != self.ngrams.name]
         self._drafted = bool(drafted)
         for proposer, asked in (
             (self.draft, drafted),
-            (self.ngrams, [turn for turn in turns if turn.family == self.ngrams.name]),
+            (self.ngrams, [request for request in requests if request.mode == self.ngrams.name]),
         ):
             if asked:
                 answers = proposer.propose(asked)
-                found |= {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
-        return [self._filled(turn, found[turn.sequence]) for turn in turns]
+                found |= {request.slot: proposal for request, proposal in zip(asked, answers, strict=True)}
+        return [self._filled(request, found[request.slot]) for request in requests]
 
-    def _filled(self, turn: Turn, proposal: Proposal) -> Proposal:
+    def _filled(self, request: DraftRequest, proposal: Proposal) -> Proposal:
         """With n-grams in the room beside a chain."""
-        if not turn.beside:
+        if not request.extra_ngrams:
             return proposal
-        room = turn.gamma + turn.beside
-        looked_up = self.ngrams.guesses(replace(turn, gamma=room, tree_nodes=room), LEAST_CHANCE).proposal
+        room = request.gamma + request.extra_ngrams
+        looked_up = self.ngrams.guesses(replace(request, gamma=room, tree_nodes=room), LEAST_CHANCE).proposal
         return proposal.joined(looked_up, room)
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         if self._drafted:
             self.draft.ahead(pending)
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
-        return self.draft.counts(sequence)
+    def counts(self, slot: int) -> Sequence[Acceptance]:
+        return self.draft.counts(slot)
 
 
 def drafting(proposer: Proposer) -> Proposer:

@@ -1,8 +1,11 @@
-"""One round of speculation: propose, verify in one pass of the target, accept by equality.
+"""One step of speculation: propose, verify in one pass of the target, accept by equality.
 
 The target's own sample at each position is *the* token (shared-noise sampling); a proposal only decides whether the
 pass could already use it. So the output is the same for every proposer, and none at all. A tree is walked from its root
 by the target's samples: the child that says what the target says behind a node, and so on.
+
+The rows of a pass are a flat list, each with its request's slot and position, so that windows of any lengths, of
+requests with options of their own, share it.
 """
 
 from __future__ import annotations
@@ -13,16 +16,15 @@ from typing import Protocol
 
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
-from offload_runtime.sampling import sample
-from offload_runtime.speculation.proposer import Proposer, Turn
+from offload_runtime.sampling import SlotSampling, sample
+from offload_runtime.speculation.proposer import DraftRequest, Proposer
 from offload_runtime.speculation.tree import Proposal
 
 
 class Cache(Protocol):
-    """What a round needs of the target's cache."""
+    """What a step needs of the target's cache, whose batch rows are the slots."""
 
     @property
     def max_tokens_with_draft(self) -> int:
@@ -36,19 +38,19 @@ class Cache(Protocol):
 
 
 class Target(Protocol):
-    """What a round needs of the target."""
+    """What a step needs of the target."""
 
     @property
     def cache(self) -> Cache:
         """Where its keys and values are."""
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        """Logits [B, T, V] of one pass over a window per sequence."""
+        """Logits [N, V] of one pass over a window per sequence, the rows of one window behind those of the other."""
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one pass gave one sequence: `tokens` are the target's, and `path` the nodes of the proposal that agreed."""
+class StepResult:
+    """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed."""
 
     tokens: list[int]
     proposal: Proposal
@@ -88,6 +90,7 @@ def accepted_path(proposal: Proposal, samples: Sequence[int]) -> list[int]:
 
 
 Watch = Callable[[torch.Tensor], Callable[[], bool]]
+OnLogits = Callable[[int, torch.Tensor], None]
 
 
 def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
@@ -102,66 +105,86 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
     return lambda: not done.query()
 
 
-def play_round(
-    target: Target, params: SamplingParams, proposer: Proposer, turns: Sequence[Turn], *,
-    watch: Watch = still_computing,
-) -> list[Round]:  # fmt: skip
-    """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
+def run_step(
+    target: Target, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
+    watch: Watch = still_computing, on_logits: OnLogits | None = None,
+) -> list[StepResult]:  # fmt: skip
+    """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
     While the pass runs the proposer goes on.
 
     Args:
         target: Verifies windows.
-        params: How it chooses tokens.
+        sampling: How it chooses the tokens of every slot.
         proposer: Guesses.
-        turns: One of each sequence that takes part.
+        requests: One for each slot that takes part.
         watch: From the logits of a pass to the question whether it is still running.
+        on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
 
     Returns:
-        For each turn at least one new token: those accepted and the target's next one.
+        For each request at least one new token: those accepted and the target's next one.
 
     Raises:
-        NumericalError: The target's logits of a sequence are NaN; nothing was committed.
+        NumericalError: The target's logits of a request are NaN; nothing was committed.
     """
     cache = target.cache
-    for turn in turns:
-        committed = cache.length(turn.sequence)
-        assert committed == len(turn.tokens) - 1, "the target must have seen all tokens but the last"
-    proposals = _proposals(proposer, [_fitting(turn, cache.max_tokens_with_draft) for turn in turns])
-    windows = [_window(turn.tokens[-1], proposal) for turn, proposal in zip(turns, proposals, strict=True)]
-    logits = target.verify(windows, [turn.sequence for turn in turns])  # [B, T, V]
+    for request in requests:
+        committed = cache.length(request.slot)
+        assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
+    proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests])
+    windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
+    slots = [request.slot for request in requests]
+    logits = target.verify(windows, slots)  # [N, V]
     if any(proposals):
         proposer.ahead(watch(logits))
-    samples = _sample_windows(logits, params, turns, proposals)
-    rounds = []
-    for turn, proposal, row in zip(turns, proposals, samples, strict=True):
-        path = accepted_path(proposal, row)
-        new_tokens = [row[0], *(row[node + 1] for node in path)]
-        _require_numbers(new_tokens, len(turn.tokens))
-        rounds.append(Round(new_tokens, proposal, tuple(path)))
-    for turn, played in zip(turns, rounds, strict=True):
-        cache.commit_path(turn.sequence, [0, *(node + 1 for node in played.path)])
-    return rounds
+    samples = _sample_windows(logits, sampling, windows, slots, [len(request.tokens) for request in requests])
+    results = []
+    for request, proposal, tokens in zip(requests, proposals, samples, strict=True):
+        path = accepted_path(proposal, tokens)
+        new_tokens = [tokens[0], *(tokens[node + 1] for node in path)]
+        _require_numbers(new_tokens, len(request.tokens))
+        results.append(StepResult(new_tokens, proposal, tuple(path)))
+    first_row = 0
+    for request, window, result in zip(requests, windows, results, strict=True):
+        rows = [0, *(node + 1 for node in result.path)]
+        if on_logits is not None:
+            on_logits(request.slot, logits[[first_row + row for row in rows]])
+        first_row += len(window.tokens)
+        cache.commit_path(request.slot, rows)
+    return results
 
 
-def _fitting(turn: Turn, max_tokens_with_draft: int) -> Turn:
-    """A turn whose tree the cache has room for: close to the end of a context its branches may not all fit."""
-    room = max_tokens_with_draft - len(turn.tokens)
-    if turn.tree_nodes is None or turn.tree_nodes <= room:
-        return turn
-    return replace(turn, tree_nodes=max(room, 0))
+def first_token(target: Target, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:
+    """The token that follows a prefill, from the last row's logits [1, V].
+
+    Raises:
+        NumericalError: They are NaN.
+    """
+    position = target.cache.length(slot)
+    (tokens,) = _sample_windows(logits, sampling, [Window((0,))], [slot], [position])
+    _require_numbers(tokens, position)
+    return tokens[0]
 
 
-def _proposals(proposer: Proposer, turns: Sequence[Turn]) -> list[Proposal]:
-    """What is proposed to each turn; who may not have any proposals is not asked about."""
-    asked = [turn for turn in turns if turn.gamma > 0 and turn.most_nodes > 0]
+def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
+    """A request whose tree the cache has room for: close to the end of a context its branches may not all fit."""
+    room = max_tokens_with_draft - len(request.tokens)
+    if request.tree_nodes is None or request.tree_nodes <= room:
+        return request
+    return replace(request, tree_nodes=max(room, 0))
+
+
+def _proposals(proposer: Proposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
+    """What is proposed to each request; who may not have any proposals is not asked about."""
+    asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     answers = proposer.propose(asked) if asked else []
-    proposed = {turn.sequence: proposal for turn, proposal in zip(asked, answers, strict=True)}
-    for turn in asked:
-        proposal = proposed[turn.sequence]
+    proposed = {request.slot: proposal for request, proposal in zip(asked, answers, strict=True)}
+    for request in asked:
+        proposal = proposed[request.slot]
         deepest = max(proposal.depths, default=0)
-        assert len(proposal) <= turn.room and deepest <= turn.gamma + turn.beside, "too many proposals"
-    return [proposed.get(turn.sequence, Proposal()) for turn in turns]
+        fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_ngrams
+        assert fits, "too many proposals"
+    return [proposed.get(request.slot, Proposal()) for request in requests]
 
 
 def _window(root: int, proposal: Proposal) -> Window:
@@ -171,45 +194,22 @@ def _window(root: int, proposal: Proposal) -> Window:
 
 
 def _sample_windows(
-    logits: torch.Tensor, params: SamplingParams, turns: Sequence[Turn], proposals: Sequence[Proposal]
-) -> list[list[int]]:
-    """The token behind each row of logits [B, T, V], with the noise of its own position; -1 for NaN.
+    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], slots: Sequence[int],
+    first_positions: Sequence[int],
+) -> list[list[int]]:  # fmt: skip
+    """The token behind each row of logits [N, V], window by window; -1 for NaN. Waits for the device.
 
-    Siblings stand at the same position, and so share its noise.
+    A row's noise is that of the position behind it, so siblings share it. `first_positions` are those behind the roots.
     """
-    first, sequences = [len(turn.tokens) for turn in turns], [turn.sequence for turn in turns]
-    if all(proposal.is_chain for proposal in proposals):
-        return _sample_rows(logits, params, first, sequences)
-    width = logits.shape[1]
-    positions: list[int] = []
-    for start, proposal in zip(first, proposals, strict=True):
-        own = [start, *(start + depth for depth in proposal.depths)]
-        positions += own + [start] * (width - len(own))
-    return _sample_at(logits, params, _upload(positions, logits.device), sequences)
-
-
-def _sample_rows(
-    logits: torch.Tensor, params: SamplingParams, first_positions: Sequence[int], sequences: Sequence[int]
-) -> list[list[int]]:
-    """Tokens at each sequence's first position and those after it, one for each row of logits [B, T, V]; -1 for NaN."""
-    offsets = torch.arange(logits.shape[1], device=logits.device)
-    return _sample_at(logits, params, torch.cat([offsets + first for first in first_positions]), sequences)
-
-
-def _sample_at(
-    logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, sequences: Sequence[int]
-) -> list[list[int]]:
-    """Tokens at positions [B * T], one for each row of logits [B, T, V]; -1 for NaN. Waits for the device."""
-    batch, count, vocab_size = logits.shape
-    owners = torch.cat([torch.full_like(positions[:count], sequence) for sequence in sequences])
-    tokens: list[int] = sample(logits.reshape(batch * count, vocab_size), params, positions, owners).tolist()
-    return [tokens[row * count : (row + 1) * count] for row in range(batch)]
-
-
-def _upload(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """int64 on the device, on the current stream; without page-locked memory the host would wait for the pass."""
-    there = torch.tensor(numbers)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+    depths = [window.depths for window in windows]
+    positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]
+    owners = [slot for slot, own in zip(slots, depths, strict=True) for _ in own]
+    rows = torch.tensor([positions, owners], dtype=torch.int32)
+    if logits.is_cuda:  # without page-locked memory the host would wait for the pass
+        rows = rows.pin_memory().to(logits.device, non_blocking=True)
+    tokens: list[int] = sample(logits, sampling, rows[0], rows[1]).tolist()
+    remaining = iter(tokens)
+    return [[next(remaining) for _ in own] for own in depths]
 
 
 def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
@@ -219,59 +219,3 @@ def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
             f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
             "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
         )
-
-
-class SpeculativeDecoder:
-    """Decodes one sequence round by round.
-
-    Args:
-        target: Verifies windows; its committed tokens are all of `tokens` but the last.
-        proposer: Guesses.
-        params: How the target, and with the same noise the draft, choose tokens.
-        sequence: Batch row in the target's cache, and the noise's sequence.
-        watch: As for `play_round`.
-    """
-
-    def __init__(
-        self, target: Target, proposer: Proposer, params: SamplingParams, *, sequence: int = 0,
-        watch: Watch = still_computing,
-    ) -> None:  # fmt: skip
-        self._target = target
-        self._proposer = proposer
-        self._params = params
-        self._sequence = sequence
-        self._watch = watch
-
-    def prepare(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """While a prompt is read: have what would hold up the first proposals done.
-
-        Args:
-            tokens: The prompt.
-            logits: Of the pass that reads it.
-        """
-        self._proposer.prepare(self._sequence, tokens)
-        self._proposer.ahead(self._watch(logits))
-
-    def first_token(self, logits: torch.Tensor) -> int:
-        """The token that follows a prefill, from the last row's logits [1, V]."""
-        position = self._target.cache.length(self._sequence)
-        tokens = _sample_rows(logits[None], self._params, [position], [self._sequence])[0]
-        _require_numbers(tokens, position)
-        return tokens[0]
-
-    def round(self, tokens: Sequence[int], gamma: int, tree_nodes: int | None = None) -> Round:
-        """Propose up to `gamma` tokens in a row behind `tokens`, verify them in one pass and commit what agrees.
-
-        Args:
-            tokens: The whole sequence so far; its last token is not in the target's cache yet.
-            gamma: Most tokens to propose in a row.
-            tree_nodes: Most tokens to propose in all; None for a chain.
-
-        Returns:
-            At least one new token: those accepted and the target's next one.
-
-        Raises:
-            NumericalError: The target's logits are NaN; nothing was committed.
-        """
-        turn = Turn(self._sequence, tokens, gamma, tree_nodes)
-        return play_round(self._target, self._params, self._proposer, [turn], watch=self._watch)[0]

@@ -15,7 +15,7 @@ from typing import Protocol
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.proposer import Turn, chains_where
+from offload_runtime.speculation.proposer import DraftRequest, chains_where
 from offload_runtime.speculation.tree import Proposal
 
 
@@ -34,8 +34,8 @@ class Window(Protocol):
 class FirstLevel(Protocol):
     """The small draft."""
 
-    def start(self, params: SamplingParams, num_sequences: int) -> None:
-        """Choose tokens this way from now on, for the first `num_sequences` sequences."""
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i chooses its tokens as `slots[i]` says."""
 
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to `tokens` early, where it has room for them."""
@@ -53,15 +53,15 @@ class FirstLevel(Protocol):
         """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
 
 
-class MiddleLevel(Protocol):
+class Verifier(Protocol):
     """The target over its retrieved cache."""
 
     @property
     def counts(self) -> Sequence[tuple[int, int]]:
         """Of every sequence, its steps since `start` and the proposals that they accepted. Waits for the device."""
 
-    def start(self, params: SamplingParams, num_sequences: int) -> None:
-        """Choose tokens this way from now on, for the first `num_sequences` sequences, which are others than before."""
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        """From now on sequence i chooses its tokens as `slots[i]` says; they are others than before."""
 
     def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         """Steps will put up to `counts[s]` tokens behind `lengths[s]`; whether chunks must be chosen anew."""
@@ -71,13 +71,13 @@ class MiddleLevel(Protocol):
 
 
 class TriForceProposer:
-    """Proposes what draft and middle level agree on: chains, as their window is one.
+    """Proposes what draft and retrieval verifier agree on: chains, as their window is one.
 
     Args:
         window: Shared by both levels.
-        middle: The target over retrieved chunks.
-        draft: The small model; None lets the middle level decode by itself, a token a step.
-        gamma_draft: Tokens that the draft proposes to each step of the middle level.
+        verifier: The target over retrieved chunks.
+        draft: The small model; None lets the retrieval verifier decode by itself, a token a step.
+        gamma_draft: Tokens that the draft proposes to each step of the retrieval verifier.
         refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
         max_tokens_with_draft: Of a sequence in the target's cache, tentative ones included.
     """
@@ -87,69 +87,69 @@ class TriForceProposer:
     _KNOWN_TOKENS = 2
 
     def __init__(
-        self, window: Window, middle: MiddleLevel, draft: FirstLevel | None, *, gamma_draft: int, refresh_steps: int,
+        self, window: Window, verifier: Verifier, draft: FirstLevel | None, *, gamma_draft: int, refresh_steps: int,
         max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
         self._window = window
-        self._middle = middle
+        self._verifier = verifier
         self._draft = draft
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
         self._reach_tokens = max_tokens_with_draft
-        self.num_steps = 0  # of the middle level since `start`, each of all sequences
+        self.num_steps = 0  # of the retrieval verifier since `start`, each of all sequences
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self._room, texts)
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        self._middle.start(params, num_sequences)
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._verifier.start(slots)
         if self._draft is not None:
-            self._draft.start(params, num_sequences)
+            self._draft.start(slots)
         self.num_steps = 0
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         if self._draft is not None:
-            self._draft.prepare(sequence, tokens)
+            self._draft.prepare(slot, tokens)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
         the way."""
-        known = {turn.sequence: one for turn in turns if (one := self._known(turn)) is not None}
+        known = {request.slot: one for request in requests if (one := self._known(request)) is not None}
         if not known:
-            return [Proposal() for _ in turns]
-        texts = {turn.sequence: turn.tokens for turn in turns if turn.sequence in known}
+            return [Proposal() for _ in requests]
+        texts = {request.slot: request.tokens for request in requests if request.slot in known}
         lengths = {sequence: one.end for sequence, one in known.items()}
         reach = {sequence: one.last + 1 - one.end for sequence, one in known.items()}
-        refresh = self._middle.begin(lengths, reach)
+        refresh = self._verifier.begin(lengths, reach)
         if self._draft is not None:
             for sequence, tokens in texts.items():
                 self._draft.catch_up(sequence, tokens)
         self._window.upload(known)
         said = self._agree(known, refresh=refresh)
         proposals = []
-        for turn in turns:
-            one = known.get(turn.sequence)
-            guesses = [] if one is None else self._proposals(turn.sequence, one, said[turn.sequence])
+        for request in requests:
+            one = known.get(request.slot)
+            guesses = [] if one is None else self._proposals(request.slot, one, said[request.slot])
             proposals.append(Proposal.chain(guesses, self.name))
         return proposals
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
-        """What the middle level decided about the draft's proposals, those behind what was asked for included."""
+    def counts(self, slot: int) -> Sequence[Acceptance]:
+        """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
         if self._draft is None:
             return ()
-        steps, accepted = self._middle.counts[sequence]
+        steps, accepted = self._verifier.counts[slot]
         return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)
 
-    def _known(self, turn: Turn) -> Known | None:
+    def _known(self, request: DraftRequest) -> Known | None:
         """What the device is told of a sequence; None where there is no room to propose anything."""
-        length = len(turn.tokens)
-        count = min(turn.longest_chain, self._room(length))
+        length = len(request.tokens)
+        count = min(request.longest_chain, self._room(length))
         stop = length + count
-        return Known(turn.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
+        return Known(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
@@ -171,7 +171,7 @@ class TriForceProposer:
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, known[sequence].stop - 1) for sequence, end in ends.items()}
                     self._draft.steps(self._gamma, longest=longest)
-                self._middle.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
+                self._verifier.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
                 ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
                 refresh = False

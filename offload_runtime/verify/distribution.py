@@ -14,7 +14,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
 from offload_runtime.verify.replay import forced_rows, transcribe
 
@@ -115,8 +115,10 @@ def fit_row(name: str, row: torch.Tensor, sampling: SamplingParams, *, position:
     """
     rows = row.expand(_DRAWS_PER_SEED, -1).contiguous()
     positions = torch.arange(position, position + _DRAWS_PER_SEED, device=row.device)
-    sequences = torch.zeros_like(positions)
-    draws = [sample(rows, replace(sampling, seed=seed), positions, sequences) for seed in seeds]
+    slots = torch.zeros_like(positions)
+    draws = [
+        sample(rows, SlotSampling.of([replace(sampling, seed=seed)], row.device), positions, slots) for seed in seeds
+    ]
     counts = torch.bincount(torch.cat(draws).cpu(), minlength=row.numel())
     return fit(name, counts, target_probabilities(row, sampling))
 

@@ -10,7 +10,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.sampling import perturbed_logits
+from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.verify.replay import (
     ScriptedProposer,
     Transcript,
@@ -122,7 +122,7 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded, own = loaded_proposers(runtime), runtime._parts.proposer
+    loaded, own = loaded_proposers(runtime), runtime.proposer
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
@@ -137,7 +137,7 @@ def verify_identity(
                 gamma, nodes = None, None
                 if name != AS_LOADED:
                     gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                    trees = "tree" in proposer.families({})
+                    trees = "tree" in proposer.modes({})
                     nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
                 said = transcribe(
                     runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
@@ -204,8 +204,9 @@ class Comparison:
         sampling, position = self._sampling, torch.tensor([self._first_position + at])
         row, other = self._plain.rows[at], said.rows[at]
         expected, token = self._plain.tokens[at], said.tokens[at]
+        slots = SlotSampling.of([sampling], row.device)
         scores, other_scores = (
-            perturbed_logits(logits[None], sampling, position, torch.zeros_like(position))[0] for logits in (row, other)
+            perturbed_logits(logits[None], slots, position, torch.zeros_like(position))[0] for logits in (row, other)
         )
         if not torch.isfinite(scores[token]):
             margin = _exclusion(row, sampling, token)

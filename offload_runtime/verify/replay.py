@@ -1,36 +1,29 @@
 """Generations with the logits behind every token, for proofs: what was said, and what the target thought of it.
 
-They run through the runtime's own token loop; only the target is replaced by one that keeps its logits, and the
-proposer by the one under test.
+They run through the runtime's own token loop, with the proposer under test in place of its own.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.engine.traced import TracedTarget
-from offload_runtime.kv import KVCache
-from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import (
     Acceptance,
     DraftProposer,
+    DraftRequest,
     NgramProposer,
     NoProposer,
     Proposal,
     Proposer,
     TreeDraftProposer,
     TriForceProposer,
-    Turn,
     drafting,
 )
 
@@ -59,34 +52,34 @@ class ScriptedProposer:
 
     name = "script"
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain", "tree")
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
-        assert num_sequences == 1, "the script is one sequence's"
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        assert len(slots) == 1, "the script is one request's"
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        return [self._propose(turn) for turn in turns]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        return [self._propose(request) for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
 
-    def _propose(self, turn: Turn) -> Proposal:
-        chain = self._guess(len(turn.tokens), self._random.randint(1, turn.longest_chain))
-        room = turn.most_nodes - len(chain)
-        if turn.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
+    def _propose(self, request: DraftRequest) -> Proposal:
+        chain = self._guess(len(request.tokens), self._random.randint(1, request.longest_chain))
+        room = request.most_nodes - len(chain)
+        if request.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
             return Proposal.chain(chain, self.name)
         paths = [(chain, self.name)]
         for _ in range(self._random.randint(0, room)):
-            at = self._random.randrange(turn.gamma)
+            at = self._random.randrange(request.gamma)
             branch = [*chain[:at], self._random.randrange(self._vocab_size)]
-            branch += self._guess(len(turn.tokens) + len(branch), turn.gamma - len(branch))
+            branch += self._guess(len(request.tokens) + len(branch), request.gamma - len(branch))
             del branch[self._random.randint(1, len(branch)) :]
             paths.insert(self._random.randint(0, len(paths)), (branch, self.name))
-        return Proposal.of_paths(paths, turn.most_nodes)
+        return Proposal.of_paths(paths, request.most_nodes)
 
     def _guess(self, start: int, count: int) -> list[int]:
         return [
@@ -94,74 +87,8 @@ class ScriptedProposer:
             for token in self._script[start : start + count]
         ]
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
-
-
-class RecordingCache:
-    """What a token loop does to a target's cache, of which a recording target hears what is committed.
-
-    Args:
-        cache: The target's.
-        on_path: Called with the rows of a window that are committed.
-    """
-
-    def __init__(self, cache: KVCache, on_path: Callable[[Sequence[int]], None]) -> None:
-        self._cache, self._on_path = cache, on_path
-        self.length, self.truncate, self.max_tokens_with_draft = (
-            cache.length,
-            cache.truncate,
-            cache.max_tokens_with_draft,
-        )
-
-    @property
-    def pinned_bytes(self) -> int:
-        """As `KVCache.pinned_bytes`."""
-        return self._cache.pinned_bytes
-
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
-        """As `KVCache.commit_path`."""
-        self._on_path(rows)
-        self._cache.commit_path(sequence, rows)
-
-
-class RecordingTarget:
-    """Passes prompts and windows on to a runner and keeps, on the host, the row of logits behind each new token.
-
-    Which rows of a window those are shows in what is committed to the cache. One sequence only.
-    """
-
-    def __init__(self, runner: ModelRunner | TracedTarget) -> None:
-        self._runner = runner
-        self._rows: list[torch.Tensor] = []  # each [T, V] in the model's dtype, on the host
-        self.cache = RecordingCache(runner.cache, self._keep)
-        self._window: torch.Tensor | None = None  # [T, V] of the last pass, on the host
-        self.streamer = runner.streamer
-
-    def prefill(
-        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
-    ) -> torch.Tensor:
-        """As `ModelRunner.prefill`."""
-        logits = self._runner.prefill(sequence, tokens, on_layer)
-        self._rows.append(logits.to("cpu", copy=True))
-        return logits
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        """As `ModelRunner.verify`, but waits for the device."""
-        assert list(sequences) == [0], "one sequence is recorded, the first"
-        logits = self._runner.verify(windows, sequences)
-        # At once, so that the next pass finds the device memory that it would find without a recording.
-        self._window = logits[0].cpu()
-        return logits
-
-    def rows(self) -> torch.Tensor:
-        """[N, V] in the model's dtype, on the host: one row for every token so far."""
-        return torch.cat(self._rows)
-
-    def _keep(self, rows: Sequence[int]) -> None:
-        assert self._window is not None, "a window is committed once"
-        self._rows.append(self._window[list(rows)])  # a copy, or one row would keep its whole window alive
-        self._window = None
 
 
 @dataclass(frozen=True)
@@ -194,26 +121,13 @@ def transcribe(
         gamma: Most tokens proposed per pass in a row, only with a proposer.
         tree_nodes: The same in all, only with one that proposes branches.
     """
-    with _observed(runtime, proposer) as target:
-        result = runtime.generate(
-            list(prompt), max_new_tokens=count, temperature=sampling.temperature, top_k=sampling.top_k,
-            top_p=sampling.top_p, min_p=sampling.min_p, seed=sampling.seed, gamma=gamma,
-            speculate=proposer is not None, ignore_eos=True, tree_nodes=tree_nodes,
-        )  # fmt: skip
-        return Transcript(result.tokens, target.rows(), result.stats.passes)
-
-
-@contextmanager
-def _observed(runtime: Runtime, proposer: Proposer | None) -> Iterator[RecordingTarget]:
-    """Let the runtime work with a recording target and another proposer, and give it its own back afterwards."""
-    own = runtime._parts
-    target = RecordingTarget(own.target)
-    # The token loop asks no more of its target than the recording one has.
-    runtime._parts = replace(own, target=cast(ModelRunner, target), proposer=proposer or own.proposer)
-    try:
-        yield target
-    finally:
-        runtime._parts = own
+    rows: list[torch.Tensor] = []
+    # On the host at once, so that the next pass finds the device memory that it would find without a recording.
+    result = runtime.replay(
+        list(prompt), GenerationParams(count, (), gamma, True, sampling, tree_nodes), proposer=proposer,
+        on_logits=lambda _, logits: rows.append(logits.to("cpu", copy=True)),
+    )  # fmt: skip
+    return Transcript(result.tokens, torch.cat(rows), result.stats.passes)
 
 
 def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
@@ -222,18 +136,12 @@ def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Seque
     Yields [N, V] in the model's dtype, on the host, for an answer of N tokens. Ends the runtime's current generation;
     no other may begin before the last answer.
     """
-    # Afterwards the target's cache holds the prompt and nothing else.
-    first = transcribe(runtime, prompt, SamplingParams(), count=1).rows
-    target = runtime._parts.target
-    assert target.cache.length(0) == len(prompt)
-    for answer in answers:
-        behind = target.verify([Window(tuple(answer[:-1]))], [0])[0]
-        yield torch.cat([first, behind.cpu()])
+    yield from (rows.cpu() for rows in runtime.logits(list(prompt), answers))
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
-    own = drafting(runtime._parts.proposer)
+    own = drafting(runtime.proposer)
     names: dict[type, str] = {DraftProposer: "draft", TreeDraftProposer: "draft", TriForceProposer: "triforce"}
     if type(own) in names:
         return {"ngram": NgramProposer(), names[type(own)]: own}
@@ -259,5 +167,6 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
     """The tokens that rows of logits [N, V] stand for, at `first_position` and the positions after it."""
     positions = torch.arange(first_position, first_position + rows.shape[0], device=rows.device)
-    tokens: list[int] = sample(rows, sampling, positions, torch.zeros_like(positions)).tolist()
+    slots = SlotSampling.of([sampling], rows.device)
+    tokens: list[int] = sample(rows, slots, positions, torch.zeros_like(positions)).tolist()
     return tokens

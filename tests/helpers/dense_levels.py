@@ -14,8 +14,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.retrieval import ChunkPolicy
-from offload_runtime.sampling import sample
 from offload_runtime.speculation import Acceptance
+from tests.helpers.sampling import sample
 
 # Given a layer and its rotated queries [T, H, D]: which keys [H_kv, T, S] they see.
 Seen = Callable[[int, torch.Tensor], torch.Tensor]

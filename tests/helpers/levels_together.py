@@ -12,14 +12,13 @@ from offload_runtime.engine import Runtime
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     Acceptance,
+    DraftRequest,
     Proposal,
     Proposer,
-    SpeculativeDecoder,
     TriForceProposer,
-    Turn,
     drafting,
-    play_round,
 )
+from tests.helpers.sampling import Decoder, numbered, run_step
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Recorder:
         self.start, self.prepare, self.counts = inner.start, inner.prepare, inner.counts
         self._inner, self._played = inner, played
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
-        answers = self._inner.propose(turns)
-        for turn, answer in zip(turns, answers, strict=True):
-            assert len(answer) <= turn.gamma and answer.is_chain
-            self._played[turn.sequence].proposals.append(list(answer.tokens))
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        answers = self._inner.propose(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            assert len(answer) <= request.gamma and answer.is_chain
+            self._played[request.slot].proposals.append(list(answer.tokens))
         return answers
 
     def ahead(self, pending: Callable[[], bool]) -> None:
@@ -65,24 +64,24 @@ def play(
     """Decode these sequences to their ends, each with the noise of its number."""
     target, proposer = runtime._parts.target, runtime._parts.proposer
     played = {sequence: Played([]) for sequence in tasks}
-    proposer.start(params, num_sequences)
+    proposer.start(numbered(params, num_sequences))
     for sequence, task in tasks.items():
         target.cache.truncate(sequence, 0)
-        decoder = SpeculativeDecoder(target, proposer, params, sequence=sequence)
+        decoder = Decoder(target, proposer, params, slot=sequence)
         first = decoder.first_token(target.prefill(sequence, task.prompt))
         proposer.prepare(sequence, task.prompt)
         played[sequence].tokens.append(first)
     while True:
-        turns = [
-            Turn(sequence, task.prompt + played[sequence].tokens, min(task.gamma, missing - 1))
+        requests = [
+            DraftRequest(sequence, task.prompt + played[sequence].tokens, min(task.gamma, missing - 1))
             for sequence, task in tasks.items()
             if (missing := task.count - len(played[sequence].tokens)) > 0
         ]
-        if not turns:
+        if not requests:
             break
-        rounds = play_round(target, params, Recorder(proposer, played), turns)
-        for turn, one in zip(turns, rounds, strict=True):
-            played[turn.sequence].tokens += one.tokens
+        rounds = run_step(target, params, Recorder(proposer, played), requests)
+        for request, one in zip(requests, rounds, strict=True):
+            played[request.slot].tokens += one.tokens
     for sequence in tasks:
         played[sequence].counts = tuple(proposer.counts(sequence))
         target.cache.truncate(sequence, 0)
@@ -92,8 +91,8 @@ def play(
 def middle_of(runtime: Runtime) -> RetrievalVerifier:
     """The middle level."""
     proposer = drafting(runtime._parts.proposer)
-    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._middle, RetrievalVerifier)
-    return proposer._middle
+    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._verifier, RetrievalVerifier)
+    return proposer._verifier
 
 
 def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:

@@ -65,5 +65,5 @@ class SureModel:
 def sure_proposer(model: SureModel) -> TreeDraftProposer:
     """One that has started, of one sequence."""
     proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
-    proposer.start(SamplingParams())
+    proposer.start([SamplingParams()])
     return proposer

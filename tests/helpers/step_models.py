@@ -109,7 +109,7 @@ def play(
         for _ in range(count):
             if chance.random() < 0.1:
                 has_idea = chance.random() < text.idea_share
-            able = {family: largest for family, largest in limits.items() if family != "ngram" or has_idea}
+            able = {mode: largest for mode, largest in limits.items() if mode != "ngram" or has_idea}
             played.ideas.append(has_idea)
             choice = controller.choose(WAY, able)
             source = text.sources.get(choice.mode)
@@ -129,11 +129,11 @@ def best_fixed(text: Text, cost: Cost, limits: Mapping[str, int], *, idea_share:
     """Tokens per second of the best choice for all rounds, found by trying all; plain where n-grams have no idea, which
     they have in `idea_share` of the rounds."""
     speeds = [1 / cost(PLAIN)]
-    for family, largest in limits.items():
-        share = idea_share if family == "ngram" else 1.0
+    for mode, largest in limits.items():
+        share = idea_share if mode == "ngram" else 1.0
         for size in SIZES[1:]:
             if size <= largest:
-                choice = Choice(family, size)
-                tokens = 1 + share * text.sources[family].accepted(size)
+                choice = Choice(mode, size)
+                tokens = 1 + share * text.sources[mode].accepted(size)
                 speeds.append(tokens / (share * cost(choice) + (1 - share) * cost(PLAIN)))
     return max(speeds)

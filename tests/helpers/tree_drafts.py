@@ -15,10 +15,10 @@ from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots
-from offload_runtime.sampling import perturbed_logits
 from offload_runtime.speculation import CandidateTree, DraftProposer, NgramProposer, TreeDraftProposer
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_model
+from tests.helpers.sampling import numbered, perturbed_logits
 
 SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
 BATCH = 3
@@ -48,7 +48,7 @@ class TreeDraft:
         chains, tree = self.parts()
         device = self.runner.cache.store(0).data.device
         proposer = TreeDraftProposer(chains, tree, device=device, ngrams=NgramProposer() if ngrams else None)
-        proposer.start(params, num_sequences)
+        proposer.start(numbered(params, num_sequences))
         return proposer
 
 

@@ -14,17 +14,16 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
+    DraftRequest,
     NgramProposer,
     NoProposer,
     Proposal,
     Proposer,
-    Round,
-    SpeculativeDecoder,
-    Turn,
-    play_round,
+    StepResult,
 )
 from offload_runtime.speculation.ngram import Guesses
 from tests.helpers.models import VOCAB_SIZE
+from tests.helpers.sampling import Decoder, numbered, run_step
 
 
 def pruned(tree: Proposal, count: int) -> Proposal:
@@ -43,13 +42,13 @@ class Foreknown:
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts, self.asked = texts, 0
 
-    def guesses(self, ngrams: NgramProposer, turn: Turn, least: float) -> Guesses:
+    def guesses(self, ngrams: NgramProposer, request: DraftRequest, least: float) -> Guesses:
         """As `NgramProposer.guesses`."""
         self.asked += 1
-        text, end = self._texts[turn.sequence], len(turn.tokens)
+        text, end = self._texts[request.slot], len(request.tokens)
         right = list(text[end : end + self.asked % 40])
         wrong = [[*right[:depth], token ^ 1, 5, 6] for depth, token in enumerate(right[:6])]
-        tree = Proposal.of_paths(((path[: turn.gamma], "ngram") for path in [right, *wrong]), turn.most_nodes)
+        tree = Proposal.of_paths(((path[: request.gamma], "ngram") for path in [right, *wrong]), request.most_nodes)
         return Guesses(tree, [-1.0] * len(tree))
 
     def to(self, patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ class TreeScript:
 
     name = "script"
 
-    def families(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("tree",)
 
     def __init__(self, truth: Mapping[int, Sequence[int]], *, seed: int, most_branches: int = 6) -> None:
@@ -79,39 +78,39 @@ class TreeScript:
         self._rounds = 0
         self.agreeing: dict[int, int] = {}  # by sequence: depth to which the last tree is right
 
-    def start(self, params: SamplingParams, num_sequences: int = 1) -> None:
+    def start(self, slots: Sequence[SamplingParams]) -> None:
         pass
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         pass
 
-    def counts(self, sequence: int = 0) -> Sequence[Acceptance]:
+    def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         pass
 
-    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         self._rounds += 1
-        return [self._tree(turn) for turn in turns]
+        return [self._tree(request) for request in requests]
 
-    def _tree(self, turn: Turn) -> Proposal:
-        right = list(self._truth[turn.sequence][len(turn.tokens) : len(turn.tokens) + turn.gamma])
-        agreed = (self._rounds + turn.sequence) % (len(right) + 1)
+    def _tree(self, request: DraftRequest) -> Proposal:
+        right = list(self._truth[request.slot][len(request.tokens) : len(request.tokens) + request.gamma])
+        agreed = (self._rounds + request.slot) % (len(right) + 1)
         trunk = right[:agreed]
         paths = [trunk]
         for _ in range(self._random.randint(1, self._most_branches)):
-            at = self._random.randint(0, min(agreed, turn.gamma - 1))
+            at = self._random.randint(0, min(agreed, request.gamma - 1))
             wrong = [token for token in range(VOCAB_SIZE) if at >= len(right) or token != right[at]]
-            tail = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(0, turn.gamma - at - 1))]
+            tail = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(0, request.gamma - at - 1))]
             paths.append([*trunk[:at], self._random.choice(wrong), *tail])
         self._random.shuffle(paths)
         tree = Proposal.of_paths(((path, self.name) for path in paths), 1 << 30)
-        if len(tree) > turn.most_nodes:
-            tree = pruned(tree, turn.most_nodes)
+        if len(tree) > request.most_nodes:
+            tree = pruned(tree, request.most_nodes)
             said = {path_of(tree, node) for node in range(len(tree))}
             agreed = max((depth for depth in range(1, agreed + 1) if tuple(trunk[:depth]) in said), default=0)
-        self.agreeing[turn.sequence] = agreed
+        self.agreeing[request.slot] = agreed
         return tree
 
 
@@ -126,10 +125,10 @@ def begin(
 ) -> dict[int, list[int]]:
     """Prompts, each with its first token; whatever the cache held is gone."""
     texts = {}
-    proposer.start(params, len(prompts))
+    proposer.start(numbered(params, len(prompts)))
     for sequence, prompt in prompts.items():
         runner.cache.truncate(sequence, 0)
-        decoder = SpeculativeDecoder(runner, proposer, params, sequence=sequence)
+        decoder = Decoder(runner, proposer, params, slot=sequence)
         texts[sequence] = [*prompt, decoder.first_token(runner.prefill(sequence, prompt))]
     return texts
 
@@ -137,22 +136,22 @@ def begin(
 def decode(
     runner: ModelRunner, prompts: Mapping[int, Sequence[int]], params: SamplingParams, proposer: Proposer, *,
     count: int, gamma: int = 0, nodes: int | None = None,
-) -> tuple[dict[int, list[int]], list[dict[int, Round]]]:  # fmt: skip
+) -> tuple[dict[int, list[int]], list[dict[int, StepResult]]]:  # fmt: skip
     """Exactly `count` new tokens behind each prompt, in rounds of all sequences that need more, and the rounds."""
     texts, history = begin(runner, prompts, params, proposer), []
     while True:
-        turns = [
-            Turn(sequence, text, min(gamma, missing - 1), nodes)
+        requests = [
+            DraftRequest(sequence, text, min(gamma, missing - 1), nodes)
             for sequence, text in texts.items()
             if (missing := len(prompts[sequence]) + count - len(text)) > 0
         ]
-        if not turns:
+        if not requests:
             return texts, history
-        rounds = play_round(runner, params, proposer, turns)
-        history.append({turn.sequence: played for turn, played in zip(turns, rounds, strict=True)})
-        for turn, played in zip(turns, rounds, strict=True):
-            texts[turn.sequence] += played.tokens
-            assert runner.cache.length(turn.sequence) == len(texts[turn.sequence]) - 1
+        rounds = run_step(runner, params, proposer, requests)
+        history.append({request.slot: played for request, played in zip(requests, rounds, strict=True)})
+        for request, played in zip(requests, rounds, strict=True):
+            texts[request.slot] += played.tokens
+            assert runner.cache.length(request.slot) == len(texts[request.slot]) - 1
 
 
 def plain(

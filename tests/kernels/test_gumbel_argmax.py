@@ -18,8 +18,13 @@ NAN, INF = float("nan"), float("inf")
 
 
 def rows(num_rows):
-    """Positions and sequences [R] that differ from row to row, on the CPU."""
+    """Positions and slots [R] that differ from row to row, on the CPU."""
     return torch.arange(num_rows) * 977 + 3, torch.arange(num_rows) % 3
+
+
+def keys(seed=0, *, temperature=1.0, noise_ids=(0, 1, 2), device="cpu"):
+    """Slots whose requests differ in nothing but their noise ids."""
+    return ops.noise_keys([(temperature, seed, noise_id) for noise_id in noise_ids]).to(device)
 
 
 def assert_same_bits(actual, expected):
@@ -48,15 +53,16 @@ def philox_words(counter, key):
 def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
     words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
     low, high = (int(word, 16) for word in key.split())
-    output = ops.philox4x32_reference(words, low | high << 32)
+    output = ops.philox4x32_reference(words, (torch.tensor([low]), torch.tensor([high])))
     assert [f"{int(word):08x}" for word in output] == answer.split()
     assert [f"{word:08x}" for word in philox_words([int(w) for w in words], (low, high))] == answer.split()
 
 
 def test_noise_takes_its_words_where_the_contract_says():
-    seed, position, sequence = 0xFEDCBA9876543210, 123_456, 7
-    noise = ops.gumbel_noise_reference(torch.tensor([position]), torch.tensor([sequence]), seed=seed, vocab_size=11)
-    words = [philox_words((v // 4, position, sequence, 0), (seed & 0xFFFFFFFF, seed >> 32))[v % 4] for v in range(11)]
+    seed, position, noise_id = 0xFEDCBA9876543210, 123_456, 7
+    slot_keys = ops.noise_keys([(0.0, 0, 0), (0.5, seed, noise_id)])
+    noise = ops.gumbel_noise_reference(torch.tensor([position]), torch.tensor([1]), slot_keys, vocab_size=11)
+    words = [philox_words((v // 4, position, noise_id, 0), (seed & 0xFFFFFFFF, seed >> 32))[v % 4] for v in range(11)]
     assert_same_bits(noise[0], ops.gumbel_from_words_reference(torch.tensor(words)))
 
 
@@ -80,10 +86,12 @@ def test_noise_is_accurate_over_the_whole_range_of_words():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 1023, 1024, 2050])
 def test_triton_noise_has_the_bits_of_the_reference(seed, vocab_size, monkeypatch):
-    positions, sequences = torch.tensor([0, 131_072, (1 << 31) + 7]), torch.tensor([0, 3, 1 << 20])
+    positions, slots = torch.tensor([0, 131_072, (1 << 31) + 7]), torch.tensor([0, 2, 1])
+    slot_keys = keys(seed, noise_ids=(0, (1 << 32) - 1, 1 << 20))
+    expected = ops.gumbel_noise_reference(positions, slots, slot_keys, vocab_size=vocab_size)
+    on_device = (positions.to(DEVICE), slots.to(DEVICE), slot_keys.to(DEVICE))
     poison_new_tensors(monkeypatch)
-    noise = ops.gumbel_noise_triton(positions.to(DEVICE), sequences.to(DEVICE), seed=seed, vocab_size=vocab_size)
-    assert_same_bits(noise, ops.gumbel_noise_reference(positions, sequences, seed=seed, vocab_size=vocab_size))
+    assert_same_bits(ops.gumbel_noise_triton(*on_device, vocab_size=vocab_size), expected)
 
 
 def poison_new_tensors(monkeypatch):
@@ -104,76 +112,90 @@ def poison_new_tensors(monkeypatch):
 @pytest.mark.parametrize("vocab_size", [3, 1022, 3077])
 def test_triton_chooses_the_tokens_of_the_reference(dtype, temperature, vocab_size, monkeypatch):
     generator = torch.Generator().manual_seed(vocab_size)
-    positions, sequences = rows(5)
+    positions, slots = rows(5)
     # Rows of a wider matrix whose rest is NaN: a read past the vocabulary would show.
     wide = torch.full((5, vocab_size + 9), NAN, dtype=dtype)
     logits = wide[:, :vocab_size]
     logits.copy_(torch.randn((5, vocab_size), generator=generator) * 2)
     logits[:, ::3] = -INF
-    options = {"temperature": temperature, "seed": 11}
-    expected = ops.gumbel_argmax_reference(logits, positions, sequences, **options)
-    perturbed = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
+    slot_keys = keys(11, temperature=temperature)
+    expected = ops.gumbel_argmax_reference(logits, positions, slots, slot_keys)
+    perturbed = ops.gumbel_perturb_reference(logits, positions, slots, slot_keys)
+    on_device = (wide.to(DEVICE)[:, :vocab_size], positions.to(DEVICE), slots.to(DEVICE), slot_keys.to(DEVICE))
     poison_new_tensors(monkeypatch)
-    on_device = (wide.to(DEVICE)[:, :vocab_size], positions.to(DEVICE), sequences.to(DEVICE))
-    tokens = ops.gumbel_argmax_triton(*on_device, **options)
+    tokens = ops.gumbel_argmax_triton(*on_device)
     assert tokens.tolist() == expected.tolist()
     assert all(token % 3 for token in tokens.tolist()), "a token at -inf was chosen"
-    assert_same_bits(ops.gumbel_perturb_triton(*on_device, **options), perturbed)
+    assert_same_bits(ops.gumbel_perturb_triton(*on_device), perturbed)
     assert_same_bits(perturbed.amax(dim=1), perturbed.gather(1, expected.unsqueeze(1)).squeeze(1))
 
 
+@pytest.mark.parametrize("run", [ops.gumbel_perturb_reference, ops.gumbel_perturb_triton])
+def test_requests_of_different_options_share_a_launch(run):
+    """Each row is what it is alone: its own temperature, seed and noise id, wherever its slot is."""
+    device = DEVICE if run is ops.gumbel_perturb_triton else "cpu"
+    requests = [(0.6, 5, 0), (0.0, 5, 1), (1.3, 1 << 40, 2), (0.6, 5, 1)]
+    positions, slots = torch.full((6,), 9), torch.tensor([3, 0, 1, 2, 0, 3])
+    logits = torch.randn((6, 1500), generator=torch.Generator().manual_seed(7))
+    mixed = run(logits.to(device), positions.to(device), slots.to(device), ops.noise_keys(requests).to(device))
+    for row, slot in enumerate(slots.tolist()):
+        alone = ops.gumbel_perturb_reference(
+            logits[row, None], positions[row, None], torch.tensor([0]), ops.noise_keys([requests[slot]])
+        )
+        assert_same_bits(mixed[row], alone[0])
+    assert_same_bits(mixed[2], logits[2])
+
+
 def test_positions_may_be_int32():
-    positions, sequences = rows(4)
+    positions, slots = rows(4)
     logits = torch.zeros((4, 1500))
-    expected = ops.gumbel_argmax_reference(logits, positions, sequences, temperature=1.0, seed=5)
+    expected = ops.gumbel_argmax_reference(logits, positions, slots, keys(5))
     for run, device in ((ops.gumbel_argmax_reference, "cpu"), (ops.gumbel_argmax_triton, DEVICE)):
-        narrow = (positions.int().to(device), sequences.int().to(device))
-        tokens = run(logits.to(device), *narrow, temperature=1.0, seed=5)
-        assert tokens.tolist() == expected.tolist()
+        narrow = (positions.int().to(device), slots.int().to(device))
+        assert run(logits.to(device), *narrow, keys(5, device=device)).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("run", [ops.gumbel_argmax_reference, ops.gumbel_argmax_triton])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_broken_rows_are_marked_and_leave_the_others_alone(run, temperature):
     device = DEVICE if run is ops.gumbel_argmax_triton else "cpu"
-    positions, sequences = rows(6)
+    positions, slots = rows(6)
     logits = torch.randn((6, 2500), generator=torch.Generator().manual_seed(0))
-    options = {"temperature": temperature, "seed": 3}
-    clean = ops.gumbel_argmax_reference(logits, positions, sequences, **options)
+    slot_keys = keys(3, temperature=temperature)
+    clean = ops.gumbel_argmax_reference(logits, positions, slots, slot_keys)
     broken = logits.clone()
     broken[1, 0] = NAN  # a NaN in the first block of the kernel, before the maximum
     broken[2, 2499] = NAN  # and in the last
     broken[3] = -INF
     broken[4, :] = -INF
     broken[4, 1700] = -50.0  # one token left: it is chosen, however unlikely
-    tokens = run(broken.to(device), positions.to(device), sequences.to(device), **options).tolist()
+    tokens = run(broken.to(device), positions.to(device), slots.to(device), slot_keys.to(device)).tolist()
     assert tokens == [clean[0].item(), -1, -1, -1, 1700, clean[5].item()]
 
 
 @pytest.mark.parametrize("run", [ops.gumbel_argmax_reference, ops.gumbel_argmax_triton])
 def test_greedy_takes_the_lowest_index_of_equal_logits(run):
     device = DEVICE if run is ops.gumbel_argmax_triton else "cpu"
-    positions, sequences = (tensor.to(device) for tensor in rows(4))
+    positions, slots = (tensor.to(device) for tensor in rows(4))
     logits = torch.zeros((4, 4100))
     logits[1, [4099, 1024, 2047]] = 1.0  # ties in different blocks of the kernel
     logits[2, [700, 699]] = 1.0
     logits[3, 0] = -0.0  # equal to the zeros
-    tokens = run(logits.to(device), positions, sequences, temperature=0.0, seed=0)
+    tokens = run(logits.to(device), positions, slots, keys(temperature=0.0, device=device))
     assert tokens.tolist() == [0, 1024, 699, 0]
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch_nor_on_the_vocabulary():
-    positions, sequences = rows(64)
-    noise = ops.gumbel_noise_reference(positions, sequences, seed=9, vocab_size=20_000)
+    positions, slots = rows(64)
+    noise = ops.gumbel_noise_reference(positions, slots, keys(9), vocab_size=20_000)
     for row in (0, 17, 63):
-        alone = ops.gumbel_noise_reference(positions[row, None], sequences[row, None], seed=9, vocab_size=7_001)
+        alone = ops.gumbel_noise_reference(positions[row, None], slots[row, None], keys(9), vocab_size=7_001)
         assert_same_bits(alone[0], noise[row, :7_001])
 
 
 def test_a_huge_temperature_does_not_resurrect_excluded_tokens():
-    positions, sequences = rows(1)
     logits = torch.tensor([[-INF, 1.0, -INF]])
-    assert ops.gumbel_argmax_reference(logits, positions, sequences, temperature=1e60, seed=0).tolist() == [1]
+    assert ops.gumbel_argmax_reference(logits, *rows(1), keys(temperature=1e60)).tolist() == [1]
 
 
 def test_everything_imports_and_samples_on_the_cpu_without_triton():
@@ -184,9 +206,10 @@ import torch
 from offload_runtime_kernels import _jit, gumbel_argmax as ops
 assert not _jit.triton_available
 rows = torch.arange(2)
-print(ops.gumbel_argmax(torch.eye(2), rows, rows, temperature=0.0, seed=0).tolist())
+keys = ops.noise_keys([(0.0, 0, 0)] * 2)
+print(ops.gumbel_argmax(torch.eye(2), rows, rows, keys).tolist())
 try:
-    ops.gumbel_argmax_triton(torch.eye(2), rows, rows, temperature=0.0, seed=0)
+    ops.gumbel_argmax_triton(torch.eye(2), rows, rows, keys)
 except RuntimeError as error:
     print(error)
 """
@@ -199,12 +222,10 @@ except RuntimeError as error:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", SEEDS)
 def test_torch_on_cuda_has_the_bits_of_torch_on_the_cpu(seed):
-    positions, sequences = rows(8)
-    logits = torch.randn((8, 50_001), generator=torch.Generator().manual_seed(1)).bfloat16()
-    options = {"temperature": 0.7, "seed": seed}
-    expected = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
-    actual = ops.gumbel_perturb_reference(logits.cuda(), positions.cuda(), sequences.cuda(), **options)
-    assert_same_bits(actual, expected)
+    tensors = (torch.randn((8, 50_001), generator=torch.Generator().manual_seed(1)).bfloat16(), *rows(8))
+    tensors += (keys(seed, temperature=0.7),)
+    expected = ops.gumbel_perturb_reference(*tensors)
+    assert_same_bits(ops.gumbel_perturb_reference(*(tensor.cuda() for tensor in tensors)), expected)
 
 
 @pytest.mark.gpu
@@ -216,23 +237,12 @@ def test_all_words_give_the_same_noise_on_cuda():
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [32_000, 151_936, 257_001])
 def test_compiled_kernel_at_real_vocabularies(vocab_size):
-    positions, sequences = (tensor.cuda() for tensor in rows(17))
+    positions, slots = (tensor.cuda() for tensor in rows(17))
     logits = (torch.randn((17, vocab_size), generator=torch.Generator().manual_seed(2)) * 3).bfloat16().cuda()
     for temperature in (0.0, 0.6, 1.0, 1.3):
-        options = {"temperature": temperature, "seed": 1 << 40}
+        slot_keys = keys(1 << 40, temperature=temperature, device="cuda")
         # Of torch on CUDA, which another test holds to the bits of torch on the CPU: that takes a minute here.
-        expected = ops.gumbel_argmax_reference(logits, positions, sequences, **options)
-        assert torch.equal(ops.gumbel_argmax(logits, positions, sequences, **options), expected)
-        expected = ops.gumbel_perturb_reference(logits, positions, sequences, **options)
-        assert_same_bits(ops.gumbel_perturb(logits, positions, sequences, **options), expected)
-
-
-@pytest.mark.gpu
-def test_one_compiled_kernel_serves_every_seed():
-    positions, sequences = (tensor.cuda() for tensor in rows(2))
-    logits = torch.zeros((2, 4096), device="cuda")
-    ops.gumbel_argmax(logits, positions, sequences, temperature=1.0, seed=2)
-    compiled = [len(cache[0]) for cache in ops._block_argmax_kernel.device_caches.values()]
-    for seed in SEEDS:
-        ops.gumbel_argmax(logits, positions, sequences, temperature=1.0, seed=seed)
-    assert compiled == [len(cache[0]) for cache in ops._block_argmax_kernel.device_caches.values()]
+        expected = ops.gumbel_argmax_reference(logits, positions, slots, slot_keys)
+        assert torch.equal(ops.gumbel_argmax(logits, positions, slots, slot_keys), expected)
+        expected = ops.gumbel_perturb_reference(logits, positions, slots, slot_keys)
+        assert_same_bits(ops.gumbel_perturb(logits, positions, slots, slot_keys), expected)

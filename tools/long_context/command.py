@@ -16,7 +16,7 @@ from long_context.rows import Lengths, RowMeasurement
 from long_context.session import Session
 from long_context.sweeps import SWEEPS, Point, Setting, points_of
 from long_context.table import print_row
-from sweeping.family import Family, Work, refuse_idle
+from sweeping.mode import Family, Work, refuse_idle
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload_runtime.speculation import Round
+from offload_runtime.speculation import StepResult
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Decoding:
     """
 
     texts: tuple[tuple[int, ...], ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[StepResult, ...]
     passes: int
     elapsed_s: float
     middle_passes: int = 0
@@ -66,7 +66,7 @@ class Decoding:
         }
 
 
-def target_acceptance(rounds: Sequence[Round]) -> dict[str, Any]:
+def target_acceptance(rounds: Sequence[StepResult]) -> dict[str, Any]:
     """The part of `Decoding.acceptance` that the target decides."""
     proposed = sum(played.num_proposed for played in rounds)
     accepted = sum(played.num_accepted for played in rounds)

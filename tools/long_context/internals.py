@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import GenerationParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load_model import LoadedModels
-from offload_runtime.engine.playing import RoundPlayer
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.steps import StepRunner
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
+from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     DraftProposer,
     NoProposer,
@@ -55,11 +57,27 @@ def proposer_of(runtime: Runtime) -> Proposer:
     return runtime._parts.proposer
 
 
-def player_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, RoundPlayer]:
-    """Who proposes in a generation, and what plays its rounds."""
-    windows = runtime._settle_windows(params, speculate=True)
-    proposer = runtime._parts.proposing(windows)
-    return proposer, RoundPlayer(runtime._parts, proposer, params.sampling, windows)
+def request_for(runtime: Runtime, tokens: Sequence[int], params: GenerationParams) -> Request:
+    """A request of slot 0."""
+    return Request(0, tokens, params, runtime.tokenizer, runtime._parts.eos_token_ids)
+
+
+def steps_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, StepRunner]:
+    """Who proposes in a generation, and what runs its steps."""
+    parts = runtime._parts
+    windows = runtime._windows.settle(params, parts.proposer)
+    proposer = parts.proposing(windows)
+    return proposer, StepRunner(parts, proposer, windows)
+
+
+def slot_sampling(runtime: Runtime) -> SlotSampling:
+    """How the runtime chooses the tokens of every slot."""
+    return runtime._parts.sampling
+
+
+def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
+    """Slots 0, 1, … choose their tokens these ways from here on."""
+    slot_sampling(runtime).assign(params)
 
 
 def link_peak_gbps(runtime: Runtime) -> float | None:
@@ -109,9 +127,9 @@ def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
     proposer = drafting(proposer)
     if isinstance(proposer, TriForceProposer):
-        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._middle, RetrievalVerifier)
+        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._verifier, RetrievalVerifier)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
-        return Levels(proposer._window, proposer._middle, proposer._draft, proposer._gamma)
+        return Levels(proposer._window, proposer._verifier, proposer._draft, proposer._gamma)
     if isinstance(proposer, DraftProposer):
         return Levels(proposer.model.window, None, proposer.model, 0)
     return Levels(None, None, None, 0)

@@ -21,7 +21,7 @@ from offload_runtime.config import CHUNK_POLICIES, SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
 from offload_runtime.runners import Known
-from offload_runtime.sampling import sample
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import NoProposer, Proposer
 
 NUMBER = " 48213"
@@ -148,13 +148,13 @@ class NeedleTest:
         """The full target's logits for every token of the answer behind those before it: [T, V] on the device."""
         self._session.go_to([hay.prompt])
         window = Window((hay.prompt[-1], *hay.answer[:-1]))
-        return runner_of(self._session.runtime).verify([window], [0])[0].clone()
+        return runner_of(self._session.runtime).verify([window], [0]).clone()
 
     def _middle_tokens(self, hay: Haystack, proposer: Proposer, params: SamplingParams) -> list[int]:
         """What the middle level says at every token of the answer behind the right ones before it, chunks chosen anew
         each time. Their keys are its own, as in drafting."""
         self._session.go_to([hay.prompt])
-        proposer.start(params)
+        proposer.start([params])
         levels, length = levels_of(proposer), len(hay.prompt)
         middle, window = levels.middle, levels.window
         assert middle is not None and window is not None, "a hierarchy"
@@ -171,7 +171,8 @@ class NeedleTest:
 def _samples(logits: torch.Tensor, params: SamplingParams, first_position: int) -> list[int]:
     """Tokens that the target chooses by logits [T, V] of successive positions."""
     positions = torch.arange(len(logits), device=logits.device) + first_position
-    tokens: list[int] = sample(logits, params, positions, torch.zeros_like(positions)).tolist()
+    slots = SlotSampling.of([params], logits.device)
+    tokens: list[int] = sample(logits, slots, positions, torch.zeros_like(positions)).tolist()
     return tokens
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 
 import torch
 from bench_report import percentiles
 from long_context.decoding import Decoding
-from long_context.internals import Levels, levels_of, middle_passes, runner_of
+from long_context.internals import Levels, assign_sampling, levels_of, middle_passes, runner_of, slot_sampling
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.model import Window
 from offload_runtime.runners import Known
-from offload_runtime.speculation import Proposer, Round, Turn, play_round
+from offload_runtime.speculation import DraftRequest, Proposer, StepResult, run_step
 
 # The first run of a step compiles, the second captures a graph.
 _UNTIMED = 2
@@ -82,15 +83,15 @@ class Session:
             count: New tokens.
         """
         self.go_to(start)
-        proposer.start(params, len(start))
-        self._round([list(known) for known in start], proposer, params, gamma)
+        self._start(proposer, params, len(start))
+        self._round([list(known) for known in start], proposer, gamma)
         self._cut(start)
         levels = levels_of(proposer)
         before, texts, rounds, passes = _counts(levels), [list(known) for known in start], [], 0
         earlier_passes = middle_passes(proposer)
         first, started_s = sum(len(text) for text in texts), time.perf_counter()
         while sum(len(text) for text in texts) - first < count * len(texts):
-            rounds += self._round(texts, proposer, params, gamma)
+            rounds += self._round(texts, proposer, gamma)
             passes += 1
         elapsed_s = time.perf_counter() - started_s
         steps, accepted = (after - earlier for after, earlier in zip(_counts(levels), before, strict=True))
@@ -102,10 +103,16 @@ class Session:
             draft_proposed=steps * levels.gamma, draft_accepted=accepted,
         )  # fmt: skip
 
-    def _round(self, texts: list[list[int]], proposer: Proposer, params: SamplingParams, gamma: int) -> list[Round]:
+    def _start(self, proposer: Proposer, params: SamplingParams, count: int) -> None:
+        """Sequence i draws the noise of request i."""
+        slots = [replace(params, noise_id=number) for number in range(count)]
+        assign_sampling(self.runtime, slots)
+        proposer.start(slots)
+
+    def _round(self, texts: list[list[int]], proposer: Proposer, gamma: int) -> list[StepResult]:
         """One pass over a window of every sequence; appends what it gives."""
-        turns = [Turn(index, text, gamma) for index, text in enumerate(texts)]
-        played = play_round(self._runner, params, proposer, turns)
+        requests = [DraftRequest(index, text, gamma) for index, text in enumerate(texts)]
+        played = run_step(self._runner, slot_sampling(self.runtime), proposer, requests)
         for text, one in zip(texts, played, strict=True):
             text += one.tokens
         return played
@@ -126,7 +133,7 @@ class Session:
         times_s, nbytes, streamer = [], 0, self._runner.streamer
         for number in range(passes + _UNTIMED):
             before, started_s = streamer.bytes_begun, time.perf_counter()
-            self._runner.verify(windows, list(range(len(windows))))[:, : len(windows[0].tokens)].argmax(-1).tolist()
+            self._runner.verify(windows, list(range(len(windows)))).argmax(-1).tolist()
             if number >= _UNTIMED:
                 times_s.append(time.perf_counter() - started_s)
                 nbytes = streamer.bytes_begun - before
@@ -140,8 +147,8 @@ class Session:
         `middle_step_ms`, `middle_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
         """
         self.go_to(start)
-        proposer.start(params, len(start))
-        self._round([list(known) for known in start], proposer, params, gamma)
+        self._start(proposer, params, len(start))
+        self._round([list(known) for known in start], proposer, gamma)
         self._cut(start)
         levels = levels_of(proposer)
         if levels.middle is None:

@@ -20,13 +20,14 @@ from script import one_line_errors
 from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
 from target_alone import load_target  # isort: skip
 
-from offload_runtime.config import GB, SamplingParams
+from offload_runtime.config import GB
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget, device_memory_used_by_others
 from offload_runtime.model import Window
-from offload_runtime.speculation import NoProposer, SpeculativeDecoder
+from offload_runtime.sampling import SlotSampling
+from offload_runtime.speculation import DraftRequest, NoProposer, first_token, run_step
 
 _WARMUP_PASSES = 3
 
@@ -58,7 +59,7 @@ def time_windows(model: LoadedModel, prompt: list[int], width: int, passes: int,
         launched = time.perf_counter()
         logits = runner.verify([window], [0])
         launch = time.perf_counter() - launched
-        logits[0].argmax(-1).tolist()
+        logits.argmax(-1).tolist()
         runner.cache.commit(0, 1)
         started = time.perf_counter()
         if number >= _WARMUP_PASSES:
@@ -81,12 +82,12 @@ def decode(model: LoadedModel, asked: Asked) -> Run:
     """Greedy plain decoding of a prompt."""
     prompt = list(asked.tokens)
     model.runner.cache.truncate(0, 0)
-    decoder = SpeculativeDecoder(model.runner, NoProposer(), SamplingParams())
+    greedy = SlotSampling(1, model.runner.decoder.lm_head.device)
     started = time.perf_counter()
-    tokens = [*prompt, decoder.first_token(model.runner.prefill(0, prompt))]
+    tokens = [*prompt, first_token(model.runner, greedy, 0, model.runner.prefill(0, prompt))]
     stamps = [time.perf_counter()]
     while len(tokens) < len(prompt) + asked.new_tokens:
-        tokens += decoder.round(tokens, 0).tokens
+        tokens += run_step(model.runner, greedy, NoProposer(), [DraftRequest(0, tokens, 0)])[0].tokens
         stamps.append(time.perf_counter())
     return Run(0, started, tuple(stamps), (1,) * len(stamps), tuple(tokens[len(prompt) :]))
 

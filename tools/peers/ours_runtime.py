@@ -24,9 +24,11 @@ from long_context.internals import (
     levels_of,
     link_peak_gbps,
     pinned_bytes,
-    player_for,
     proposer_of,
+    request_for,
     runner_of,
+    slot_sampling,
+    steps_for,
     target_cache,
 )
 from measurement import refused
@@ -37,11 +39,10 @@ from bench_report import emit, provenance  # isort: skip (`common` sets the path
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.playing import Text
-from offload_runtime.engine.stream import device_errors
+from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.plan import longest_context
-from offload_runtime.speculation import Acceptance, Round, SpeculativeDecoder, Tally
+from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
 from offload_runtime.weights import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -54,7 +55,7 @@ class Played:
     """One generation, and what was proposed in it."""
 
     run: Run
-    rounds: tuple[Round, ...]
+    rounds: tuple[StepResult, ...]
     windows: Mapping[str, int]
     levels: tuple[Acceptance, ...]
 
@@ -90,29 +91,31 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     """One generation, round by round as `Runtime.generate` does it, but for the text."""
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
     params = GenerationParams(asked.new_tokens, gamma=own.gamma, sampling=sampling)
-    (proposer, player), runner, known = player_for(runtime, params), runner_of(runtime), asked.tokens
+    (proposer, steps), runner, known = steps_for(runtime, params), runner_of(runtime), asked.tokens
+    request, slots = request_for(runtime, known, params), slot_sampling(runtime)
     runner.cache.truncate(0, 0)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
     started_s = time.perf_counter()
-    proposer.start(sampling)
-    decoder = SpeculativeDecoder(runner, proposer, sampling)
+    slots.assign([sampling])
+    proposer.start([sampling])
     logits = runner.prefill(0, known)
-    decoder.prepare(known, logits)
-    tokens, behind_prompt = [*known, decoder.first_token(logits)], logits[0].clone()
-    stamps_s, counts, rounds, last = [time.perf_counter()], [1], [], len(known) + asked.new_tokens
-    before, tally = link_bytes(runtime), Tally()
-    while len(tokens) < last:
-        (played,) = player.play([Text(0, tokens, last - len(tokens))])
-        tokens += played.tokens
-        rounds.append(played)
+    proposer.prepare(0, known)
+    proposer.ahead(still_computing(logits))
+    request.sequence.append(first_token(runner, slots, 0, logits))
+    behind_prompt, stamps_s, counts, rounds = logits[0].clone(), [time.perf_counter()], [1], []
+    before, tally = link_bytes(runtime), request.tally
+    while request.remaining > 0:
+        (result,) = steps.run([request])
+        request.sequence += result.tokens
+        rounds.append(result)
         stamps_s.append(time.perf_counter())
-        counts.append(len(played.tokens))
-        tally.add(played.proposal.sources, played.accepted_sources, window=player.window)
+        counts.append(len(result.tokens))
+        tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
     after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
     kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
-    levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts())
-    said, expected = tuple(tokens[len(known) :]), NextToken.of(behind_prompt)
+    levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts(0))
+    said, expected = tuple(request.tokens), NextToken.of(behind_prompt)
     run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), said, kv, expected)
     return Played(run, tuple(rounds), tally.windows, levels)
 

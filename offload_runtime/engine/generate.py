@@ -1,0 +1,238 @@
+"""The token loop: prefill, then steps of speculation for all requests together, until every one is finished.
+
+A token's journey begins here: `Generation.pieces` asks `StepRunner` (steps.py) for the next step, which asks the
+proposer, the target's runner and the sampler. A single answer is the batch of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from offload_runtime.engine.expectation import Expectation
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.stats import GenerationResult, PassMeter, generation_stats
+from offload_runtime.engine.steps import ChosenWindows, RuntimeParts, StepRunner, WindowSize
+from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
+from offload_runtime.memory import current_device
+from offload_runtime.speculation import Acceptance, NoProposer, OnLogits, Proposer, first_token, still_computing
+
+OnPrefill = Callable[[int, int], None]
+OnBatchProgress = Callable[[int, int], None]
+
+
+class Generation:
+    """Decodes requests together: each pass of the target verifies a window of every one that is not finished.
+
+    Args:
+        parts: The runtime's machinery.
+        expected: What the figures are held against.
+        requests: One for each of the slots 0, 1, …
+        windows: Most tokens proposed per step, fixed or chosen.
+        is_current: Whether the target's cache is still this generation's.
+        on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
+        on_progress: Called with (requests finished, requests) before every pass and at the end.
+        should_stop: Asked before every pass; once it says yes, requests that are not finished end as they are.
+        on_logits: As of `run_step`; called for the first token as well.
+    """
+
+    def __init__(
+        self, parts: RuntimeParts, expected: Expectation, requests: Sequence[Request],
+        windows: WindowSize | ChosenWindows, *, is_current: Callable[[], bool], on_prefill: OnPrefill | None = None,
+        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        on_logits: OnLogits | None = None,
+    ) -> None:  # fmt: skip
+        self.requests = requests
+        self._parts, self._expected, self._windows, self.is_current = parts, expected, windows, is_current
+        self._on_prefill, self._on_progress, self._should_stop = on_prefill, on_progress, should_stop
+        self._on_logits = on_logits
+        self._proposer: Proposer = NoProposer()  # until the generation begins, the runtime's counts for another
+        self._meter: PassMeter | None = None  # of the passes, once there are any
+
+    def pieces(self) -> Generator[tuple[Request, str], None, None]:
+        """The token loop: every token's request and the text that it adds, as soon as it is decided.
+
+        Raises:
+            BudgetError: Memory ran out during a pass; what came before stays in the requests.
+        """
+        parts, sampling = self._parts, [request.params.sampling for request in self.requests]
+        for request in self.requests:
+            request.started_s = time.perf_counter()
+        proposer = parts.proposing(self._windows)
+        with self._working():
+            parts.sampling.assign(sampling)
+            proposer.start(sampling)
+        self._proposer = proposer
+        steps = StepRunner(parts, proposer, self._windows, on_logits=self._on_logits)
+        for request in self.requests:
+            with self._working():
+                token = self._prefill(request)
+            self._meter = meter = PassMeter(parts, request.first_token_s)
+            yield from self._push(request, [token], request.first_token_s)
+        while active := self._active():
+            with self._working():
+                results = steps.run(active)
+            ended_s = meter.lap()
+            for request, result in zip(active, results, strict=True):
+                request.passes += 1
+                request.tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
+                yield from self._push(request, result.tokens, ended_s)
+
+    def interrupt(self) -> None:
+        """End the requests that are not finished as they are."""
+        for request in self.requests:
+            if request.finish_reason is None:
+                request.finish("interrupted")
+                self._let_go(request)
+
+    def results(self) -> list[GenerationResult]:
+        """What there is of every request; all are finished."""
+        for request in self.requests:
+            request.acceptance = self._acceptance(request)
+        passes = None if self._meter is None else self._meter.read()
+        predicted_s = self._expected.seconds_per_pass(self.requests)
+        found = []
+        for request in self.requests:
+            assert request.finish_reason is not None, "iterate to the end or call close() first"
+            stats = generation_stats(
+                self._parts, request, passes or PassMeter(self._parts).read(), self._expected,
+                predicted_s_per_pass=predicted_s,
+            )  # fmt: skip
+            found.append(GenerationResult(request.tokens, request.text, request.finish_reason, stats))
+        return found
+
+    def _active(self) -> list[Request]:
+        """Requests of the next pass; none where all are finished, or somebody wants to stop."""
+        active = [request for request in self.requests if request.finish_reason is None]
+        if self._on_progress is not None:
+            self._on_progress(len(self.requests) - len(active), len(self.requests))
+        if active and self._should_stop is not None and self._should_stop():
+            self.interrupt()
+            return []
+        return active
+
+    def _prefill(self, request: Request) -> int:
+        """Read a prompt; the first token behind it."""
+        target, slot, count = self._parts.target, request.slot, len(self.requests)
+
+        def on_layer(done: int, layers: int) -> None:
+            if self._on_prefill is not None:
+                self._on_prefill(slot * layers + done, count * layers)
+
+        logits = target.prefill(slot, request.sequence[request.num_kept :], on_layer)
+        if request.params.max_new_tokens > 1:
+            self._proposer.prepare(slot, request.sequence)
+            self._proposer.ahead(still_computing(logits))
+        token = first_token(target, self._parts.sampling, slot, logits)
+        if self._on_logits is not None:
+            self._on_logits(slot, logits)
+        request.first_token_s = time.perf_counter()
+        return token
+
+    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[tuple[Request, str]]:
+        """Append tokens until one finishes the request."""
+        request.last_token_s = now_s
+        for token in tokens:
+            piece = request.push(token)
+            if request.finish_reason is not None:
+                self._let_go(request)
+                yield request, piece
+                return
+            yield request, piece
+
+    def _let_go(self, request: Request) -> None:
+        """Bring the cache of a finished request to its tokens: a step may have committed some behind an end in the
+        middle of its window. Of several requests it is of no more use, and would be streamed in every pass."""
+        if not self.is_current():
+            return
+        cache = self._parts.target.cache
+        kept = len(request.sequence) - 1 if len(self.requests) == 1 else 0
+        with suppress(CopyError):  # whatever is asked for next raises it again
+            cache.truncate(request.slot, min(cache.length(request.slot), kept))
+
+    def _acceptance(self, request: Request) -> Sequence[Acceptance]:
+        if self._proposer.name is None:
+            return ()
+        inner: Sequence[Acceptance] = ()
+        if self.is_current():  # else the proposer counts for another generation by now
+            with device_errors(self._parts.budget.device):
+                inner = self._proposer.counts(request.slot)
+        return request.tally.levels(self._proposer.name, inner)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Around work on the target: an error instead of another generation's keys."""
+        if not self.is_current():
+            raise OptionError(
+                "another generation has begun on this runtime since, or it was closed: this one cannot go on"
+            )
+        with device_errors(self._parts.budget.device):
+            yield
+
+
+class TokenStream:
+    """One answer, as an iterator over pieces of text. Nothing is computed before the first piece is asked for.
+
+    Args:
+        generation: Of a single request.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation, (self._request,) = generation, generation.requests
+        self._pieces = generation.pieces()
+        self._result: GenerationResult | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        for _, piece in self._pieces:
+            if self._request.finish_reason is not None:
+                self._settle()
+            if piece:
+                return piece
+        raise StopIteration
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished generation; only after the last piece or `close`."""
+        assert self._result is not None, "iterate to the end or call close() first"
+        return self._result
+
+    @property
+    def sequence_tokens(self) -> list[int]:
+        """Prompt and generated tokens so far: a list that grows with them."""
+        return self._request.sequence
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the target's cache still holds this generation."""
+        return self._generation.is_current()
+
+    def close(self) -> None:
+        """Stop here. What was generated is kept in `result`, and the cache stays usable."""
+        self._pieces.close()
+        self._generation.interrupt()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._result is None:
+            (self._result,) = self._generation.results()
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Around work on a device: it is the current one, and its failures are typed errors."""
+    try:
+        with current_device(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
+            "keep fewer layers resident"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error
