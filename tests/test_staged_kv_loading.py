@@ -268,9 +268,7 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(
 # --- what fails
 
 
-@pytest.mark.parametrize(
-    ("way", "after"), [("h2d", 0), ("h2d", 20), ("h2d", 150), ("d2h", 0), ("d2h", 8), ("d2h", 15)]
-)
+@pytest.mark.parametrize(("way", "after"), [("h2d", 0), ("h2d", 20), ("h2d", 150), ("d2h", 0), ("d2h", 8), ("d2h", 15)])
 def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,12 +19,12 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig
 from offload_runtime.copy import CopyEngine
+from offload_runtime.copy.schedule import CopySchedule
 from offload_runtime.kv.cache import BlockObserver, compact_path
 from offload_runtime.kv.device import block_bytes, block_shape, check_capacity, kept_from, num_blocks
 from offload_runtime.kv.host_blocks import BlockLocking, HostBlocks, HostWrites
 from offload_runtime.kv.host_pass import (
     HostBlockTables,
-    PieceFeed,
     Snapshot,
     StreamedPieces,
     StreamedWindow,
@@ -118,9 +118,9 @@ class HostKVCache:
         """Key and host memory of each of the layer's pieces, in order."""
         return self._pieces.planned(layer, snapshot)
 
-    def begin_pass(self, snapshot: Snapshot, feed: PieceFeed) -> None:
-        """A pass begins; its pieces come out of `feed`."""
-        self._pieces.begin_pass(snapshot, feed)
+    def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
+        """A pass begins; its pieces come out of the schedule."""
+        self._pieces.begin_pass(snapshot, schedule)
 
     # --- what the decoder asks
 

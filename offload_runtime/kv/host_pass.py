@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
@@ -12,18 +11,9 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig
+from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.device import block_shape
 from offload_runtime.kv.host_blocks import HostBlocks, Run
-
-
-class PieceFeed(Protocol):
-    """Hands out streamed pieces in order."""
-
-    def take(self, key: tuple[int, ...]) -> torch.Tensor:
-        """The next piece, which must be `key`: uint8 [slot_bytes] on the device, valid until `release`."""
-
-    def release(self) -> None:
-        """Let go of the piece that was taken first."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class StreamedPieces:
         self._place = place
         self._piece_blocks = piece_blocks
         self.snapshot = snapshot  # of the running pass
-        self._feed: PieceFeed | None = None
+        self._schedule: CopySchedule | None = None
 
     def planned(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
@@ -72,20 +62,20 @@ class StreamedPieces:
             for run in self._runs(layer, snapshot)
         ]
 
-    def begin_pass(self, snapshot: Snapshot, feed: PieceFeed) -> None:
-        """A pass begins; its pieces come out of `feed`."""
-        self.snapshot, self._feed = snapshot, feed
+    def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
+        """A pass begins; its pieces come out of the schedule."""
+        self.snapshot, self._schedule = snapshot, schedule
 
     def passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
         """The layer's pieces as they come over the link; each may be read until the next one is asked for."""
-        feed = self._feed
-        assert feed is not None, "a pass begins before it reads"
+        schedule = self._schedule
+        assert schedule is not None, "a pass begins before it reads"
         for run in self._runs(layer, self.snapshot):
-            buffer = feed.take((layer, run.sequence, run.first_block))
+            buffer = schedule.take(KV, (layer, run.sequence, run.first_block))
             data = buffer[: run.num_blocks * self._blocks.block_bytes].view(self._dtype)
             yield run, KVBlocks(data.view(1, run.num_blocks, *block_shape(self._config)), run.first_block)
             # Not in a `finally`: what an interrupted pass holds is let go of when the next one begins.
-            feed.release()
+            schedule.release(KV)
 
     def _runs(self, layer: int, snapshot: Snapshot) -> list[Run]:
         """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
