@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_report import write_report
+from harness import write_report
 from safetensors.torch import load_file
 
 from offload_runtime.cli.chat_commands import write_json_atomically
@@ -55,7 +55,7 @@ from offload_runtime.cli.chat_commands import write_json_atomically
 write_json_atomically(Path(sys.argv[1]), {"run": "killed"})
 """
 OF_A_REPORT = """
-from bench_report import write_report
+from harness import write_report
 write_report({"run": "killed"}, Path(sys.argv[1]))
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import streamed_weights.command
 import sweep as sweep_tool
-from long_context.options import settings_of
+from harness import settings_of
 from sweep import FAMILIES, main, plan
 from sweeping.command_line import family_of, parse
 from sweeping.family import flag

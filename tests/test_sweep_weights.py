@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 from streamed_weights import command as command_module
 from streamed_weights import kept as kept_module
-from streamed_weights import speeds as speeds_module
 from streamed_weights.kept import KeptWeights, kept_weights
 from streamed_weights.rows import RowMeasurement
 from streamed_weights.speeds import PassNeeds, Speeds, bound_of
@@ -203,13 +204,11 @@ def test_the_bound_is_the_longest_of_three() -> None:
     assert (bound(32, 1024).bound_by, bound(32, 1024).seconds) == ("compute", pytest.approx(operations / 8e14))
 
 
-def test_speeds_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds_module, "_COPY_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(speeds_module, "_PRODUCT_ROWS", {"cpu": 64})
-    times_s = iter([1e-3, 1e-6])
-    monkeypatch.setattr(speeds_module, "best_time_s", lambda action, **how: (action(), next(times_s))[1])
+def test_speeds_count_bytes_both_ways_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # a timing takes a second
     found = measured_speeds(torch.device("cpu"), torch.float32)
-    assert found == Speeds(memory_gbps=pytest.approx(2.097152), flops=pytest.approx(2 * 64**3 * 1e6), memcpy_gbps=None)
+    assert found == Speeds(memory_gbps=pytest.approx(4 * 2 * (64 << 20) / 1e9), flops=2 * 2 * 512**3, memcpy_gbps=None)
 
 
 def test_shares_and_windows_as_words() -> None:

@@ -10,20 +10,19 @@ step launched kernel by kernel. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from functools import partial
 from typing import Any
 
-import script  # noqa: F401 (finds the package, installed or not)
+import harness
 import torch
-from bench_gumbel_argmax import measure_copy_gbps
-from bench_kernels_common import event_times_ms
-from bench_report import emit, percentiles, provenance
+from harness import check_out, emit, percentiles, provenance
+from timing import event_times_ms, measure_copy_gbps
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams
 from offload_runtime.copy import make_copy_engine
 from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
@@ -90,11 +89,6 @@ def make_draft(
     return draft
 
 
-def times_ms(run: Callable[[], object], *, repeats: int) -> list[float]:
-    """Milliseconds of one `run`, `repeats` times, after three that capture."""
-    return event_times_ms(run, repeats=repeats, warmups=3)
-
-
 def step_bytes(config: ModelConfig, keys: int) -> int:
     """Bytes that a step has to read: layers, head, keys and values."""
     weights = config.num_layers * layer_layout(config, DTYPE).total_bytes + config.vocab_size * config.hidden_size * 2
@@ -116,6 +110,7 @@ def measure(
     def first() -> None:
         draft.steps(1, longest={0: context})
 
+    times_ms = partial(event_times_ms, warmups=3)  # three that capture
     whole, one = percentiles(times_ms(window, repeats=20)), percentiles(times_ms(first, repeats=20))
     others = [(time - one.median) / (STEPS - 1) for time in times_ms(window, repeats=20)]
     step = percentiles(others)
@@ -132,18 +127,20 @@ def measure(
     }  # fmt: skip
 
 
-def main() -> None:
+@harness.one_line_errors
+def main() -> int:
     """Measure every case, print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--tile-rows", type=int, nargs="+", default=[1, 8], help="heights of the matrix products")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
+    harness.add_report_options(parser)
     arguments = parser.parse_args()
+    check_out(arguments.out)
     if not torch.cuda.is_available():
-        parser.error("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
-    device, copy_gbps, cases = torch.device("cuda"), measure_copy_gbps(), []
+        raise DeviceError("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
+    device = torch.device("cuda")
+    copy_gbps, cases = measure_copy_gbps(device), []
     print(f"{'shape':>13} {'context':>7} {'cache':>9} {'tile':>4} {'step':>8} {'first':>8} {'eager':>8} {'bound':>7}")
     for name in arguments.shapes:
         for context in arguments.contexts:
@@ -171,7 +168,8 @@ def main() -> None:
         },
         arguments.out,
     )  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, provenance
+from harness import check_out, emit, provenance
 from target_alone import load_target
 
 from offload_runtime.config import SamplingParams
@@ -115,10 +115,10 @@ def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[st
     return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Run and report."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--model", help="checkpoint (directory, GGUF or hub id)")
     parser.add_argument("--shape", help="random weights of this shape instead")
     parser.add_argument("--layers", type=int)
@@ -127,9 +127,6 @@ def main() -> int:
     parser.add_argument("--temperatures", default="0,0.6,1.0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     check_out(arguments.out)
     if bool(arguments.model) == bool(arguments.shape):

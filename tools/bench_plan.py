@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, percentiles, provenance
+from harness import check_out, emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
 from widening.shapes import SHAPES, TINY, WideShape
@@ -195,18 +195,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--shape", choices=["tiny", *SHAPES], default="llama2-7b")
     parser.add_argument("--profile", default="h200", help="the machine to predict for, by name or file")
     parser.add_argument("--emulate", default="rtx4090", help="the smaller machine, by name or file")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 17])
     parser.add_argument("--passes", type=int, default=10, help="timed passes of each window")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
     check_out(options.out)
     result = measure(options)

@@ -9,17 +9,14 @@ missed or a system failed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import script
-from bench_report import check_out
+import harness
 from comparing.systems import SYSTEMS as COMPARED
 from comparing.systems import System, measured, outcome, run_system
+from harness import check_out, emit
 
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -108,10 +105,10 @@ def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
     return found
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Run the chosen systems one after the other."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
     parser.add_argument("--shape", default="llama2-7b")
     parser.add_argument("--layers", type=int)
@@ -119,11 +116,8 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--vram", default="24GB")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit")
     parser.add_argument("--windows", default="1,17,128,1024")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     check_out(arguments.out)
     names = [name for name in arguments.systems.split(",") if name]
@@ -146,12 +140,9 @@ def main() -> int:
         "times_ours_over": ratios(results),
         "checks": [{**asdict(check), "holds": check.holds} for check in verdicts],
     }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))
     print(*verdicts, sep="\n")
-    print(json.dumps(report))
+    emit(report, arguments.out)
     failed = len(measured(results)) < len(results)
     return 1 if failed or not all(check.holds for check in verdicts) else 0
 

@@ -20,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, provenance, write_unfinished
 from checks import check_context, check_prefill_chunk, check_short_warmups
 from common import WARMUPS, add_source_options, model_name, options_from, peer_parser
 from comparing.chart import FORMATS, draw, require_matplotlib
 from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
 from comparing.systems import SYSTEMS, measured, outcome, run_system
+from harness import check_out, emit, provenance, write_unfinished
 from our_options import NO_MODEL, add_our_options, our_options
 from sources import SHAPES
 
@@ -47,7 +47,7 @@ _OF_SOME = (
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
     model.add_argument("--synthetic", choices=sorted(SHAPES), help="made in memory: random weights of this shape")
@@ -110,7 +110,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
     tokenizer = open_sources(arguments.target or arguments.source, draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
-        tokens = list(tokenizer.encode(script.read_text(path, "--prompt-file")))
+        tokens = list(tokenizer.encode(harness.read_text(path, "--prompt-file")))
         if arguments.prompt_tokens is not None:
             if len(tokens) < arguments.prompt_tokens:
                 raise OptionError(
@@ -250,7 +250,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     return {**make_report(arguments, results), **provenance(torch.device(arguments.device), commit=arguments.commit)}
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen systems; returns the exit code."""
     arguments = make_parser().parse_args(argv)

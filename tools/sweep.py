@@ -29,11 +29,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import script
+import harness
 import torch
-from bench_report import check_out, provenance
+from harness import check_out, provenance, settings_of
 from long_context.command import LONG_CONTEXT
-from long_context.options import settings_of
 from streamed_weights.command import STREAMED_WEIGHTS
 from sweeping.command_line import family_of, parse, parser_of, split_words
 from sweeping.family import Family, Work
@@ -115,7 +114,7 @@ def draw_files(words: Sequence[str]) -> None:
     Raises:
         OptionError: A file is no sweep's, or there is no matplotlib; StorageError: a picture cannot be written.
     """
-    made = script.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
+    made = harness.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
     made.add_argument("files", nargs="+", type=Path)
     made.add_argument("--out", type=Path, required=True, help="directory of the pictures, named as the files are")
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
@@ -137,7 +136,7 @@ def show_help() -> None:
         print(parser_of(family).format_help())
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, or draw, and print; returns the exit code."""
     words = sys.argv[1:] if words is None else list(words)

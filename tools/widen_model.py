@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import script
+import harness
 from widening.checkpoint import WidenedCheckpoint
 from widening.command import DTYPES, SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
 from widening.shapes import SHAPES, shape_named
@@ -41,10 +41,10 @@ def _large_model(arguments: argparse.Namespace) -> CheckpointSource:
     return random_llama(open_source(arguments.source), shape, arguments.seed, device=device)
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--source", required=True, help=SOURCE_HELP)
     parser.add_argument("--shape", required=True, help=", ".join(SHAPES))
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on the small model's matrices")

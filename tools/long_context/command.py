@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import script
+import harness
 import torch
 from long_context.needle import NeedleTest
 from long_context.options import add_common_options, sources
@@ -66,7 +66,7 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         why = "with --draft none: drop it, or take --draft model"
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
     refuse_idle(idle, given)
-    script.check_machine(arguments.vram, emulate=None)
+    harness.check_machine(arguments.vram, emulate=None)
     if arguments.plain_tokens is None:
         arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
 
@@ -140,7 +140,7 @@ def read_text(arguments: argparse.Namespace, small: CheckpointSource, needed_tok
     Raises:
         OptionError: It is shorter than what is measured.
     """
-    tokens: list[int] = small.tokenizer().encode(script.read_text(arguments.text, "--text"))
+    tokens: list[int] = small.tokenizer().encode(harness.read_text(arguments.text, "--text"))
     if len(tokens) < needed_tokens:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from widening.checkpoint import WidenedCheckpoint
 from widening.shapes import shape_named
@@ -29,7 +28,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", default="host")
     parser.add_argument("--vram")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--draft", default="model", choices=("model", "none"))
     parser.add_argument("--draft-cache", default="streaming")
     parser.add_argument("--recent", type=int, default=512)
@@ -38,8 +36,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="retrieval")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--plain-tokens", type=int, default=8)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
 
 
 def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, CheckpointSource]:
@@ -55,14 +51,3 @@ def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, Checkpoint
         return small, small
     device = resolve_device(arguments.device)
     return WidenedCheckpoint(small, shape_named(arguments.shape), arguments.noise, device=device), small
-
-
-def settings_of(arguments: argparse.Namespace, *, without: tuple[str, ...]) -> dict[str, str]:
-    """The options as text for a report, of files the name alone."""
-    return {key: _setting(value) for key, value in vars(arguments).items() if key not in without}
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(_setting(part) for part in value)
-    return value.name if isinstance(value, Path) else str(value)

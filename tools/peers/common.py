@@ -18,7 +18,7 @@ from typing import Any
 # The peers are run as plain scripts: the rest of the tools is in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import script
+import harness
 import torch
 from checks import check_prefill_chunk, check_short_warmups
 from sources import SHAPES, random_source, widened_source
@@ -148,7 +148,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
     """The options that every peer takes; a script adds those of its own system."""
-    parser = script.Parser(description=description)
+    parser = harness.Parser(description=description)
     parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
     add_source_options(parser)

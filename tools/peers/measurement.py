@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_report import emit, measure_link_gbps, provenance
 from common import PeerOptions, options_from
 from generations import Asked, asked_generations, num_differing_of
+from harness import emit, provenance
 from long_prompts import read_in_chunks
 from mended_cache import NOTE, MendedCache
 from models import load_draft
 from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
 from runs import KVTraffic, NextToken, Run, answers, expectations, figures
+from timing import measure_link_gbps
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from vram import open_device
 from watching import BehindPrompt, RoundClock

@@ -14,10 +14,11 @@ from typing import Any
 
 from common import PeerOptions, options_from, peer_parser
 from generations import Asked, asked_generations, num_differing_of
+from harness import one_line_errors
 from runs import Run, answers, figures
-from script import one_line_errors
 
-from bench_report import emit, measure_link_gbps, percentiles, provenance  # isort: skip (`common` sets the path)
+from harness import emit, percentiles, provenance  # isort: skip (`common` sets the path)
+from timing import measure_link_gbps  # isort: skip (`common` sets the path)
 from target_alone import load_target  # isort: skip
 
 from offload_runtime.config import GB, SamplingParams

@@ -33,7 +33,7 @@ from measurement import refused
 from our_options import OurOptions, add_our_options, our_options
 from runs import KVTraffic, NextToken, Run, answers, expectations, figures
 
-from bench_report import emit, provenance  # isort: skip (`common` sets the path)
+from harness import emit, provenance  # isort: skip (`common` sets the path)
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime

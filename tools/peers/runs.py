@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from bench_report import percentile, percentiles
+from harness import percentile, percentiles
 
 from offload_runtime.config import GB
 

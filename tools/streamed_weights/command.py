@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from script import check_machine, read_text
+from harness import check_machine, read_text
 from streamed_weights.kept import kept_weights
 from streamed_weights.rows import RowMeasurement
 from streamed_weights.sources import Models, open_models
@@ -54,9 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vram")
     parser.add_argument("--emulate", help="a machine with a smaller card to play, by a profile's name or file")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
-    parser.add_argument("--out", type=Path, help="file of the rows; {sweep} in it stands for the sweep's name")
 
 
 def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench_report import percentiles
+from harness import percentiles
 from long_context.internals import link_peak_gbps, runner_of
 from long_context.session import Session
 from streamed_weights.speeds import Bound, PassNeeds, Speeds, bound_of

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from bench_report import best_time_s, measure_link_gbps
+from timing import measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.weights import layer_layout
-
-# Large enough for a GPU, and for a CPU not slow.
-_COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-_PRODUCT_ROWS = {"cuda": 8192, "cpu": 512}
-_REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -35,18 +29,7 @@ class Speeds:
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Speeds:
         """Measure them; takes a second."""
-
-        def synchronize() -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-        copy = partial(torch.empty_like(source).copy_, source)
-        copy_s = best_time_s(copy, repeats=_REPEATS, synchronize=synchronize)
-        rows = _PRODUCT_ROWS[device.type]
-        matrix = torch.randn(rows, rows, device=device).to(dtype)
-        product_s = best_time_s(partial(torch.mm, matrix, matrix), repeats=_REPEATS, synchronize=synchronize)
-        return cls(2 * source.nbytes / copy_s / GB, 2 * rows**3 / product_s, measure_link_gbps(device))
+        return cls(measure_copy_gbps(device), measure_matmul_flops(device, dtype), measure_link_gbps(device))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from script import Parser
+from harness import Parser
 from sweeping.family import Family, refuse_unused
 
 from offload_runtime.errors import OptionError
@@ -48,6 +48,9 @@ def parser_of(family: Family) -> argparse.ArgumentParser:
         prog="sweep.py", usage="sweep.py SWEEP [SWEEP ...] [options]", allow_abbrev=False,
         description=f"{family.title}: {', '.join(family.sweeps)}",
     )  # fmt: skip
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--commit", help="commit to report where the tree has no git")
+    made.add_argument("--out", type=Path, help="file of the rows; {sweep} in it stands for the sweep's name")
     family.add_options(made)
     made.add_argument("--values", type=lambda text: text.split(","), help="of the sweep, instead of all")
     made.add_argument("--plot", type=Path, help="pictures of the rows, as .png and as .svg; needs matplotlib")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_report import write_report
+from harness import write_report
 
 from offload_runtime.errors import OptionError
 
