@@ -16,7 +16,7 @@ import torch
 from harness import write_report
 from safetensors.torch import load_file
 
-from offload_runtime.cli.chat_commands import write_json_atomically
+from offload_runtime.cli.chat import save_json
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.store import save_profile, shipped_directory
 from offload_runtime.trace.chrome import write_trace
@@ -51,8 +51,8 @@ write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
 
 
 OF_A_CONVERSATION = """
-from offload_runtime.cli.chat_commands import write_json_atomically
-write_json_atomically(Path(sys.argv[1]), {"run": "killed"})
+from offload_runtime.cli.chat import save_json
+save_json(Path(sys.argv[1]), {"run": "killed"})
 """
 OF_A_REPORT = """
 from harness import write_report
@@ -97,7 +97,7 @@ def test_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("killed", "save"),
     [
-        (OF_A_CONVERSATION, write_json_atomically),
+        (OF_A_CONVERSATION, save_json),
         (OF_A_REPORT, lambda path, record: write_report(record, path)),
     ],
     ids=["conversation", "report"],
