@@ -62,7 +62,7 @@ class RetrievedChunks:
         self._num_chunks = [[0] * batch for _ in range(config.num_layers)]  # places in use
         self._reach = [[0] * batch for _ in range(config.num_layers)]  # no chunk from here on is held
 
-    def lend(self, nbytes: int) -> torch.Tensor | None:
+    def borrow_workspace(self, nbytes: int) -> torch.Tensor | None:
         """uint8 [nbytes] of the memory of the chunks, which are forgotten; None when there is less."""
         memory = self._data.view(-1).view(torch.uint8)
         if nbytes > memory.nbytes:

@@ -11,8 +11,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.kv.cache import BlockObserver
-from offload_runtime.kv.device import DeviceKVCache, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import BlockObserver, DeviceKVCache, kv_cache_bytes, num_blocks
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, retrieved_bytes, summaries_bytes
 from offload_runtime.memory import DeviceBudget
 
