@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from offload_runtime.cli.chat import save_json
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
-from offload_runtime.hardware.store import save_profile, shipped_directory
+from offload_runtime.hardware.profile import save_profile, shipped_directory
 from offload_runtime.trace.chrome import write_trace
 from offload_runtime.trace.recorder import Trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
@@ -36,7 +36,7 @@ os.replace = Path.rename = die
 """
 OF_A_PROFILE = """
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.store import save_profile
+from offload_runtime.hardware.profile import save_profile
 save_profile(load_profile("rtx3090"), "mine")
 """
 OF_A_TRACE = """

@@ -20,7 +20,7 @@ from offload_runtime.engine import load as loading
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.host_info import HostInfo, usable_cores
+from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.plan import (

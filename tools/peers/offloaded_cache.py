@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError
-from offload_runtime.hardware.host_info import read_host_info
+from offload_runtime.hardware.host_bench import read_host_info
 
 NOTE = "transformers' offloaded cache, mended: its copies wait for each other, and cropped layers are copied whole"
 # More than any round of decoding reads, proposals included.
