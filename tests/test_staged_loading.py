@@ -367,7 +367,7 @@ def test_staged_streaming_reaches_8_gbps() -> None:
         slots = list(torch.empty(3 * nbytes, dtype=torch.uint8, device=device).view(3, -1))
         torch.cuda.synchronize()
         layers = [arena.buffer for arena in arenas]
-        streamer = LayerStreamer(layers, {}, slots, make_views=lambda buffer: {"w": buffer}, engine=engine)
+        streamer = LayerStreamer(layers, {}, slots, make_views=lambda index, buffer: {"w": buffer}, engine=engine)
         wrong = torch.zeros((), dtype=torch.int64, device=device)
 
         def run_pass() -> None:

@@ -28,7 +28,7 @@ from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import DraftModel, Known, ModelRunner, PassShape, StepGraphs
-from offload_runtime.weights.layout import PackedLayout, layer_layout, shared_layout
+from offload_runtime.weights import ModelLayout, PackedLayout, layer_layout
 
 DTYPE = torch.bfloat16
 STEPS = 32  # timed together, as a window is drafted
@@ -54,10 +54,10 @@ def random_block(layout: PackedLayout, device: torch.device) -> torch.Tensor:
     """Packed weights: norms of one, matrices that keep the activations' size."""
     block = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
     for view in layout.views(block).values():
-        if view.dim() == 1:
-            view.fill_(1)
+        if len(view.shape) == 1:
+            view.dense.fill_(1)
         else:
-            view.normal_(std=view.shape[-1] ** -0.5)
+            view.dense.normal_(std=view.shape[-1] ** -0.5)
     return block
 
 
@@ -65,10 +65,14 @@ def make_draft(
     config: ModelConfig, device: torch.device, *, context: int, streaming: bool, tile_rows: int
 ) -> DraftModel:
     """A draft of random weights, all of them resident, that samples at temperature 0.7."""
-    layout, shared = layer_layout(config, DTYPE), shared_layout(config, DTYPE)
-    layers = {index: random_block(layout, device) for index in range(config.num_layers)}
+    layout = ModelLayout.plain(config, DTYPE)
+    layers = {index: random_block(block, device) for index, block in enumerate(layout.layers)}
     streamer = LayerStreamer(
-        [block[:0] for block in layers.values()], layers, [], make_views=layout.views, engine=make_copy_engine(device)
+        [block[:0] for block in layers.values()],
+        layers,
+        [],
+        make_views=layout.layer_views,
+        engine=make_copy_engine(device),
     )
     budget = DeviceBudget(device, None)
     cache: DeviceKVCache | StreamingDraftCache
@@ -81,7 +85,7 @@ def make_draft(
     else:
         cache = DeviceKVCache(config, DTYPE, capacity_tokens=context + 2 * STEPS, batch=1, budget=budget)
         rope = RopeTable(config, device)
-    decoder = Decoder(config, shared.views(random_block(shared, device)))
+    decoder = Decoder(config, layout.shared.views(random_block(layout.shared, device)))
     shape = PassShape(window_rows=tile_rows, prefill_rows=256, prefill_chunk_tokens=1024)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), shape)
     draft = DraftModel(runner, vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size)

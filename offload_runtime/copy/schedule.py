@@ -157,7 +157,7 @@ class CopySchedule:
             ring.arriving.clear()
 
 
-LayerViews = dict[str, torch.Tensor]
+LayerViews = Mapping[str, Any]  # the weights of a layer by name; how they are stored is nothing to a copy
 WEIGHTS = "weights"
 KV = "kv"
 
@@ -198,10 +198,10 @@ class LayerStreamer:
     """Hands out the weights of one layer after the other, pass after pass.
 
     Args:
-        layers_host: One packed buffer per layer: uint8 [layer_bytes], host, pinned on CUDA.
-        resident: Device buffers of the layers that stay: layer index to uint8 [layer_bytes].
-        slots: Device buffers of the ring: uint8 [layer_bytes] each; none when every layer is resident.
-        make_views: Turns a packed buffer into its named tensors without copying.
+        layers_host: One packed buffer per layer: uint8 [bytes of this layer], host, pinned on CUDA.
+        resident: Device buffers of the layers that stay: layer index to uint8 [bytes of this layer].
+        slots: Device buffers of the ring: uint8 [bytes of the largest layer] each; none when every layer is resident.
+        make_views: Turns a layer's index and its packed buffer into its named weights without copying.
         engine: The copy queue.
         kv: A KV cache whose pieces cross the link in the same order, or None.
         kv_slots: Device buffers of its ring: uint8 each.
@@ -209,17 +209,17 @@ class LayerStreamer:
 
     def __init__(
         self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor], slots: Sequence[torch.Tensor], *,
-        make_views: Callable[[torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
+        make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
         kv_slots: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
         self._layers_host = layers_host
-        self._resident = {index: make_views(buffer) for index, buffer in resident.items()}
+        self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
         self._streamed = [index for index in range(len(layers_host)) if index not in resident]
         assert bool(slots) == bool(self._streamed), "a ring is needed exactly when something is streamed"
         assert len(slots) <= len(self._streamed), "a ring larger than what it streams wastes slots"
         assert bool(kv_slots) == (kv is not None)
         self._kv = kv
-        self._slot_views = {slot.data_ptr(): make_views(slot) for slot in slots}
+        self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in self._streamed for slot in slots}
         self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
@@ -255,7 +255,7 @@ class LayerStreamer:
         for index in range(self.num_layers):
             streamed = index not in self._resident
             if streamed:
-                weights = self._slot_views[self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+                weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
             else:
                 weights = self._resident[index]
             started = None if recorder is None else recorder.mark()

@@ -12,7 +12,7 @@ import torch
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights import CheckpointSource, HostWeights, load_weights
+from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, load_weights
 from offload_runtime.weights.loader import Progress
 
 
@@ -64,8 +64,8 @@ class KeptWeights:
         self._kept: dict[int, tuple[CheckpointSource, HostWeights]] = {}  # the source, so that its id stays taken
 
     def read(
-        self, source: CheckpointSource, dtype: torch.dtype, *, pin: Collection[int] = (),
-        blockwise: Registrar | None = None, on_progress: Progress | None = None,
+        self, source: CheckpointSource, dtype: torch.dtype, *, layout: ModelLayout | None = None,
+        pin: Collection[int] = (), blockwise: Registrar | None = None, on_progress: Progress | None = None,
     ) -> HostWeights:  # fmt: skip
         """As `load_weights`, which it stands for.
 
@@ -76,11 +76,13 @@ class KeptWeights:
             wanted = set(pin)
             if source is self._target and blockwise is not None:
                 wanted = set(range(source.config().num_layers))
-            weights = load_weights(source, dtype, pin=wanted, blockwise=blockwise, on_progress=on_progress)
+            weights = load_weights(
+                source, dtype, layout=layout, pin=wanted, blockwise=blockwise, on_progress=on_progress
+            )
             self._kept[id(source)] = source, weights
             _require_locked(weights, wanted)
         weights = self._kept[id(source)][1]
-        assert weights.layer_layout.dtype == dtype, "a command has one dtype"
+        assert weights.layout.dtype == dtype, "a command has one dtype"
         lent: Any = [LentArena(arena) for arena in (weights.shared, *weights.layers)]
         return replace(weights, shared=lent[0], layers=lent[1:])
 
