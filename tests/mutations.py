@@ -80,8 +80,8 @@ MUTATIONS = (
     Mutation(
         "position: after a move the sinks are rotated as if nothing had been let go of",
         f"{_KV}/streaming.py",
-        "_Place(start, place.rope_shift + dropped)",
-        "_Place(start, place.rope_shift)",
+        "self._rope_shifts[sequence] += dropped",
+        "self._rope_shifts[sequence] += 0",
         ("tests/test_draft_model.py::test_other_numbers_of_sinks_and_recent_tokens[1-2]",),
     ),
     Mutation(

@@ -132,7 +132,7 @@ def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
     """A tree whose steps are as on CUDA."""
     _, tree = draft.parts()
     cache = draft.runner.cache
-    replays = Replays(cache._blocks if isinstance(cache, StreamingDraftCache) else cache)
+    replays = Replays(cache)
     tree._shapes, tree._graphs = StepShapes(tree.room(0), rounded=True), replays  # type: ignore[assignment]
     return tree, replays
 
