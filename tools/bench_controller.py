@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_trees import noisy_copy
 from harness import check_out, emit, percentiles, provenance, write_unfinished
-from widening.checkpoint import WidenedCheckpoint
+from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
 
 from offload_runtime.config import SamplingParams
@@ -100,11 +99,9 @@ def fixed_windows(options: argparse.Namespace) -> list[Window]:
 def load(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Runtime:
     """The target of `--shape` with the small model and so much noise as its draft; sizes are left to the controller."""
     device = resolve_device(options.device)
-    target: CheckpointSource = small
-    if options.shape != "none":
-        target = WidenedCheckpoint(small, shape_named(options.shape), device=device)
+    target, draft = in_shape(small, options.shape, device=device), noisy_copy(small, noise, device=device)
     return Runtime.load(
-        target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
+        target, draft=draft, device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
         profile=options.profile,
     )  # fmt: skip

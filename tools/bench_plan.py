@@ -23,7 +23,7 @@ import torch
 from harness import check_out, emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
-from widening.shapes import SHAPES, TINY, WideShape
+from widening.shapes import SHAPES, WideShape, shape_named
 from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
     machine, emulation = machine_figures(load_profile(options.profile)), emulation_of(options.emulate)
-    shape = TINY if options.shape == "tiny" else SHAPES[options.shape]
+    shape = shape_named(options.shape)
     rows = []
     print(
         f"{'setting':>26} {'emulated':>9} {'window':>6} {'predicted s':>11} {'measured s':>10} {'off':>7} {'GB/s':>6} "
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = harness.bench_parser(__doc__)
-    parser.add_argument("--shape", choices=["tiny", *SHAPES], default="llama2-7b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama2-7b")
     parser.add_argument("--profile", default="h200", help="the machine to predict for, by name or file")
     parser.add_argument("--emulate", default="rtx4090", help="the smaller machine, by name or file")
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 17])

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import torch
 from harness import check_out, emit, provenance, write_unfinished
 from long_context.internals import ranks_of
-from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import WideShape, shape_named
+from widening.checkpoint import in_shape, noisy_copy
+from widening.shapes import shape_named
 
 from offload_runtime.config import GB, SamplingParams
 from offload_runtime.engine import GenerationResult, Runtime
@@ -45,16 +44,6 @@ class Case:
 
     prompt: str
     temperature: float
-
-
-def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> CheckpointSource:
-    """The small model with noise on its matrices: a draft."""
-    config = source.config()
-    same = WideShape(
-        config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-        config.head_dim,
-    )  # fmt: skip
-    return WidenedCheckpoint(source, same, noise, device=device)
 
 
 def answer_row(case: Case, result: GenerationResult, before: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -90,11 +79,9 @@ def generate(
 def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
     """Rows of one draft over a streamed target."""
     device = resolve_device(options.device)
-    target: CheckpointSource = small
-    if options.shape != "none":
-        target = WidenedCheckpoint(small, shape_named(options.shape), device=device)
+    target, draft = in_shape(small, options.shape, device=device), noisy_copy(small, noise, device=device)
     with tempfile.TemporaryDirectory() as scratch, Runtime.load(
-        target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
+        target, draft=draft, device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
         max_gamma=options.depth, tree_nodes=max(options.nodes, default=None),
         trace=options.trace or Path(scratch) / "trace.json",
@@ -123,7 +110,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
     """Rows of one draft over tree sizes; the small model is the target."""
     device = resolve_device(options.device)
     with Runtime.load(
-        small, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype,
+        small, draft=noisy_copy(small, noise, device=device), device=options.device, dtype=options.dtype,
         context=options.context, max_gamma=options.depth, tree_nodes=max(options.sizes),
     ) as runtime:  # fmt: skip
         prompts = encoded(runtime, options)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from widening.command import DTYPES, SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
+from harness import DTYPES
+from widen_model import SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import OptionError

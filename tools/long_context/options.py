@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import shape_named
+from widening.checkpoint import in_shape
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.config import SpeculationOptions
@@ -47,7 +46,4 @@ def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, Checkpoint
     small = StretchedCheckpoint(
         open_checkpoint(arguments.source), arguments.delta, rope=STRETCH, max_position_embeddings=STRETCHED_TOKENS
     )
-    if arguments.shape == "none":
-        return small, small
-    device = resolve_device(arguments.device)
-    return WidenedCheckpoint(small, shape_named(arguments.shape), arguments.noise, device=device), small
+    return in_shape(small, arguments.shape, arguments.noise, device=resolve_device(arguments.device)), small

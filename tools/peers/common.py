@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from harness import DTYPES, Parser, add_report_options
 from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import TINY, WideShape, shape_named
-from widening.untrained import UntrainedLlama
+from widening.shapes import WideShape, shape_named
+from widening.untrained import UntrainedLlama, random_llama
 
 from offload_runtime.config import SamplingParams, parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -33,7 +32,6 @@ WARMUPS = 2
 # Beyond this prompt transformers reads it in chunks unless told otherwise: the activations of 120K tokens at once leave
 # no room for layers beside them in 24 GB.
 LONG_PROMPT_TOKENS, DEFAULT_PREFILL_CHUNK = 8192, 4096
-_WEIGHT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(replace(TINY, num_layers=4), 256, 1024),
+    "tiny": Shape(shape_named("tiny", 4), 256, 1024),
     "llama-68m": Shape(shape_named("llama-68m"), 32000, 2048),
     "llama2-7b": Shape(shape_named("llama2-7b"), 32000, 4096),
     "llama2-13b": Shape(shape_named("llama2-13b"), 32000, 4096),
@@ -54,44 +52,20 @@ SHAPES = {
 }
 
 
-def _decoder(shape_name: str, layers: int | None) -> WideShape:
-    """The decoder of one of `SHAPES`, cut to `layers`. Raises `OptionError`."""
-    decoder = SHAPES[shape_name].decoder
-    if layers is None:
-        return decoder
-    require_positive("layers", layers)
-    return replace(decoder, num_layers=layers)
-
-
-def random_source(shape_name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
-    """Random weights without a language.
-
-    Args:
-        shape_name: One of `SHAPES`.
-        layers: Decoder layers; None for the shape's.
-        seed: Of the weights, together with their names: they do not depend on the order in which they are read.
-        device: Where they are drawn: a CPU core needs minutes for 7B of them.
-    """
-    shape, decoder = SHAPES[shape_name], _decoder(shape_name, layers)
-
-    def fill(name: str, out: torch.Tensor) -> None:
-        out.copy_(random_weight(name, out.shape, dtype=out.dtype, seed=seed, device=device))
-
-    return UntrainedLlama(
-        decoder, fill, vocab_size=shape.vocab_size, context_tokens=shape.max_position_embeddings,
-        reference=f"random {shape_name}",
+def random_source(name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
+    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`. Raises `OptionError`."""
+    shape = SHAPES[name]
+    return random_llama(
+        _decoder(name, layers), seed, vocab_size=shape.vocab_size, context_tokens=shape.max_position_embeddings,
+        reference=f"random {name}", device=device,
     )  # fmt: skip
 
 
-def random_weight(
-    name: str, shape: Sequence[int], *, dtype: torch.dtype, seed: int, device: torch.device
-) -> torch.Tensor:
-    """The weight `name`, `[*shape]` of `dtype` on `device`: N(0, 0.02^2), norms one."""
-    if len(shape) == 1:  # Llama's only vectors are norms
-        return torch.ones(*shape, dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
-    weight = torch.empty(*shape, dtype=dtype, device=device)
-    return weight.normal_(0.0, _WEIGHT_STD, generator=generator)
+def _decoder(name: str, layers: int | None) -> WideShape:
+    if layers is None:
+        return SHAPES[name].decoder
+    require_positive("layers", layers)
+    return replace(SHAPES[name].decoder, num_layers=layers)
 
 
 @dataclass(frozen=True)

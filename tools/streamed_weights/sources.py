@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import TINY, shape_named
+from widening.shapes import shape_named
 from widening.untrained import repeated_llama
 
-from offload_runtime.config import ModelConfig, require_positive
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import CheckpointSource, open_checkpoint
@@ -59,10 +59,7 @@ def open_models(arguments: argparse.Namespace) -> Models:
 def _target(arguments: argparse.Namespace, small: CheckpointSource | None) -> CheckpointSource:
     if arguments.target is not None:
         return ReadOnce(open_checkpoint(arguments.target))
-    shape = TINY if arguments.shape == "tiny" else shape_named(arguments.shape)
-    if arguments.layers is not None:
-        require_positive("layers", arguments.layers)
-        shape = replace(shape, num_layers=arguments.layers)
+    shape = shape_named(arguments.shape, arguments.layers)
     if small is None:
         return repeated_llama(shape, context_tokens=_LONGEST_CONTEXT_TOKENS)
     try:
