@@ -6,12 +6,12 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from offload_runtime.cli.generate import load_runtime, stream_answer
+from offload_runtime.cli.generate import Prompt, load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import DemoOptions
 from offload_runtime.cli.render import link_figure
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
@@ -37,18 +37,13 @@ def demo(options: DemoOptions) -> None:
     import psutil
     from rich.console import Console
 
-    params, show_progress = options.params(), not options.no_progress
-    messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
     from offload_runtime.engine import fetch_demo_model
 
-    config = RuntimeConfig(
-        target=str(fetch_demo_model(on_progress=status_line, show_download=show_progress)),
-        draft="ngram",
-        device=options.device,
-        dtype=options.dtype,
-        resident_layers=0,
-        max_gamma=max(RuntimeConfig.max_gamma, params.gamma or 0),
-    )
+    params, show_progress = options.params(), not options.no_progress
+    messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
+    target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
+    max_gamma = max(RuntimeConfig.max_gamma, params.gamma or 0)
+    config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
     peak_bytes: list[int] = []  # VRAM on a GPU, the process's resident memory on a CPU
     with load_runtime(config, show_progress=show_progress) as runtime:
@@ -59,15 +54,14 @@ def demo(options: DemoOptions) -> None:
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
+        answer = partial(_answer, runtime, messages)
         for speculate in (False, True):
-            _answer(runtime, messages, short, speculate=speculate)
+            answer(short, show_nothing, speculate=speculate, show_progress=False)
         for name, speculate in (("plain", False), ("speculative", True)):
             write_text(f"\n── {name} ──\n")
-            results[name] = _answer(
-                runtime, messages, params, speculate=speculate, show=write_text, show_progress=show_progress
-            )
-            memory = psutil.Process().memory_info()
-            peak_bytes.append(results[name].stats.peak_vram_bytes if on_gpu else memory.rss)
+            result = answer(params, write_text, speculate=speculate, show_progress=show_progress)
+            results[name] = result
+            peak_bytes.append(result.stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
     Console(highlight=False).print(comparison_table(results, peak_bytes, on_gpu=on_gpu))
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
@@ -76,17 +70,12 @@ def demo(options: DemoOptions) -> None:
 
 
 def _answer(
-    runtime: Runtime,
-    messages: list[dict[str, str]],
-    params: GenerationParams,
-    *,
-    speculate: bool,
-    show: Callable[[str], None] = lambda piece: None,
-    show_progress: bool = False,
-) -> GenerationResult:
+    runtime: Runtime, messages: Prompt, params: GenerationParams, show: Callable[[str], None], *, speculate: bool,
+    show_progress: bool,
+) -> GenerationResult:  # fmt: skip
     """Answer once; leave at once when Ctrl-C stopped it, because half an answer compares with nothing."""
     result = stream_answer(
-        runtime.stream, messages, params, show=show, show_progress=show_progress, speculate=speculate
+        runtime.stream, messages, params, show=show, speculate=speculate, show_progress=show_progress
     )
     show("\n")
     if result.finish_reason == "interrupted":
@@ -98,31 +87,18 @@ def machine_line(device_type: str) -> str:
     """Return the device and the versions that the figures below it belong to."""
     import torch
 
-    if device_type == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        name = f"{_processor_name()}, {os.cpu_count()} threads"
+    from offload_runtime.hardware.host_bench import read_host_info
+
+    on_cpu = f"{read_host_info().cpu.name}, {os.cpu_count()} threads"
+    name = torch.cuda.get_device_name() if device_type == "cuda" else on_cpu
     return f"{name} · torch {torch.__version__} · Python {platform.python_version()}"
-
-
-def _processor_name() -> str:
-    """Return the processor's name; Linux tells it in /proc only, `platform` there says no more than x86_64."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def comparison_table(results: Mapping[str, GenerationResult], peak_bytes: Sequence[int], *, on_gpu: bool) -> Table:
     """Return the figures with one column per run."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(show_header=True, title=None)
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
+    table = Table("", *(Column(name, justify="right") for name in results))
     stats = [result.stats for result in results.values()]
     table.add_row("tokens/s", *(f"{s.tok_per_s:.2f}" for s in stats))
     table.add_row("tokens per pass", *(f"{s.tokens_per_pass:.2f}" for s in stats))

@@ -51,18 +51,23 @@ def generate(options: GenerateOptions) -> None:
             return room.fit(prompts[0], params.max_new_tokens)
         return room.fit_all(prompts, params.max_new_tokens)
 
-    def answer() -> Sequence[GenerationResult]:
-        if len(prompts) > 1:
-            return _answer_batch(runtime, prompts, params, show_progress=not options.no_progress)
-        show = _show_nothing if options.as_json else write_text
-        return [stream_answer(runtime.stream, prompts[0], params, show=show, show_progress=not options.no_progress)]
-
+    show, show_progress = show_nothing if options.as_json else write_text, not options.no_progress
+    results: Sequence[GenerationResult]
+    failure: BudgetError | None = None
     with (
         only_json(options.as_json),
-        load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(config, show_progress=show_progress, explain=options.explain, check=check) as runtime,
     ):
         status_line(runtime.placement)
-        results, failure = _as_far_as_memory_goes(answer)
+        try:
+            if len(prompts) > 1:
+                results = _answer_batch(runtime, prompts, params, show_progress=show_progress)
+            else:
+                results = [stream_answer(runtime.stream, prompts[0], params, show=show, show_progress=show_progress)]
+        except BudgetError as error:
+            if not error.answers:
+                raise
+            results, failure = error.answers, error  # shown as far as they had come, before the error
         about = run_record(runtime, config, params)
         load_report = runtime.load_report
     if config.trace is not None:
@@ -102,29 +107,13 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
     return [("stdin" if path == "-" else path, read_file(path, "--prompt-file")) for path in files]
 
 
-def _as_far_as_memory_goes(
-    answer: Callable[[], Sequence[GenerationResult]],
-) -> tuple[Sequence[GenerationResult], BudgetError | None]:
-    """Return the answers; where memory ran out, what there is of them, and the error to end with once they are shown.
-
-    Raises:
-        BudgetError: There is nothing of any answer.
-    """
-    try:
-        return answer(), None
-    except BudgetError as error:
-        if not error.answers:
-            raise
-        return error.answers, error
-
-
 def _figures(result: GenerationResult) -> list[str]:
     """Return what was reached, and the wait for the first token; an interrupted answer says so."""
     stopped = ["stopped"] if result.finish_reason == "interrupted" else []
     return [*stopped, *speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s"]
 
 
-def _show_nothing(piece: str) -> None:
+def show_nothing(piece: str) -> None:
     """Swallow the pieces of an answer that is printed as a whole."""
 
 

@@ -159,11 +159,10 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
 
 
 def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=title, title_justify="left", show_header=False, show_footer=True)
-    for column, text in enumerate(footer):
-        table.add_column(footer=text, justify="right" if column == 1 else "left")
+    columns = (Column(footer=text, justify="right" if text == footer[1] else "left") for text in footer)
+    table = Table(*columns, title=title, title_justify="left", show_header=False, show_footer=True)
     for row in rows:
         table.add_row(*row)
     return table
@@ -244,13 +243,11 @@ def _steps_table(predicted: RunForecast) -> Table:
 
 def _figures_table(title: str, columns: Sequence[str]) -> Table:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
     # As narrow as can be: a terminal of 80 columns must not cut figures off.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
-    return table
+    headers = (Column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True) for name in columns)
+    return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
 
 def refusal_lines(refusal: Refusal) -> list[str]:

@@ -79,11 +79,11 @@ def print_report(report: MachineReport, advice: list[str]) -> None:
 
 def report_table(report: MachineReport) -> Table:
     """Return one row per figure, with its bound beside it where one is known."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=f"this machine, measured in {report.seconds:.0f} s", title_justify="left", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("figure", overflow="fold")
+    title = f"this machine, measured in {report.seconds:.0f} s"
+    columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", show_header=False)
     gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
     for name, figure in [*gpu_rows, *_host_rows(report)]:
         table.add_row(name, figure)

@@ -40,10 +40,7 @@ def verify(options: VerifyOptions) -> None:
     plan = VerificationPlan.built_in(
         quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra_prompts
     )
-    with (
-        only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
-    ):
+    with only_json(options.as_json), load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime:
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
             report = verify(runtime, plan, on_progress=bars.update)
@@ -102,13 +99,10 @@ def _print_report(report: VerificationReport) -> None:
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
     """Return one row per draft and setting."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title="speculation beside plain decoding", title_justify="left")
-    for name in ("draft", "setting"):
-        table.add_column(name)
-    for name in ("runs", "tokens", "tokens per pass", "verdict"):
-        table.add_column(name, justify="right")
+    figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
+    table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
     order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
     ordered = sorted(runs, key=lambda run: (run.proposer, order[run.setting]))
     for (proposer, setting), group in groupby(ordered, key=lambda run: (run.proposer, run.setting)):
@@ -129,13 +123,11 @@ def _verdicts(runs: Iterable[IdentityRun]) -> str:
 
 def fit_table(fits: Sequence[Fit], level: float) -> Table:
     """Return one row per test of fit."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)")
-    table.title_justify = "left"
-    table.add_column("test")
-    for name in ("draws", "chi-square", "freedom", "p", "verdict"):
-        table.add_column(name, justify="right")
+    figures = (Column(name, justify="right") for name in ("draws", "chi-square", "freedom", "p", "verdict"))
+    title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
+    table = Table("test", *figures, title=title, title_justify="left")
     for fit in fits:
         verdict = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
         if fit.impossible:
