@@ -13,28 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from offload_runtime.cli import render, terminal
 from offload_runtime.cli.generate import load_runtime, stream_answer
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.cli.render import (
-    answer_record,
-    link_figure,
-    prediction_figure,
-    run_record,
-    share_figure,
-    speed_figures,
-)
-from offload_runtime.cli.terminal import (
-    decode_utf8,
-    error_line,
-    line_editor,
-    only_json,
-    silent_keyboard,
-    status_line,
-    stderr_console,
-    user_path,
-    write_json,
-    write_text,
-)
 from offload_runtime.config import GenerationParams, format_bytes, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
@@ -51,33 +32,35 @@ def chat(options: ChatOptions) -> None:
         raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
     show_progress = not options.no_progress
     with (
-        only_json(options.as_json) as output,
+        terminal.only_json(options.as_json) as output,
         load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
     ):
-        write_record = partial(write_json, output=output) if options.as_json else None
-        conversation, about = runtime.conversation(options.system), run_record(runtime, config, params)
+        write_record = partial(terminal.write_json, output=output) if options.as_json else None
+        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
         session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
-        status_line(runtime.load_report)
-        status_line(runtime.placement)
+        terminal.status_line(runtime.load_report)
+        terminal.status_line(runtime.placement)
         if interactive:
             _converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
     if config.trace is not None:
-        status_line(f"trace written to {config.trace}")
+        terminal.status_line(f"trace written to {config.trace}")
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
     """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
-    status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    read = line_editor(list(COMMANDS), [name for name, command in COMMANDS.items() if command.argument == "FILE"])
+    terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    read = terminal.line_editor(
+        list(COMMANDS), [name for name, command in COMMANDS.items() if command.argument == "FILE"]
+    )
     # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
     interrupted = False
     while True:
         try:
             text = read().strip()
             if text:
-                with silent_keyboard():
+                with terminal.silent_keyboard():
                     interrupted = not session.take(text)
         except (EOFError, EndOfChat):
             return
@@ -85,7 +68,7 @@ def _converse_at_terminal(session: ChatSession) -> None:
             if interrupted:
                 return
             interrupted = True
-            status_line("Ctrl-C once more or Ctrl-D leaves")
+            terminal.status_line("Ctrl-C once more or Ctrl-D leaves")
 
 
 def _converse_through_pipe(session: ChatSession) -> None:
@@ -102,9 +85,9 @@ def _lines_of_stdin() -> Iterator[str]:
     """Yield stdin line by line, without waiting for more than one line, skipping lines that are not text."""
     for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), start=1):
         try:
-            yield decode_utf8(raw, f"line {number} of stdin").strip()
+            yield terminal.decode_utf8(raw, f"line {number} of stdin").strip()
         except OptionError as error:
-            error_line(error)
+            terminal.error_line(error)
 
 
 @dataclass
@@ -131,9 +114,12 @@ class ChatSession:
         is_message = not text.startswith("/") or text.startswith("//")
         try:
             if is_message:
-                return self._answer(text.removeprefix("/") if text.startswith("//") else text)
+                return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
-            find_command(name).run(self, "".join(argument))
+            if name not in COMMANDS:
+                known = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
+                raise OptionError(f"unknown command {name}; {known}")
+            COMMANDS[name].run(self, "".join(argument))
         except OffloadError as error:
             self._report(error, is_turn=is_message)
         return True
@@ -147,29 +133,29 @@ class ChatSession:
             nonlocal wrote
             wrote = wrote or bool(piece)
             if as_text:
-                write_text(piece)
+                terminal.write_text(piece)
 
         try:
             result = stream_answer(
                 self.conversation.say, text, self.params, show=show, show_progress=self.show_progress
             )
         except KeyboardInterrupt:
-            status_line("stopped before the answer began; the message was not kept")
+            terminal.status_line("stopped before the answer began; the message was not kept")
             return False
         finally:
             # The next line of output, be it a status or an error, must not continue the answer's last one.
             if as_text and wrote:
-                write_text("\n")
+                terminal.write_text("\n")
         self.last_stats = result.stats
         if self.write_record is not None:
-            self.write_record({**answer_record(result), **self.about})
-        status_line(" · ".join(self._figures(result)))
+            self.write_record({**render.answer_record(result), **self.about})
+        terminal.status_line(" · ".join(self._figures(result)))
         return result.finish_reason != "interrupted"
 
     def _figures(self, result: GenerationResult) -> list[str]:
         """Return the parts of the status line below an answer."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*speed_figures(result.stats), f"context {used} of {reserved}"]
+        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
         if result.finish_reason == "interrupted":
             return ["stopped", *figures]
         if result.finish_reason == "length" and used >= reserved:
@@ -184,9 +170,9 @@ class ChatSession:
         if is_turn and self.write_record is not None:
             record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
             for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= {**answer_record(result), **self.about}
+                record |= {**render.answer_record(result), **self.about}
             self.write_record(record)
-        error_line(error)
+        terminal.error_line(error)
 
 
 # --- commands
@@ -202,14 +188,6 @@ class Command(NamedTuple):
     argument: str
     help: str
     run: Callable[[ChatSession, str], None]
-
-
-def find_command(name: str) -> Command:
-    """Return a command by its name with the slash; raises `OptionError` that lists them when there is none of it."""
-    if name not in COMMANDS:
-        known = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
-        raise OptionError(f"unknown command {name}; {known}")
-    return COMMANDS[name]
 
 
 def save_json(path: Path, record: dict[str, Any]) -> None:
@@ -228,7 +206,7 @@ def save_json(path: Path, record: dict[str, Any]) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
     try:
-        text = decode_utf8(path.read_bytes(), str(path))
+        text = terminal.decode_utf8(path.read_bytes(), str(path))
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
         record = json.loads(text)
     except OSError as error:
@@ -241,7 +219,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _help(session: ChatSession, argument: str) -> None:
-    console = stderr_console()
+    console = terminal.stderr_console()
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
         console.print(f"  {usage:<16} {command.help}", style="dim")
@@ -251,22 +229,22 @@ def _help(session: ChatSession, argument: str) -> None:
 
 def _reset(session: ChatSession, argument: str) -> None:
     session.conversation.reset()
-    status_line("the conversation is empty again")
+    terminal.status_line("the conversation is empty again")
 
 
 def _system(session: ChatSession, argument: str) -> None:
     if not argument:
         current = [message["content"] for message in session.conversation.messages if message["role"] == "system"]
-        status_line(f"system prompt: {current[0]}" if current else "there is no system prompt")
+        terminal.status_line(f"system prompt: {current[0]}" if current else "there is no system prompt")
         return
     session.conversation.set_system(None if argument == "none" else argument)
-    status_line(f"system prompt {'removed' if argument == 'none' else 'set'}; the conversation is empty again")
+    terminal.status_line(f"system prompt {'removed' if argument == 'none' else 'set'}; the conversation is empty again")
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    console = stderr_console()
+    console = terminal.stderr_console()
     if session.last_stats is None:
-        status_line("no answer yet")
+        terminal.status_line("no answer yet")
     else:
         for name, figure in _stat_rows(session.last_stats):
             console.print(f"  {name:<20} {figure}", style="dim")
@@ -277,10 +255,10 @@ def _stats(session: ChatSession, argument: str) -> None:
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
     more = [
-        ("link idle", share_figure(stats.link_idle_share)),
-        ("drafting hidden", share_figure(stats.hidden_draft_share)),
+        ("link idle", render.share_figure(stats.link_idle_share)),
+        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
         ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
+        ("time of a pass", render.prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
     ]  # fmt: skip
     return [
         ("prompt", f"{stats.prompt_tokens} tokens"),
@@ -288,7 +266,7 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("first token", f"{stats.time_to_first_token_s:.2f} s"),
         ("speed", f"{stats.tok_per_s:.1f} tokens/s, {stats.tokens_per_pass:.2f} tokens per pass"),
         ("streamed per pass", format_bytes(stats.bytes_per_pass)),
-        ("link", link_figure(stats)),
+        ("link", render.link_figure(stats)),
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
@@ -299,13 +277,13 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
 def _save(session: ChatSession, argument: str) -> None:
     path = _path_argument("/save", argument)
     save_json(path, session.conversation.to_json())
-    status_line(f"saved {_count(len(session.conversation.messages))} to {path}")
+    terminal.status_line(f"saved {_count(len(session.conversation.messages))} to {path}")
 
 
 def _load(session: ChatSession, argument: str) -> None:
     path = _path_argument("/load", argument)
     session.conversation.restore(read_json_object(path))
-    status_line(f"loaded {_count(len(session.conversation.messages))} from {path}")
+    terminal.status_line(f"loaded {_count(len(session.conversation.messages))} from {path}")
 
 
 def _exit(session: ChatSession, argument: str) -> None:
@@ -316,7 +294,7 @@ def _path_argument(command: str, argument: str) -> Path:
     """Return the file that a command names; raises `OptionError` when it names none."""
     if not argument:
         raise OptionError(f"{command} needs the name of a file: {command} FILE")
-    return user_path(argument)
+    return terminal.user_path(argument)
 
 
 def _count(messages: int) -> str:

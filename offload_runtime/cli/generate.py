@@ -17,18 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from offload_runtime.cli import terminal
 from offload_runtime.cli.options import GenerateOptions
 from offload_runtime.cli.render import answer_record, run_record, speed_figures
-from offload_runtime.cli.terminal import (
-    INTERRUPTED_EXIT_CODE,
-    ProgressBars,
-    one_line,
-    only_json,
-    read_file,
-    status_line,
-    write_json,
-    write_text,
-)
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OptionError
 
@@ -51,14 +42,14 @@ def generate(options: GenerateOptions) -> None:
             return room.fit(prompts[0], params.max_new_tokens)
         return room.fit_all(prompts, params.max_new_tokens)
 
-    show, show_progress = show_nothing if options.as_json else write_text, not options.no_progress
+    show, show_progress = show_nothing if options.as_json else terminal.write_text, not options.no_progress
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
     with (
-        only_json(options.as_json),
+        terminal.only_json(options.as_json),
         load_runtime(config, show_progress=show_progress, explain=options.explain, check=check) as runtime,
     ):
-        status_line(runtime.placement)
+        terminal.status_line(runtime.placement)
         try:
             if len(prompts) > 1:
                 results = _answer_batch(runtime, prompts, params, show_progress=show_progress)
@@ -71,27 +62,29 @@ def generate(options: GenerateOptions) -> None:
         about = run_record(runtime, config, params)
         load_report = runtime.load_report
     if config.trace is not None:
-        status_line(f"trace written to {config.trace}")
+        terminal.status_line(f"trace written to {config.trace}")
     if len(prompts) == 1:
         if options.as_json:
-            write_json({**answer_record(results[0]), **about}, sys.stdout)
+            terminal.write_json({**answer_record(results[0]), **about}, sys.stdout)
         else:
-            write_text("\n")
-        status_line(" · ".join([*_figures(results[0]), load_report]))
+            terminal.write_text("\n")
+        terminal.status_line(" · ".join([*_figures(results[0]), load_report]))
     else:
         answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
         if options.as_json:
             records = [{"name": name, **answer_record(result)} for name, result in answers]
-            write_json({"results": records, **about}, sys.stdout)
+            terminal.write_json({"results": records, **about}, sys.stdout)
         else:
-            write_text("".join(f"== {one_line(name)} ==\n{result.text}\n" for name, result in answers))
+            terminal.write_text(
+                "".join(f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers)
+            )
         for name, result in answers:
-            status_line(f"{name}: {' · '.join(_figures(result))}")
-        status_line(load_report)
+            terminal.status_line(f"{name}: {' · '.join(_figures(result))}")
+        terminal.status_line(load_report)
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
-        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+        raise typer.Exit(terminal.INTERRUPTED_EXIT_CODE)
 
 
 def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, str]]:
@@ -104,7 +97,7 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
         return [("--prompt", prompt)]
     if files.count("-") > 1:
         raise OptionError(f"--prompt-file - was given {files.count('-')} times: stdin can be read once")
-    return [("stdin" if path == "-" else path, read_file(path, "--prompt-file")) for path in files]
+    return [("stdin" if path == "-" else path, terminal.read_file(path, "--prompt-file")) for path in files]
 
 
 def _figures(result: GenerationResult) -> list[str]:
@@ -131,7 +124,7 @@ def load_runtime(
     weights are read. `explain` prints the plan on stderr."""
     from offload_runtime.engine import Runtime
 
-    with ProgressBars(enabled=show_progress) as bars:
+    with terminal.ProgressBars(enabled=show_progress) as bars:
         return Runtime.from_config(
             config,
             on_progress=partial(bars.update, unit="bytes"),
@@ -219,7 +212,7 @@ def stream_answer(
     """
     shown_characters = 0
     failure: BudgetError | None = None
-    with _stopping() as stop, ProgressBars(enabled=show_progress) as bars:
+    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
         stream = start(prompt, **_keywords(params), speculate=speculate, on_prefill=_stoppable_prefill(stop, bars))
         try:
             for piece in stream:
@@ -250,7 +243,7 @@ def _answer_batch(
     After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
     on, and at the second one, Ctrl-C raises KeyboardInterrupt.
     """
-    with _stopping() as stop, ProgressBars(enabled=show_progress) as bars:
+    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
         return runtime.generate_batch(
             prompts,
             **_keywords(params),
@@ -266,7 +259,7 @@ def _keywords(params: GenerationParams) -> dict[str, Any]:
     return {**given.pop("sampling"), **given}
 
 
-def _stoppable_prefill(stop: _StopRequest, bars: ProgressBars) -> Callable[[int, int], None]:
+def _stoppable_prefill(stop: _StopRequest, bars: terminal.ProgressBars) -> Callable[[int, int], None]:
     """Show the layers of a prefill, and end it where Ctrl-C asked for that."""
 
     def on_prefill(done_layers: int, layers: int) -> None:

@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.cli.terminal import (
-    ERROR_EXIT_CODE,
-    error_line,
-    only_json,
-    status_line,
-    user_path,
-    write_json,
-    write_text,
-)
 from offload_runtime.config import GB, format_bytes
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
@@ -39,38 +31,30 @@ _FALLBACK_PROFILE = "rtx4090"
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
     config = options.config(gamma=options.gamma, max_batch=options.batch)
-    picture = None if options.plot is None else user_path(options.plot)
+    picture = None if options.plot is None else terminal.user_path(options.plot)
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
-    with only_json(options.as_json):
-        from offload_runtime.plan import (
-            PlanRequest,
-            Refusal,
-            describe_pair,
-            forecast,
-            machine_figures,
-            plan_or_refuse,
-            upgrades,
-        )
+    with terminal.only_json(options.as_json):
+        from offload_runtime import plan as planning
 
-        target, draft = describe_pair(config.target, config.draft, config.speculation.mode)
-        figures = machine_figures(machine)
-        outcome = plan_or_refuse(PlanRequest.of(config, target, draft), figures)
-    if isinstance(outcome, Refusal):
+        target, draft = planning.describe_pair(config.target, config.draft, config.speculation.mode)
+        figures = planning.machine_figures(machine)
+        outcome = planning.plan_or_refuse(planning.PlanRequest.of(config, target, draft), figures)
+    if isinstance(outcome, planning.Refusal):
         if options.as_json:
-            write_json(refusal_record(outcome, machine), sys.stdout)
+            terminal.write_json(refusal_record(outcome, machine), sys.stdout)
         else:
-            write_text("".join(f"{line}\n" for line in refusal_lines(outcome)))
-        error_line(outcome.problem)
-        raise typer.Exit(ERROR_EXIT_CODE)
-    predicted = forecast(outcome, figures)
-    gains = upgrades(outcome, predicted, figures)
+            terminal.write_text("".join(f"{line}\n" for line in refusal_lines(outcome)))
+        terminal.error_line(outcome.problem)
+        raise typer.Exit(terminal.ERROR_EXIT_CODE)
+    predicted = planning.forecast(outcome, figures)
+    gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
     if options.as_json:
         about = {"fits": True, "target": config.target, "profile": machine.name}
-        write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
+        terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
     else:
         print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
@@ -84,7 +68,7 @@ def choose_profile(name: str | None) -> MachineProfile:
     found = load_profile(own[0].path) if len(own) == 1 else None
     if found is None or not found.gpus:
         found = load_profile(_FALLBACK_PROFILE)
-    status_line(
+    terminal.status_line(
         f"planning for {found.name}: choose with --profile, or measure this machine with "
         "`offload-runtime profile --save NAME`"
     )
