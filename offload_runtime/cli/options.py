@@ -211,9 +211,11 @@ class AnswerOptions(LoadOptions):
 
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
-        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
-        gamma = count_or_chosen("--gamma", self.gamma, least=1)
-        return GenerationParams(self.max_new_tokens, tuple(self.stop or ()), gamma, self.ignore_eos, sampling)
+        return GenerationParams(
+            max_new_tokens=self.max_new_tokens, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
+            gamma=count_or_chosen("--gamma", self.gamma, least=1),
+            sampling=SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,26 +287,21 @@ class DemoOptions:
 
     def params(self) -> GenerationParams:
         """What both answers are asked for; raises `OptionError` for values that make no sense."""
-        gamma, sampling = count_or_chosen("--gamma", self.gamma, least=1), SamplingParams(self.temperature)
-        return GenerationParams(self.max_new_tokens, gamma=gamma, sampling=replace(sampling, seed=self.seed))
+        gamma = count_or_chosen("--gamma", self.gamma, least=1)
+        sampling = SamplingParams(self.temperature, seed=self.seed)
+        return GenerationParams(self.max_new_tokens, gamma=gamma, sampling=sampling)
 
 
 def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     """Make of a command that takes one of the dataclasses above a function of its fields, as typer reads options."""
-    (options,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
-    types = get_type_hints(options)
+    options = get_type_hints(command)["options"]
 
     @wraps(command)
     def run(**given: Any) -> None:
         command(options(**given))
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(field.name, keyword, annotation=types[field.name], default=field.default)
-        for field in fields(options)
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = types
+    run.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = get_type_hints(options)
     return run
 
 

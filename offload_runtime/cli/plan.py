@@ -119,13 +119,7 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     device = [(part.name, format_bytes(part.nbytes)) for part in plan.device]
     host = [(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "") for part in plan.host]
     host.append(("while weights are read", format_bytes(plan.loading_bytes), "before"))
-    peaks = [
-        format_bytes(held_bytes) + ("" if limit_bytes is None else f" of {format_bytes(limit_bytes)}")
-        for held_bytes, limit_bytes in [
-            (plan.device_bytes, plan.limits.device_bytes),
-            (plan.host_bytes, ram_limit_bytes),
-        ]
-    ]
+    locked = f"page-locked {format_bytes(plan.pinned_bytes)}"
     words = [
         describe_draft_cache(plan),
         f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
@@ -137,9 +131,13 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     ]
     return [
         *filter(None, words),
-        _memory_table("device memory", device, ("peak", peaks[0])),
-        _memory_table("host memory", host, ("peak", peaks[1], f"page-locked {format_bytes(plan.pinned_bytes)}")),
+        _memory_table("device memory", device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
+        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, ram_limit_bytes), locked)),
     ]
+
+
+def _peak(held_bytes: int, limit_bytes: int | None) -> str:
+    return format_bytes(held_bytes) + ("" if limit_bytes is None else f" of {format_bytes(limit_bytes)}")
 
 
 def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
