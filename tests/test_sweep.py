@@ -209,7 +209,7 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
         (["gamma", "--noise", "0.1"], "--noise would be ignored with --shape none"),
         (["gamma", "--draft-cache", "full"], "--recent would be ignored with --draft-cache full"),
         (["budget", "--draft", "none", "--gamma-draft", "2"], "--gamma-draft would be ignored with --draft none"),
-        (["temperature", "--emulate", "rtx4090"], "--emulate would be ignored by temperature"),
+        (["temperature", "--emulate", "rtx4090"], "unrecognized arguments: --emulate rtx4090"),
         (["temperature", "window"], "temperature and window take different models"),
         (["temperature", "--values", "warm"], "'warm' is not a number"),
         (["budget", "--values", "8K"], "8192 tokens is more than the context"),

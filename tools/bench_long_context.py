@@ -19,7 +19,7 @@ from typing import Any
 
 import harness
 from harness import check_out, emit, percentiles, provenance
-from long_context.command import read_text
+from long_context.command import add_common_options, read_text, sources
 from long_context.decoding import compare
 from long_context.internals import (
     budget_of,
@@ -33,7 +33,6 @@ from long_context.internals import (
     set_variant,
     target_cache,
 )
-from long_context.options import add_common_options, sources
 from long_context.session import Session
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from timing import measure_link_gbps
