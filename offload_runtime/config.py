@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +85,25 @@ def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds
         raise StorageError(
             f"there is no directory for {holds} ({error}): set {variable} to an absolute path"
         ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a UTF-8 file so that a reader sees the old one or the whole new one, never a part.
+
+    Raises:
+        OSError: The disk is full or the place cannot be written; an older file is then untouched.
+    """
+    # In the same directory, because a rename is atomic only within one file system.
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
 
 
 def require_positive(name: str, value: int) -> None:

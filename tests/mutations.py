@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rollback: a block that is cut and filled again still counts as written",
-        f"{_KV}/host_blocks.py",
+        f"{_KV}/host_io.py",
         "self.arrived[sequence] = min(self.arrived[sequence], block)",
         "self.arrived[sequence] = min(self.arrived[sequence], block + 1)",
         ("tests/test_cache_histories.py::test_a_block_that_is_written_anew_is_not_taken_for_there",),
@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rollback: an accepted path of a tree lands one place too far",
-        f"{_KV}/cache.py",
+        f"{_KV}/device.py",
         "compact_rows(KVBlocks(data), sources, committed + kept)",
         "compact_rows(KVBlocks(data), sources, committed + kept + 1)",
         ("tests/test_cache_histories.py::test_a_path_of_a_tree",),
@@ -80,8 +80,8 @@ MUTATIONS = (
     Mutation(
         "position: after a move the sinks are rotated as if nothing had been let go of",
         f"{_KV}/streaming.py",
-        "_Place(start, place.rope_shift + dropped)",
-        "_Place(start, place.rope_shift)",
+        "self._rope_shifts[sequence] += dropped",
+        "self._rope_shifts[sequence] += 0",
         ("tests/test_draft_model.py::test_other_numbers_of_sinks_and_recent_tokens[1-2]",),
     ),
     Mutation(

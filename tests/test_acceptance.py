@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv.host_blocks import HostWrites
+from offload_runtime.kv.host_io import HostWrites
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup

@@ -14,8 +14,9 @@ from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
 from offload_runtime import engine
-from offload_runtime.cli import app, line_editor
-from offload_runtime.cli.chat_commands import COMMANDS, read_json_object, write_json_atomically
+from offload_runtime.cli import app
+from offload_runtime.cli.chat import COMMANDS, read_json_object, save_json
+from offload_runtime.cli.terminal import open_history
 from offload_runtime.errors import OptionError, StorageError
 from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
@@ -99,14 +100,14 @@ def test_unknown_command_lists_the_known_ones_and_is_not_sent(runtime: FakeRunti
     assert said(runtime) == ["/etc is a directory?"]
     (line,) = error_lines(result)
     assert "unknown command /quiet" in line
-    assert all(command.name in line for command in COMMANDS)
+    assert all(name in line for name in COMMANDS)
 
 
 def test_help_and_stats(runtime: FakeRuntime) -> None:
     result = chat(turns="/stats\n/help\none\n/stats\n/exit\nnever read\n")
     assert result.exit_code == 0
     assert "no answer yet" in result.stderr
-    assert all(command.help in result.stderr for command in COMMANDS)
+    assert all(command.help in result.stderr for command in COMMANDS.values())
     assert "3 tokens in 2 passes" in result.stderr
     assert "emulated" not in result.stderr and "time of a pass" not in result.stderr
     assert result.stderr.count(runtime.placement) == 3
@@ -153,10 +154,10 @@ def test_saving_to_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "chat.json"
-    write_json_atomically(path, {"old": 1})
+    save_json(path, {"old": 1})
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="No space left"):
-        write_json_atomically(path, {"new": 2})
+        save_json(path, {"new": 2})
     assert json.loads(path.read_text(encoding="utf-8")) == {"old": 1}
     assert os.listdir(tmp_path) == ["chat.json"]
 
@@ -204,5 +205,5 @@ def test_no_home_means_no_history(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     for name in ("XDG_STATE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert isinstance(line_editor._open_history(), InMemoryHistory)
+    assert isinstance(open_history(), InMemoryHistory)
     assert "no history is kept" in capsys.readouterr().err

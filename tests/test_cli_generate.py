@@ -306,7 +306,7 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
     assert asked == [[{"role": "user", "content": f"the text of {name}.txt"}] for name in "abc"]
     assert runtime.requests[0][1] == {
         "max_new_tokens": 256, "temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "stop": ("x",),
-        "gamma": None, "ignore_eos": False,
+        "gamma": None, "ignore_eos": False, "tree_nodes": None,
     }  # fmt: skip
     lines = result.stderr.splitlines()
     assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-4:-1]] == files[1::2]

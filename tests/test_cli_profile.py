@@ -16,7 +16,7 @@ from offload_runtime.cli import app
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, measure, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
-from offload_runtime.hardware.host_info import HostInfo
+from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 
 ROOT = Path(__file__).resolve().parent.parent

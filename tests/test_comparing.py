@@ -12,10 +12,10 @@ import compare
 import pytest
 import torch
 from common import options_from, peer_parser
-from comparing import chart, report, systems
+from comparing import report, systems
+from measurement import RoundClock
 from models import fitting_layers, require_whole_model
 from runs import NextToken, Run, answers, expectations, figures, num_differing
-from watching import RoundClock
 
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError, StorageError
 
@@ -207,7 +207,7 @@ def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: P
             lambda self, *args, **options: (saved.append(self), save(self, *args, **options)),
         )
         results = {"ours": result(110.0), "accelerate": result(2.0), "deepspeed": {"missing": "x"}}
-        paths = chart.draw(make_report(results), tmp_path / "new" / "bars.json")
+        paths = report.draw(make_report(results), tmp_path / "new" / "bars.json")
     assert [path.name for path in paths] == ["bars.png", "bars.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG") and "<svg" in paths[1].read_text()
     (axes,) = saved[0].axes
@@ -217,13 +217,13 @@ def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: P
     assert list(line.get_xdata()) == [55.0, 55.0]
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be drawn"):
-        chart.draw(make_report(results), tmp_path / "file" / "bars")
+        report.draw(make_report(results), tmp_path / "file" / "bars")
 
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chart, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"offload-runtime\[plots\]"):
-        chart.require_matplotlib()
+        report.require_matplotlib()
 
 
 def test_what_cannot_run_is_left_out_with_the_reason() -> None:
@@ -336,7 +336,7 @@ def test_the_bench_of_streaming_judges_what_was_measured() -> None:
     window = {"window_tokens": 1, "link_share": 0.98, "host_launch_share": 0.05}
     ours = result(4.0, windows=[window], vram_limit_bytes=24 * 10**9, differing_generations=0)
     results = {"ours": ours, "deepspeed": result(3.8), "accelerate": {"missing": "x"}}
-    assert bench_streaming.ratios(results) == {"deepspeed": 4.0 / 3.8}
+    assert report.times_ours_over(results) == {"deepspeed": 4.0 / 3.8}
     verdicts = {check.claim: check.holds for check in bench_streaming.checks(results)}
     assert verdicts == {
         "link share of the peak, window 1": True, "host launch share of a pass, window 1": True,

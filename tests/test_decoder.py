@@ -13,11 +13,10 @@ from offload_runtime_kernels.few_row_linear import MOST_ROWS, few_row_linear
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.model import RopeTable, RowBuilder, Window
-from offload_runtime.model import fused_layer as few_rows
-from offload_runtime.model.linear import padded_rows, tiled_linear
+from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.runners.target import window_pass
+from offload_runtime.weights import PlainWeight, encoding
 from offload_runtime.weights.architectures import model_config_from_transformers
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
@@ -39,6 +38,10 @@ CUDA = torch.device("cuda")
 GPU_ERROR = 5e-5
 # Two roots, a bushy and a deep branch, listed so that no path is a contiguous run.
 PARENTS = (-1, -1, 0, 1, 0, 2, 5, 3, 6)
+
+
+def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile_rows: int) -> torch.Tensor:
+    return PlainWeight(weight, bias).linear(x, tile_rows)
 
 
 def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float = 1e-5) -> None:
@@ -119,7 +122,7 @@ def test_passes_of_few_rows_take_the_fused_products(tmp_path: Path, monkeypatch:
         taken.append((x.shape[0], weight.shape[0]))
         return few_row_linear(x, weight, **options)
 
-    monkeypatch.setattr(few_rows, "few_row_linear", fused)
+    monkeypatch.setattr(encoding, "few_row_linear", fused)
     made = make_runner(random_model("llama"), tmp_path)
     _few_row_logits(made.runner, random_tokens(MOST_ROWS))
     assert taken == [(MOST_ROWS, m) for m in (144, 48, 160, 48)] * 4 + [(MOST_ROWS, VOCAB_SIZE)]
@@ -213,7 +216,7 @@ def test_chunks_and_tile_heights_do_not_matter(shape: PassShape, tmp_path: Path)
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
     _assert_logits(_window_logits(made.runner, tokens[40:]), expected[40:])
     made.engine.drain()  # every layer once per pass, however many chunks, and one ahead
-    assert made.engine.bytes_copied == (2 * 4 + 1) * made.weights.layer_layout.total_bytes
+    assert made.engine.bytes_copied == (2 * 4 + 1) * made.weights.layout.layer_bytes[0]
     made.close()
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from offload_runtime.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -56,9 +60,12 @@ def code_of(text: str) -> str:
 
 
 def known_options() -> set[str]:
-    """All that a command or a tool takes, as the sources spell them."""
-    sources = [*(ROOT / "offload_runtime" / "cli").glob("*.py"), *(ROOT / "tools").rglob("*.py")]
-    return {option for path in sources for option in re.findall(r"[\"'/,](--[a-z][a-z-]+)[\"'/,]", path.read_text())}
+    """All that a command takes, as typer reads it, or a tool, as the sources spell it."""
+    group: Any = typer.main.get_command(app)
+    options = {name for command in (group, *group.commands.values()) for one in command.params for name in one.opts}
+    for path in (ROOT / "tools").rglob("*.py"):
+        options.update(re.findall(r"[\"'/,](--[a-z][a-z-]+)[\"'/,]", path.read_text()))
+    return options
 
 
 @pytest.mark.parametrize("name", PAGES)

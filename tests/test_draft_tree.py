@@ -16,6 +16,7 @@ from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, StepShapes
+from offload_runtime.weights import PlainWeight
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered
@@ -132,7 +133,7 @@ def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
     """A tree whose steps are as on CUDA."""
     _, tree = draft.parts()
     cache = draft.runner.cache
-    replays = Replays(cache._blocks if isinstance(cache, StreamingDraftCache) else cache)
+    replays = Replays(cache)
     tree._shapes, tree._graphs = StepShapes(tree.room(0), rounded=True), replays  # type: ignore[assignment]
     return tree, replays
 
@@ -280,7 +281,7 @@ def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: Sampling
 
 def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tree = draft.parts()
-    head = torch.zeros_like(draft.runner.decoder.lm_head)
+    head = PlainWeight(torch.zeros_like(draft.runner.decoder.lm_head.dense))
     monkeypatch.setattr(draft.runner.decoder, "lm_head", head)
     (children,) = tree.expand({0: Asked([5, 6], [Branch(6)])})[0]
     assert children.tokens[0] == 0 and len(set(children.tokens)) == 8 and set(children.scores) == {0.0}

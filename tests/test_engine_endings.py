@@ -10,7 +10,7 @@ import pytest
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv import host_blocks
+from offload_runtime.kv import host_io
 from tests.helpers.engine import PROMPT, load, one_thread, raising, write_noisy_copy  # noqa: F401
 
 COUNT = 32
@@ -182,7 +182,7 @@ def test_a_host_that_is_full_in_mid_answer(
             raise BudgetError(f"no memory for {what}")
 
         with monkeypatch.context() as patch:
-            patch.setattr(host_blocks, "check_host_memory", refuse)
+            patch.setattr(host_io, "check_host_memory", refuse)
             with pytest.raises(BudgetError, match="could not grow by") as caught:
                 paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True, gamma=2)
             (answer,) = caught.value.answers

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_report import write_report
+from harness import write_report
 from safetensors.torch import load_file
 
-from offload_runtime.cli.chat_commands import write_json_atomically
+from offload_runtime.cli.chat import save_json
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
-from offload_runtime.hardware.store import save_profile, shipped_directory
+from offload_runtime.hardware.profile import save_profile, shipped_directory
 from offload_runtime.trace.chrome import write_trace
 from offload_runtime.trace.recorder import Trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
@@ -36,7 +36,7 @@ os.replace = Path.rename = die
 """
 OF_A_PROFILE = """
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.store import save_profile
+from offload_runtime.hardware.profile import save_profile
 save_profile(load_profile("rtx3090"), "mine")
 """
 OF_A_TRACE = """
@@ -51,11 +51,11 @@ write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
 
 
 OF_A_CONVERSATION = """
-from offload_runtime.cli.chat_commands import write_json_atomically
-write_json_atomically(Path(sys.argv[1]), {"run": "killed"})
+from offload_runtime.cli.chat import save_json
+save_json(Path(sys.argv[1]), {"run": "killed"})
 """
 OF_A_REPORT = """
-from bench_report import write_report
+from harness import write_report
 write_report({"run": "killed"}, Path(sys.argv[1]))
 """
 
@@ -97,7 +97,7 @@ def test_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("killed", "save"),
     [
-        (OF_A_CONVERSATION, write_json_atomically),
+        (OF_A_CONVERSATION, save_json),
         (OF_A_REPORT, lambda path, record: write_report(record, path)),
     ],
     ids=["conversation", "report"],

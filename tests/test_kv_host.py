@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.copy import ThreadCopyEngine
 from offload_runtime.errors import BudgetError, ContextLengthError
-from offload_runtime.kv import host_blocks
+from offload_runtime.kv import host_io
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV
@@ -190,7 +190,7 @@ def test_memory_that_is_refused_while_growing_keeps_what_is_committed(
         def refuse(needed_bytes: int, *, what: str) -> None:
             raise BudgetError(f"{what} would take {needed_bytes} bytes")
 
-        patch.setattr(host_blocks, "check_host_memory", refuse)
+        patch.setattr(host_io, "check_host_memory", refuse)
         with pytest.raises(BudgetError, match="could not grow"):
             pair[1].verify([window], [0])
         with pytest.raises(BudgetError, match="could not grow"):

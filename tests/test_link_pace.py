@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload_runtime.copy import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.copy.pace import HostPace
+from offload_runtime.copy.cpu import LinkPace, host_pace
 
 CPU = torch.device("cpu")
 MS = 1_000_000
@@ -28,15 +28,15 @@ class Clock:
         self.now_ns += round(seconds * 1e9) + self._oversleep_ns
 
 
-def _copy(pace: HostPace, clock: Clock, nbytes: int, *, takes_ns: int = 0) -> None:
-    pace.begin()
+def _copy(pace: LinkPace, clock: Clock, nbytes: int, *, takes_ns: int = 0) -> None:
+    pace(0)
     clock.now_ns += takes_ns
-    pace.carried(nbytes)
+    pace(nbytes)
 
 
 def test_copies_take_what_their_bytes_take_whatever_they_took() -> None:
     clock = Clock()
-    pace, begun = HostPace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
+    pace, begun = host_pace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
     for takes_ns in (0, MS, 9 * MS):
         _copy(pace, clock, 20_000_000, takes_ns=takes_ns)  # 10 ms at 2 GB/s
     assert clock.now_ns - begun == 30 * MS
@@ -45,7 +45,7 @@ def test_copies_take_what_their_bytes_take_whatever_they_took() -> None:
 
 def test_oversleeping_does_not_add_up() -> None:
     clock = Clock(oversleep_ns=MS)
-    pace, begun = HostPace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
+    pace, begun = host_pace(2.0, clock_ns=clock, sleep=clock.sleep), clock.now_ns
     for _ in range(100):
         _copy(pace, clock, 20_000_000)
     assert clock.now_ns - begun == 1001 * MS
@@ -53,7 +53,7 @@ def test_oversleeping_does_not_add_up() -> None:
 
 def test_a_link_that_idled_or_was_slow_does_not_catch_up() -> None:
     clock = Clock()
-    pace = HostPace(2.0, clock_ns=clock, sleep=clock.sleep)
+    pace = host_pace(2.0, clock_ns=clock, sleep=clock.sleep)
     _copy(pace, clock, 20_000_000, takes_ns=50 * MS)  # five times as slow as what is emulated
     for idle_ns in (0, 60 * MS):
         clock.now_ns += idle_ns
@@ -68,10 +68,7 @@ class CountedPace:
     def __init__(self) -> None:
         self.told: list[int] = []
 
-    def begin(self) -> None:
-        self.told.append(0)
-
-    def carried(self, nbytes: int) -> None:
+    def __call__(self, nbytes: int) -> None:
         self.told.append(nbytes)
 
 

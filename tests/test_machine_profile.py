@@ -21,8 +21,7 @@ from offload_runtime.hardware import (
     save_profile,
 )
 from offload_runtime.hardware.gpu_bench import PcieLink
-from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS
-from offload_runtime.hardware.store import shipped_directory
+from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS, shipped_directory
 
 GIB = 1 << 30
 SHIPPED = ("h200", "rtx3090", "rtx4090", "rtx4090-x2")

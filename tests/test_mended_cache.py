@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mended_cache import MendedCache, WholeLayer
+from offloaded_cache import MendedCache, WholeLayer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 TINY = LlamaConfig(

@@ -8,17 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import common
 import compare
 import measurement
 import pytest
-import sources
 import torch
 from common import options_from, peer_parser
-from generations import asked_generations, num_differing_of
-from long_prompts import read_in_chunks
-from measurement import measure, measure_peer
+from measurement import measure, measure_peer, read_in_chunks
 from models import load_draft, prefill_bytes
-from runs import Run
+from runs import Run, asked_generations, num_differing_of
 
 from offload_runtime.errors import OptionError
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
@@ -207,8 +205,8 @@ def test_a_report_says_how_prompts_were_read(target: Path) -> None:
 
 
 def test_long_prompts_are_chunked_unless_forbidden_and_layers_find_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = replace(sources.SHAPES["llama2-7b"], max_position_embeddings=131072)
-    monkeypatch.setitem(sources.SHAPES, "llama2-7b-128k", long)
+    long = replace(common.SHAPES["llama2-7b"], max_position_embeddings=131072)
+    monkeypatch.setitem(common.SHAPES, "llama2-7b-128k", long)
 
     def options(tokens: int, *others: str) -> Any:
         given = ["--shape", "llama2-7b-128k", "--device", "cpu", "--prompt-tokens", str(tokens), "--new-tokens", "32"]

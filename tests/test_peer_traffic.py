@@ -15,13 +15,11 @@ import pytest
 import torch
 from common import options_from, peer_parser
 from comparing import report
-from generations import asked_generations
 from measurement import measure_peer
-from mended_cache import MendedCache
 from models import load_draft
-from offloaded_cache import offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
+from offloaded_cache import MendedCache, offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
 from our_options import OurOptions
-from runs import KVTraffic, Run, figures
+from runs import KVTraffic, Run, asked_generations, figures
 from transformers.cache_utils import DynamicLayer
 
 from offload_runtime.config import ModelConfig

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import models
 import pytest
 import torch
-import vram
 from common import PeerOptions
-from vram import free_bytes, open_device
-from watching import RoundClock
+from measurement import RoundClock
+from models import free_bytes, open_device
 
 from offload_runtime.config import GB
 from offload_runtime.errors import BudgetError, DeviceError
@@ -32,7 +32,7 @@ class Card:
             monkeypatch.setattr(torch.cuda, name, self.begin)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((24 - self.used_gb) * GB, 24 * GB))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.allocator_share.append)
-        monkeypatch.setattr(vram, "device_memory_used_by_others", self.others)
+        monkeypatch.setattr(models, "device_memory_used_by_others", self.others)
 
     def begin(self, *_: object) -> None:
         """CUDA makes its context."""

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bench_report
 import compare
+import harness
 import pytest
 from comparing import systems
 
@@ -49,9 +49,9 @@ def test_compare_leaves_what_was_measured_after_every_system(tmp_path: Path, mon
 
 def test_a_report_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "r.json"
-    bench_report.write_report({"a": 1}, out)
+    harness.write_report({"a": 1}, out)
     with pytest.raises(ValueError, match="JSON compliant"):
-        bench_report.write_report({"a": float("nan")}, out)
+        harness.write_report({"a": float("nan")}, out)
     write_text = Path.write_text
 
     def full(path: Path, text: str, **others: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_report_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(StorageError, match="no space left"):
-        bench_report.write_report({"a": 2}, out)
+        harness.write_report({"a": 2}, out)
     assert json.loads(out.read_text()) == {"a": 1}
 
 
@@ -68,9 +68,9 @@ def test_a_file_that_cannot_be_written_stops_nothing_before_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    bench_report.write_unfinished({"a": 1}, tmp_path / "file" / "r.json")
-    bench_report.write_unfinished({"a": 1}, None)
+    harness.write_unfinished({"a": 1}, tmp_path / "file" / "r.json")
+    harness.write_unfinished({"a": 1}, None)
     assert capsys.readouterr().err.count("cannot be written") == 1
     with pytest.raises(OffloadError, match="on standard output only"):
-        bench_report.emit({"a": 1}, tmp_path / "file" / "r.json")
+        harness.emit({"a": 1}, tmp_path / "file" / "r.json")
     assert json.loads(capsys.readouterr().out) == {"a": 1}

@@ -14,7 +14,7 @@ import bench_trees
 import compare
 import pytest
 import typer
-from long_context.options import settings_of
+from harness import settings_of
 
 from offload_runtime.cli.app import app
 from offload_runtime.verify.report import VerificationPlan

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.copy import CudaCopyEngine, StagingWriteEngine, ThreadCopyEngine
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache, host_blocks
+from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache, host_io
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
@@ -167,7 +167,7 @@ def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.Monk
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096
     assert [pageable.locked_bytes(blocks.block(layer, 1, 2, 3)) for layer in range(3)] == [0, 3 * 4096, 0]
     with monkeypatch.context() as patch:
-        patch.setattr(host_blocks, "HostArena", raising(BudgetError("no more"), after=2, then=HostArena))
+        patch.setattr(host_io, "HostArena", raising(BudgetError("no more"), after=2, then=HostArena))
         with pytest.raises(BudgetError, match="could not grow"):
             blocks.grow(0, 5)
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.num_blocks(0) == 4

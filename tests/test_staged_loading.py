@@ -20,7 +20,7 @@ from offload_runtime.engine import load as loading
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.host_info import HostInfo, usable_cores
+from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.plan import (
@@ -367,7 +367,7 @@ def test_staged_streaming_reaches_8_gbps() -> None:
         slots = list(torch.empty(3 * nbytes, dtype=torch.uint8, device=device).view(3, -1))
         torch.cuda.synchronize()
         layers = [arena.buffer for arena in arenas]
-        streamer = LayerStreamer(layers, {}, slots, make_views=lambda buffer: {"w": buffer}, engine=engine)
+        streamer = LayerStreamer(layers, {}, slots, make_views=lambda index, buffer: {"w": buffer}, engine=engine)
         wrong = torch.zeros((), dtype=torch.int64, device=device)
 
         def run_pass() -> None:

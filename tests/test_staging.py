@@ -39,7 +39,7 @@ def _layer(index: int) -> torch.Tensor:
 LAYERS = [_layer(index) for index in range(NUM_LAYERS)]
 
 
-def _views(buffer: torch.Tensor) -> LayerViews:
+def _views(index: int, buffer: torch.Tensor) -> LayerViews:
     return {"w": buffer}
 
 

@@ -24,7 +24,7 @@ def _layer(index: int) -> torch.Tensor:
     return torch.full((LAYER_BYTES,), 7 * index + 1, dtype=torch.uint8)
 
 
-def _views(buffer: torch.Tensor) -> LayerViews:
+def _views(index: int, buffer: torch.Tensor) -> LayerViews:
     return {"w": buffer}
 
 

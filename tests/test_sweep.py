@@ -31,7 +31,7 @@ from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.kv import HostKVCache
-from offload_runtime.speculation import NoProposer, Proposal, Round
+from offload_runtime.speculation import NoProposer, Proposal, StepResult
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
@@ -209,7 +209,7 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
         (["gamma", "--noise", "0.1"], "--noise would be ignored with --shape none"),
         (["gamma", "--draft-cache", "full"], "--recent would be ignored with --draft-cache full"),
         (["budget", "--draft", "none", "--gamma-draft", "2"], "--gamma-draft would be ignored with --draft none"),
-        (["temperature", "--emulate", "rtx4090"], "--emulate would be ignored by temperature"),
+        (["temperature", "--emulate", "rtx4090"], "unrecognized arguments: --emulate rtx4090"),
         (["temperature", "window"], "temperature and window take different models"),
         (["temperature", "--values", "warm"], "'warm' is not a number"),
         (["budget", "--values", "8K"], "8192 tokens is more than the context"),
@@ -334,9 +334,9 @@ def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
 
 
 def test_acceptance_is_counted_by_depth() -> None:
-    def played(num_proposed: int, num_accepted: int) -> Round:
+    def played(num_proposed: int, num_accepted: int) -> StepResult:
         proposal = Proposal.chain(range(num_proposed), "draft")
-        return Round(list(range(num_accepted + 1)), proposal, tuple(range(num_accepted)))
+        return StepResult(list(range(num_accepted + 1)), proposal, tuple(range(num_accepted)))
 
     rounds = [played(3, 2), played(3, 3), played(2, 0), played(0, 0)]
     found = target_acceptance(rounds)

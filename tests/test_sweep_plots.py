@@ -11,14 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import streamed_weights.command
 import sweep as sweep_tool
-from long_context.options import settings_of
+import sweeping.streamed_weights
+from harness import settings_of
 from sweep import FAMILIES, main, plan
-from sweeping.command_line import family_of, parse
-from sweeping.family import flag
-from sweeping.panels import panels_of
-from sweeping.plot import draw, picture_base
+from sweeping.family import family_of, flag
+from sweeping.pictures import draw, panels_of, picture_base
 
 from offload_runtime.errors import OptionError, StorageError
 
@@ -174,9 +172,9 @@ def test_files_go_on_with_the_command_that_wrote_them(path: Path, monkeypatch: p
     )
     if "num_layers" in report["rows"][0]:  # the small model is not at hand, and only the layers of its shape are asked
         config = SimpleNamespace(num_layers=report["rows"][0]["num_layers"])
-        monkeypatch.setattr(streamed_weights.command, "open_models", lambda _: SimpleNamespace(config=config))
+        monkeypatch.setattr(sweeping.streamed_weights, "open_models", lambda _: SimpleNamespace(config=config))
     before = path.read_bytes()
-    ((file, missing),) = plan(family, [sweep], parse(family, [sweep], words, FAMILIES))
+    ((file, missing),) = plan(family, [sweep], family.parse([sweep], words))
     assert not missing and not file.num_outdated and len(file.rows) == len(report["rows"])
     assert path.read_bytes() == before
 
@@ -219,7 +217,7 @@ def test_the_documented_commands_are_those_of_the_results() -> None:
             continue
         names = [word for word in words if word in known]
         family = family_of(names, FAMILIES)
-        arguments = parse(family, names, words[len(names) :], FAMILIES)
+        arguments = family.parse(names, words[len(names) :])
         swept |= set(names)
         for name in names:
             path = ROOT / str(arguments.out).format(sweep=name)

@@ -138,7 +138,7 @@ def demanding(model: SureModel, least_gain: float) -> tuple[TreeDraftProposer, D
     return proposer, worth
 
 
-def test_a_thrifty_turn_takes_the_steps_that_pay() -> None:
+def test_a_cost_aware_request_takes_the_steps_that_pay() -> None:
     script = random_tokens(200, seed=19)
     sizes = []
     for least_gain in (0.0, 0.8, 2.0):

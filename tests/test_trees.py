@@ -13,7 +13,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv import cache as tree_path
+from offload_runtime.kv import device as tree_path
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposal

@@ -10,7 +10,7 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv.retrieval import RetrievedChunks
+from offload_runtime.kv.retrieval_cache import RetrievalCache
 from offload_runtime.speculation import DraftRequest, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.dense_levels import count_accepted
@@ -35,24 +35,25 @@ def draft(target: Path) -> Path:
 
 
 class Watch:
-    """Keeps what a runtime proposed to its target, and which blocks its chunks were last chosen from."""
+    """Keeps what a runtime proposed to its target, and how many blocks chunks were chosen from."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.windows: list[tuple[int, list[int]]] = []
-        self.available: set[int] = set()
-        propose, update = TriForceProposer.propose, RetrievedChunks.update
+        self.far_blocks: set[int] = set()
+        propose, begin_window = TriForceProposer.propose, RetrievalCache.begin_window
 
         def watched_propose(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
             (request,), (proposal,) = requests, propose(proposer, requests)
             self.windows.append((len(request.tokens), list(proposal.tokens)))
             return [proposal]
 
-        def watched_update(chunks: RetrievedChunks, *arguments: Any, **named: Any) -> Any:
-            self.available.update(arguments[3])
-            return update(chunks, *arguments, **named)
+        def watched_begin(cache: RetrievalCache, *arguments: Any) -> bool:
+            grown = begin_window(cache, *arguments)
+            self.far_blocks.add(cache.recent().start)
+            return grown
 
         patch.setattr(TriForceProposer, "propose", watched_propose)
-        patch.setattr(RetrievedChunks, "update", watched_update)
+        patch.setattr(RetrievalCache, "begin_window", watched_begin)
 
 
 def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> list[int]:
@@ -80,7 +81,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
             count_accepted(proposals, truth[length:]) for length, proposals in watch.windows if len(proposals) == GAMMA
         }
         assert accepted == set(range(GAMMA + 1))
-        assert watch.available == {256 // 8, 2 * 256 // 8}
+        assert watch.far_blocks == {0, 1, 2}
 
 
 @pytest.mark.parametrize("target", [2], indirect=True)

@@ -19,10 +19,8 @@ from offload_runtime.weights import (
     checkpoint_tensors,
     layer_layout,
     load_weights,
-    model_config_from_transformers,
     open_checkpoint,
     packed_bytes,
-    random_weights,
 )
 from tests.helpers.page_locking import LimitedRegistrar
 
@@ -94,8 +92,8 @@ def test_packed_tensors_are_the_modules_weights_side_by_side(directory, arenas, 
         }
         assert set(views) == set(expected)
         for name, tensor in expected.items():
-            assert torch.equal(views[name], tensor.to(dtype)), (index, name)
-    shared = weights.views(None)
+            assert torch.equal(views[name].dense, tensor.to(dtype)), (index, name)
+    shared = {name: weight.dense for name, weight in weights.views(None).items()}
     assert torch.equal(shared["embedding"], model.model.embed_tokens.weight.to(dtype))
     assert torch.equal(shared["final_norm"], model.model.norm.weight.to(dtype))
     assert torch.equal(shared["lm_head"], model.lm_head.weight.to(dtype))
@@ -107,7 +105,7 @@ def test_large_tensors_are_converted_in_pieces(tmp_path):
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
     weights = load_weights(open_checkpoint(tmp_path), torch.bfloat16)
-    assert torch.equal(weights.views(None)["embedding"], model.model.embed_tokens.weight.bfloat16())
+    assert torch.equal(weights.views(None)["embedding"].dense, model.model.embed_tokens.weight.bfloat16())
 
 
 def test_blocks_are_locked_once_and_only_when_complete(directory, arenas):
@@ -194,21 +192,6 @@ def test_progress_ends_at_the_total(directory):
     assert weights.total_bytes == packed_bytes(source.config(), torch.bfloat16)
     assert len(seen) > len(checkpoint_tensors(source.config()))
     assert weights.load_seconds > 0 and weights.load_gbps > 0
-
-
-def test_random_weights_depend_on_the_seed_alone(arenas):
-    config = model_config_from_transformers(transformers.Qwen2Config(**(SIZES | {"hidden_size": 256})))
-    device = torch.device("cpu")
-    first, again, other = (
-        random_weights(config, torch.bfloat16, pin=False, seed=seed, device=device) for seed in (1, 1, 2)
-    )
-    for layer in (None, 0, 1, 2):
-        for name, tensor in first.views(layer).items():
-            assert torch.equal(tensor, again.views(layer)[name])
-            assert not torch.equal(tensor, other.views(layer)[name])
-    assert not torch.equal(first.views(0)["qkv"], first.views(1)["qkv"])
-    assert abs(first.views(0)["qkv"].float().std() - 0.02) < 2e-3
-    assert abs(first.views(0)["post_norm"].float().mean() - 1) < 0.01
 
 
 MEASURE = """

@@ -147,7 +147,7 @@ def test_yarn_frequencies_of_smollm2_in_a_larger_head(name, large_dim):
         assert not torch.allclose(kept[:: large_dim // 64], wanted, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-68m"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("llama-68m", "tiny")])
 def test_named_shapes_hold_smollm2(name):
     """Each query head meets the keys and values of its own KV head, and no two share a place."""
     shape = shape_named(name)
@@ -233,7 +233,7 @@ def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
         before, after = direct.views(layer), read.views(layer)
         for name in after:
             if device == "cpu" or name in ("embedding", "o", "down"):
-                assert torch.equal(before[name], after[name]), (layer, name)
+                assert torch.equal(before[name].dense, after[name].dense), (layer, name)
     if device == "cuda":
         redrawn = write(widened, tmp_path / "redrawn", monkeypatch)
         logits = [all_logits(AutoModelForCausalLM.from_pretrained(path), TOKENS) for path in (out, redrawn)]

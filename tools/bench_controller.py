@@ -10,8 +10,8 @@ line. Windows of other sizes than the controller's own may need a CUDA graph, so
 before it is timed; the controller's first answer comes after one at another temperature, of whose acceptance it makes
 no use, and its later ones (`--repeats`) are about a text that it knows.
 
-It takes nothing from the package but `Runtime.load`, `generate` and the stats, and from the other tools what they had
-when windows were chosen otherwise: a copy of this file in an older checkout's `tools` measures that one's chooser.
+It takes nothing from the package but `Runtime.load`, `generate` and the stats. As it was at a85f23b it runs from older
+checkouts, too: a copy of that file in their `tools` measures what chose windows then.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import script
-from bench_report import check_out, emit, percentiles, provenance, write_unfinished
-from bench_trees import noisy_copy
-from widening.checkpoint import WidenedCheckpoint
+import harness
+from harness import check_out, emit, percentiles, provenance, write_unfinished
+from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
 
-from offload_runtime.config import SamplingParams, require_positive
+from offload_runtime.config import SamplingParams
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -100,11 +99,9 @@ def fixed_windows(options: argparse.Namespace) -> list[Window]:
 def load(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Runtime:
     """The target of `--shape` with the small model and so much noise as its draft; sizes are left to the controller."""
     device = resolve_device(options.device)
-    target: CheckpointSource = small
-    if options.shape != "none":
-        target = WidenedCheckpoint(small, shape_named(options.shape), device=device)
+    target, draft = in_shape(small, options.shape, device=device), noisy_copy(small, noise, device=device)
     return Runtime.load(
-        target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
+        target, draft=draft, device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
         profile=options.profile,
     )  # fmt: skip
@@ -115,7 +112,7 @@ def measure(options: argparse.Namespace, small: CheckpointSource, noise: float) 
     with load(options, small, noise) as runtime:
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = {
-            path.stem: runtime.encode(script.read_text(path, "--prompt-file"))[: options.prompt_tokens]
+            path.stem: runtime.encode(harness.read_text(path, "--prompt-file"))[: options.prompt_tokens]
             for path in options.prompt_file
         }
         windows = [CHOSEN, *warmed_up(runtime, next(iter(prompts.values())), options)]
@@ -196,14 +193,14 @@ def ratio_line(ratio: Mapping[str, Any]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the small model")
     parser.add_argument("--prompt-file", type=Path, action="append", required=True, help="a text to begin with; repeat")
     parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
-    parser.add_argument("--noises", type=_floats, default=(0.02, 0.1, 1.0), help="of the drafts, comma-separated")
+    parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.1, 1.0), help="of the drafts")
     parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--gammas", type=_integers, default=(4, 8, 16, 24), help="of fixed chains; empty for none")
-    parser.add_argument("--nodes", type=_integers, default=(32, 128, 512, 1024), help="of fixed trees; empty for none")
+    parser.add_argument("--gammas", type=harness.integers, default=(4, 8, 16, 24), help="of fixed chains")
+    parser.add_argument("--nodes", type=harness.integers, default=(32, 128, 512, 1024), help="of fixed trees")
     parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=256, help="of every answer but plain ones")
     parser.add_argument("--plain-tokens", type=int, default=8)
@@ -215,18 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vram")
     parser.add_argument("--resident-layers", default="auto")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="of this tree, where it has no git")
-    parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -239,30 +225,28 @@ def check(options: argparse.Namespace) -> None:
     resolve_device(options.device)
     if not options.gammas and not options.nodes:
         raise OptionError("--gammas and --nodes are both empty: name a fixed window to hold the controller against")
-    for name in ("prompt_tokens", "tokens", "plain_tokens", "warm_up_tokens", "repeats", "context"):
-        require_positive(f"--{name.replace('_', '-')}", getattr(options, name))
-    for name in ("gammas", "nodes"):
-        for size in getattr(options, name):
-            require_positive(f"--{name}", size)
+    harness.require_all_positive(
+        options, "prompt_tokens", "tokens", "plain_tokens", "warm_up_tokens", "repeats", "context", "gammas", "nodes"
+    )
     if min(options.tokens, options.plain_tokens) < 2:
         raise OptionError("--tokens and --plain-tokens must be at least 2: the first token is prefill's")
     for noise in options.noises:
         if not 0 <= noise < math.inf:
             raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
     SamplingParams(temperature=options.temperature)
-    script.check_machine(options.vram, options.emulate)
-    script.check_machine(None, options.profile)
+    harness.check_machine(options.vram, options.emulate)
+    harness.check_machine(None, options.profile)
     if options.shape != "none":
         shape_named(options.shape)
     for path in options.prompt_file:
-        if not script.read_text(path, "--prompt-file").strip():
+        if not harness.read_text(path, "--prompt-file").strip():
             raise OptionError(f"{path} is empty: name a text to begin with by --prompt-file")
     if len({path.stem for path in options.prompt_file}) < len(options.prompt_file):
         raise OptionError("two --prompt-file have the same name: rows are told apart by it")
     check_out(options.out)
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 1 when an answer had other tokens than the controller's."""
     options = parse(argv)

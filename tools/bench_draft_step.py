@@ -10,26 +10,25 @@ step launched kernel by kernel. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from functools import partial
 from typing import Any
 
-import script  # noqa: F401 (finds the package, installed or not)
+import harness
 import torch
-from bench_gumbel_argmax import measure_copy_gbps
-from bench_kernels_common import event_times_ms
-from bench_report import emit, percentiles, provenance
+from harness import check_out, emit, percentiles, provenance
+from timing import event_times_ms, measure_copy_gbps
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams
 from offload_runtime.copy import make_copy_engine
 from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.streaming import StreamingDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import DraftModel, Known, ModelRunner, PassShape, StepGraphs
-from offload_runtime.weights.layout import PackedLayout, layer_layout, shared_layout
+from offload_runtime.weights import ModelLayout, PackedLayout, layer_layout
 
 DTYPE = torch.bfloat16
 STEPS = 32  # timed together, as a window is drafted
@@ -55,10 +54,10 @@ def random_block(layout: PackedLayout, device: torch.device) -> torch.Tensor:
     """Packed weights: norms of one, matrices that keep the activations' size."""
     block = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
     for view in layout.views(block).values():
-        if view.dim() == 1:
-            view.fill_(1)
+        if len(view.shape) == 1:
+            view.dense.fill_(1)
         else:
-            view.normal_(std=view.shape[-1] ** -0.5)
+            view.dense.normal_(std=view.shape[-1] ** -0.5)
     return block
 
 
@@ -66,10 +65,14 @@ def make_draft(
     config: ModelConfig, device: torch.device, *, context: int, streaming: bool, tile_rows: int
 ) -> DraftModel:
     """A draft of random weights, all of them resident, that samples at temperature 0.7."""
-    layout, shared = layer_layout(config, DTYPE), shared_layout(config, DTYPE)
-    layers = {index: random_block(layout, device) for index in range(config.num_layers)}
+    layout = ModelLayout.plain(config, DTYPE)
+    layers = {index: random_block(block, device) for index, block in enumerate(layout.layers)}
     streamer = LayerStreamer(
-        [block[:0] for block in layers.values()], layers, [], make_views=layout.views, engine=make_copy_engine(device)
+        [block[:0] for block in layers.values()],
+        layers,
+        [],
+        make_views=layout.layer_views,
+        engine=make_copy_engine(device),
     )
     budget = DeviceBudget(device, None)
     cache: DeviceKVCache | StreamingDraftCache
@@ -82,17 +85,12 @@ def make_draft(
     else:
         cache = DeviceKVCache(config, DTYPE, capacity_tokens=context + 2 * STEPS, batch=1, budget=budget)
         rope = RopeTable(config, device)
-    decoder = Decoder(config, shared.views(random_block(shared, device)))
+    decoder = Decoder(config, layout.shared.views(random_block(layout.shared, device)))
     shape = PassShape(window_rows=tile_rows, prefill_rows=256, prefill_chunk_tokens=1024)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), shape)
     draft = DraftModel(runner, vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size)
     draft.start([SamplingParams(temperature=0.7, seed=1)])
     return draft
-
-
-def times_ms(run: Callable[[], object], *, repeats: int) -> list[float]:
-    """Milliseconds of one `run`, `repeats` times, after three that capture."""
-    return event_times_ms(run, repeats=repeats, warmups=3)
 
 
 def step_bytes(config: ModelConfig, keys: int) -> int:
@@ -116,6 +114,7 @@ def measure(
     def first() -> None:
         draft.steps(1, longest={0: context})
 
+    times_ms = partial(event_times_ms, warmups=3)  # three that capture
     whole, one = percentiles(times_ms(window, repeats=20)), percentiles(times_ms(first, repeats=20))
     others = [(time - one.median) / (STEPS - 1) for time in times_ms(window, repeats=20)]
     step = percentiles(others)
@@ -132,18 +131,20 @@ def measure(
     }  # fmt: skip
 
 
-def main() -> None:
+@harness.one_line_errors
+def main() -> int:
     """Measure every case, print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--tile-rows", type=int, nargs="+", default=[1, 8], help="heights of the matrix products")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
+    harness.add_report_options(parser)
     arguments = parser.parse_args()
+    check_out(arguments.out)
     if not torch.cuda.is_available():
-        parser.error("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
-    device, copy_gbps, cases = torch.device("cuda"), measure_copy_gbps(), []
+        raise DeviceError("this times CUDA graphs and torch sees no CUDA device: run it on a machine with one")
+    device = torch.device("cuda")
+    copy_gbps, cases = measure_copy_gbps(device), []
     print(f"{'shape':>13} {'context':>7} {'cache':>9} {'tile':>4} {'step':>8} {'first':>8} {'eager':>8} {'bound':>7}")
     for name in arguments.shapes:
         for context in arguments.contexts:
@@ -171,7 +172,8 @@ def main() -> None:
         },
         arguments.out,
     )  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

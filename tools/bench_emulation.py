@@ -14,12 +14,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, percentiles, provenance
+from harness import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy import CopyEngine, make_copy_engine
@@ -135,16 +134,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--emulate", default="rtx4090", help="a profile's name or file")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", type=float, nargs="+", default=list(SIZES_MIB), help="MiB of one copy")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
     check_out(options.out)
     result = measure(options)

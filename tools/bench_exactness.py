@@ -18,19 +18,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, provenance
-from target_alone import load_target
+from common import random_source
+from harness import check_out, emit, provenance
+from long_context.internals import runner_of
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.memory import DeviceBudget, resolve_device
+from offload_runtime.engine import Runtime
+from offload_runtime.memory import resolve_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposer, first_token, run_step
 from offload_runtime.verify.replay import ScriptedProposer, differing_rows
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights import CheckpointSource, open_checkpoint
+
+_RANDOM_TOKENS = 64
 
 
 def decode(
@@ -66,24 +69,24 @@ def compare(plain: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_model(
-    resident: LoadedModel, streamed: LoadedModel, prompt: list[int], arguments: argparse.Namespace
+    resident: Runtime, streamed: Runtime, prompt: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """All temperatures and proposers for one model in both placements."""
     rows = []
-    vocab_size = resident.runner.decoder.config.vocab_size
+    vocab_size = resident.config.vocab_size
     for temperature in (float(part) for part in arguments.temperatures.split(",")):
         params = SamplingParams(temperature=temperature, seed=arguments.seed)
-        plain = decode(resident.runner, prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
-        runs: list[tuple[str, LoadedModel, Proposer, int]] = [("ngram", resident, NgramProposer(), 16)]
+        plain = decode(runner_of(resident), prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
+        runs: list[tuple[str, Runtime, Proposer, int]] = [("ngram", resident, NgramProposer(), 16)]
         for accuracy, gamma, model in ((0.8, 8, resident), (0.95, 40, resident), (0.99, 200, resident),
                                        (0.97, 200, streamed)):  # fmt: skip
             script = ScriptedProposer(prompt + plain["tokens"], vocab_size, accuracy=accuracy, seed=arguments.seed)
             runs.append((f"script {accuracy}", model, script, gamma))
         for name, model, proposer, gamma in runs:
-            speculative = decode(model.runner, prompt, proposer, params, gamma=gamma, count=arguments.tokens)
+            speculative = decode(runner_of(model), prompt, proposer, params, gamma=gamma, count=arguments.tokens)
             row = {
                 "temperature": temperature, "proposer": name, "gamma": gamma,
-                "streamed_layers": model.placement.num_streamed, **compare(plain, speculative),
+                "streamed_layers": model.config.num_layers if model is streamed else 0, **compare(plain, speculative),
             }  # fmt: skip
             rows.append(row)
             print(
@@ -95,34 +98,29 @@ def run_model(
     return rows
 
 
-def load(arguments: argparse.Namespace, resident_layers: int | None) -> tuple[str, LoadedModel, list[int]]:
-    """The model with so many resident layers (None: all), and a prompt."""
-    if arguments.shape:
-        from common import options_from, peer_parser
-        from ours import build
-
-        argv = ["--shape", arguments.shape, "--device", arguments.device, "--dtype", arguments.dtype, "--vram", "100GB"]
-        argv += ["--prompt-tokens", "64"] + (["--layers", str(arguments.layers)] if arguments.layers else [])
-        options = options_from(peer_parser("").parse_args(argv))
-        model, _, _ = build(
-            options, context=arguments.tokens + 512, window=256,
-            resident_layers=options.layers if resident_layers is None else resident_layers,
-        )  # fmt: skip
-        return f"random {arguments.shape}", model, list(options.prompts[0])
-    source = open_checkpoint(arguments.model)
+def opened(arguments: argparse.Namespace) -> tuple[str, CheckpointSource, list[int]]:
+    """The model, what it is called, and a prompt."""
+    if arguments.model:
+        source = open_checkpoint(arguments.model)
+        return Path(arguments.model).name, source, source.tokenizer().encode(arguments.prompt)
     device = resolve_device(arguments.device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    model, _ = load_target(
-        source, dtype, DeviceBudget(device, None), context=arguments.tokens + 512, window=256,
-        resident_layers=resident_layers,
+    made = random_source(arguments.shape, layers=arguments.layers, seed=0, device=device)
+    prompt = torch.randint(made.config().vocab_size, (_RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    return f"random {arguments.shape}", made, prompt.tolist()
+
+
+def load(arguments: argparse.Namespace, source: CheckpointSource, resident_layers: int) -> Runtime:
+    """A runtime of the target alone."""
+    return Runtime.load(
+        source, draft="none", device=arguments.device, dtype=arguments.dtype, resident_layers=resident_layers,
+        context=arguments.tokens + 512, kv="gpu", max_gamma=255,
     )  # fmt: skip
-    return Path(arguments.model).name, model, source.tokenizer().encode(arguments.prompt)
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Run and report."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--model", help="checkpoint (directory, GGUF or hub id)")
     parser.add_argument("--shape", help="random weights of this shape instead")
     parser.add_argument("--layers", type=int)
@@ -131,17 +129,14 @@ def main() -> int:
     parser.add_argument("--temperatures", default="0,0.6,1.0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     check_out(arguments.out)
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
     device = resolve_device(arguments.device)
-    name, resident, prompt = load(arguments, None)
-    _, streamed, _ = load(arguments, 0)
-    rows = run_model(resident, streamed, prompt, arguments)
+    name, source, prompt = opened(arguments)
+    with load(arguments, source, source.config().num_layers) as resident, load(arguments, source, 0) as streamed:
+        rows = run_model(resident, streamed, prompt, arguments)
     failed = any(row["differing_tokens"] or row["differing_logit_rows"] for row in rows)
     report = {"benchmark": "exactness", "model": name, "dtype": arguments.dtype}
     emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)

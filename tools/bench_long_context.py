@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import script
-from bench_report import check_out, emit, measure_link_gbps, percentiles, provenance
-from long_context.command import read_text
+import harness
+from harness import check_out, emit, percentiles, provenance
+from long_context.command import add_common_options, read_text, sources
 from long_context.decoding import compare
 from long_context.internals import (
     budget_of,
@@ -33,9 +33,9 @@ from long_context.internals import (
     set_variant,
     target_cache,
 )
-from long_context.options import add_common_options, settings_of, sources
 from long_context.session import Session
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from timing import measure_link_gbps
 
 from offload_runtime.config import GB, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -196,17 +196,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 _show("triforce", row)
         report["peak_vram_bytes"] = budget_of(runtime).peak_bytes()
         report["pinned_bytes"] = pinned_bytes(runtime)
-    settings = settings_of(arguments, without=("out", "commit"))
+    settings = harness.settings_of(arguments)
     return {**report, "settings": settings, **provenance(resolve_device(arguments.device), commit=arguments.commit)}
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
     shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items() if key != "text"}
     print(f"{name}: {json.dumps(shown)}", flush=True)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 def _triples(text: str) -> list[tuple[int, int, int]]:
@@ -219,21 +215,21 @@ def _triples(text: str) -> list[tuple[int, int, int]]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     add_common_options(parser)
-    parser.add_argument("--windows", type=_numbers, default=[1, 17, 64])
+    parser.add_argument("--windows", type=harness.integers, default=[1, 17, 64])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument(
         "--variants", type=_triples, default=[(4, 1, 24), (4, 4, 24)],
         help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
     )  # fmt: skip
-    parser.add_argument("--step-rows", type=_numbers, default=[17], help="tokens of the middle passes that are timed")
+    parser.add_argument("--step-rows", type=harness.integers, default=[17], help="tokens of timed middle passes")
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
-    parser.add_argument("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.6])
+    parser.add_argument("--temperatures", type=harness.floats, default=[0.6])
     return parser
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Measure and print; returns the exit code."""
     arguments = make_parser().parse_args()

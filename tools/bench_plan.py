@@ -18,19 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, percentiles, provenance
+from harness import check_out, emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
-from widening.shapes import SHAPES, TINY, WideShape
+from widening.shapes import SHAPES, WideShape, shape_named
 from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.emulation import Emulation, emulation_of
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.host_info import read_host_info
+from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import (
     MachineFigures,
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
     machine, emulation = machine_figures(load_profile(options.profile)), emulation_of(options.emulate)
-    shape = TINY if options.shape == "tiny" else SHAPES[options.shape]
+    shape = shape_named(options.shape)
     rows = []
     print(
         f"{'setting':>26} {'emulated':>9} {'window':>6} {'predicted s':>11} {'measured s':>10} {'off':>7} {'GB/s':>6} "
@@ -195,18 +195,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["tiny", *SHAPES], default="llama2-7b")
+    parser = harness.bench_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama2-7b")
     parser.add_argument("--profile", default="h200", help="the machine to predict for, by name or file")
     parser.add_argument("--emulate", default="rtx4090", help="the smaller machine, by name or file")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 17])
     parser.add_argument("--passes", type=int, default=10, help="timed passes of each window")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
     options = parser.parse_args(arguments)
     check_out(options.out)
     result = measure(options)

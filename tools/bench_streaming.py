@@ -9,23 +9,23 @@ missed or a system failed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import script
-from bench_report import check_out
+import harness
+from common import PASSED_ON, add_run_options, as_words
+from comparing.report import times_ours_over
 from comparing.systems import SYSTEMS as COMPARED
 from comparing.systems import System, measured, outcome, run_system
+from harness import check_out, emit
 
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 
 SYSTEMS = {
-    "ours": System("ours.py", takes=("windows",)),
+    "ours": System("ours_runtime.py", ("--draft", "none"), takes=("windows",)),
     "deepspeed": COMPARED["deepspeed"],
     "deepspeed-deep": replace(COMPARED["deepspeed"], options=("--prefetch-layers", "4", "--live-layers", "8")),
     "accelerate": replace(COMPARED["accelerate"], options=("--no-pin",)),
@@ -56,13 +56,6 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f" = {share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
         )
     return "\n".join(lines)
-
-
-def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How many times the tokens per second of each other system."""
-    speeds = {name: result["tok_per_s"] for name, result in measured(results).items()}
-    ours = speeds.pop("ours", None)
-    return {name: ours / speed for name, speed in speeds.items()} if ours else {}
 
 
 @dataclass(frozen=True)
@@ -102,56 +95,46 @@ def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
         limit = ours["vram_limit_bytes"] / 1e9
         found.append(Check("peak VRAM as the driver sees it, GB", driver / 1e9, limit, at_least=False))
     found.append(Check("generations that differ", ours["differing_generations"], 0, at_least=False))
-    for name, times in ratios(results).items():
+    for name, times in times_ours_over(results).items():
         if name in BARS:
             found.append(Check(f"times the tokens per second of {name}", times, BARS[name], at_least=True))
     return found
 
 
-@script.one_line_errors
-def main() -> int:
-    """Run the chosen systems one after the other."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> harness.Parser:
+    """The options."""
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
     parser.add_argument("--shape", default="llama2-7b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--vram", default="24GB")
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit")
-    parser.add_argument("--windows", default="1,17,128,1024")
+    add_run_options(parser)
+    parser.add_argument("--windows", default="1,17,128,1024", help="of ours: widths of single passes")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser
+
+
+@harness.one_line_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen systems one after the other."""
+    arguments = make_parser().parse_args(argv)
     check_out(arguments.out)
     names = [name for name in arguments.systems.split(",") if name]
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         raise OptionError(f"unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}")
     resolve_device(arguments.device)
-    common = ["--shape", arguments.shape, "--prompt-tokens", str(arguments.prompt_tokens), "--vram", arguments.vram]
-    common += ["--new-tokens", str(arguments.new_tokens), "--dtype", arguments.dtype, "--device", arguments.device]
-    common += ["--layers", str(arguments.layers)] if arguments.layers else []
-    common += ["--commit", arguments.commit] if arguments.commit else []
-    results = {}
-    for name in names:
-        own = {"windows": ("--windows", arguments.windows)}
-        results[name] = run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout)
+    common = as_words(arguments, ["shape", "prompt_tokens", *PASSED_ON])
+    own = {"windows": as_words(arguments, ["windows"])}
+    results = {name: run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
     verdicts = checks(results)
     report = {
         "benchmark": "streaming",
         "results": results,
-        "times_ours_over": ratios(results),
+        "times_ours_over": times_ours_over(results),
         "checks": [{**asdict(check), "holds": check.holds} for check in verdicts],
     }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))
     print(*verdicts, sep="\n")
-    print(json.dumps(report))
+    emit(report, arguments.out)
     failed = len(measured(results)) < len(results)
     return 1 if failed or not all(check.holds for check in verdicts) else 0
 

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import script
-import torch
-from bench_report import check_out, emit, provenance, write_unfinished
+import harness
+from harness import check_out, emit, provenance, write_unfinished
 from long_context.internals import ranks_of
-from widening.checkpoint import WidenedCheckpoint
-from widening.shapes import WideShape, shape_named
+from widening.checkpoint import in_shape, noisy_copy
+from widening.shapes import shape_named
 
-from offload_runtime.config import GB, SamplingParams, require_positive
+from offload_runtime.config import GB, SamplingParams
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -45,16 +44,6 @@ class Case:
 
     prompt: str
     temperature: float
-
-
-def noisy_copy(source: CheckpointSource, noise: float, device: torch.device) -> CheckpointSource:
-    """The small model with noise on its matrices: a draft."""
-    config = source.config()
-    same = WideShape(
-        config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-        config.head_dim,
-    )  # fmt: skip
-    return WidenedCheckpoint(source, same, noise, device=device)
 
 
 def answer_row(case: Case, result: GenerationResult, before: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -90,11 +79,9 @@ def generate(
 def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
     """Rows of one draft over a streamed target."""
     device = resolve_device(options.device)
-    target: CheckpointSource = small
-    if options.shape != "none":
-        target = WidenedCheckpoint(small, shape_named(options.shape), device=device)
+    target, draft = in_shape(small, options.shape, device=device), noisy_copy(small, noise, device=device)
     with tempfile.TemporaryDirectory() as scratch, Runtime.load(
-        target, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype, vram=options.vram,
+        target, draft=draft, device=options.device, dtype=options.dtype, vram=options.vram,
         resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
         max_gamma=options.depth, tree_nodes=max(options.nodes, default=None),
         trace=options.trace or Path(scratch) / "trace.json",
@@ -123,7 +110,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
     """Rows of one draft over tree sizes; the small model is the target."""
     device = resolve_device(options.device)
     with Runtime.load(
-        small, draft=noisy_copy(small, noise, device), device=options.device, dtype=options.dtype,
+        small, draft=noisy_copy(small, noise, device=device), device=options.device, dtype=options.dtype,
         context=options.context, max_gamma=options.depth, tree_nodes=max(options.sizes),
     ) as runtime:  # fmt: skip
         prompts = encoded(runtime, options)
@@ -146,7 +133,7 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
 
 def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
     """The prompts, by what they are: the beginnings of a text and of a program."""
-    texts = {"prose": script.read_text(options.text, "--text"), "code": script.read_text(options.code, "--code")}
+    texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}
     return {name: runtime.encode(text)[: options.prompt_tokens] for name, text in texts.items()}
 
 
@@ -176,18 +163,16 @@ def table(report: dict[str, Any]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the small model")
     parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
     parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
     parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
-    parser.add_argument("--noises", type=_floats, default=(0.02, 0.05, 0.1), help="of the drafts, comma-separated")
-    parser.add_argument("--temperatures", type=_floats, default=(0.0, 0.6))
+    parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.05, 0.1), help="of the drafts")
+    parser.add_argument("--temperatures", type=harness.floats, default=(0.0, 0.6))
     parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
-    parser.add_argument("--sizes", type=_integers, default=(1, 4, 16, 64, 256, 1024))
-    parser.add_argument(
-        "--nodes", type=_integers, default=(), help="of fixed trees, comma-separated; else they are chosen"
-    )
+    parser.add_argument("--sizes", type=harness.integers, default=(1, 4, 16, 64, 256, 1024))
+    parser.add_argument("--nodes", type=harness.integers, default=(), help="of fixed trees; else they are chosen")
     parser.add_argument("--depth", type=int, default=63, help="longest path of a tree")
     parser.add_argument("--gamma", type=int, default=16, help="length of a chain")
     parser.add_argument("--prompt-tokens", type=int, default=400)
@@ -200,19 +185,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vram")
     parser.add_argument("--resident-layers", default="auto")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -228,21 +202,20 @@ def check(options: argparse.Namespace) -> None:
     if "sizes" in parts and not options.sizes:
         raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
     resolve_device(options.device)
-    for name in ("depth", "gamma", "prompt_tokens", "tokens", "chain_tokens", "plain_tokens", "size_tokens", "context"):
-        require_positive(f"--{name.replace('_', '-')}", getattr(options, name))
-    for name in ("sizes", "nodes"):
-        for nodes in getattr(options, name):
-            require_positive(f"--{name}", nodes)
+    harness.require_all_positive(
+        options, "depth", "gamma", "prompt_tokens", "tokens", "chain_tokens", "plain_tokens", "size_tokens", "context",
+        "sizes", "nodes",
+    )  # fmt: skip
     for noise in options.noises:
         if not 0 <= noise < math.inf:
             raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
     for temperature in options.temperatures:
         SamplingParams(temperature=temperature)
-    script.check_machine(options.vram, options.emulate)
+    harness.check_machine(options.vram, options.emulate)
     if options.shape != "none":
         shape_named(options.shape)
     for path, option in ((options.text, "--text"), (options.code, "--code")):
-        if not script.read_text(path, option).strip():
+        if not harness.read_text(path, option).strip():
             raise OptionError(f"{path} is empty: name a text to begin with by {option}")
     check_out(options.out)
 
@@ -254,7 +227,7 @@ def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both parts; 1 when an answer was not that of plain decoding."""
     options = parse(argv)

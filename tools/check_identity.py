@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, provenance
+from harness import check_out, emit, provenance
 from noisy_draft import write_noisy_copy
 
 from offload_runtime.engine import Runtime, fetch_demo_model
@@ -141,18 +141,15 @@ def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[st
     return rows
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Run and report."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.bench_parser(__doc__, device="cpu")
     parser.add_argument("--model", type=Path, help="safetensors directory; by default the demonstration model")
     parser.add_argument("--tokens", type=int, default=128, help="of every generation")
     parser.add_argument("--seeds", type=int, default=3, help="for every temperature above 0")
     parser.add_argument("--noise", type=float, default=0.05, help="relative, of the draft's weights")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     check_out(arguments.out)
     model = arguments.model or fetch_demo_model(on_progress=print)

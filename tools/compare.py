@@ -20,16 +20,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import script
+import harness
 import torch
-from bench_report import check_out, emit, provenance, write_unfinished
-from checks import check_context, check_prefill_chunk, check_short_warmups
-from common import WARMUPS, add_source_options, model_name, options_from, peer_parser
-from comparing.chart import FORMATS, draw, require_matplotlib
-from comparing.report import agreements, link_bound, succeeded, table, times_ours_over
+from common import (
+    PASSED_ON,
+    SHAPES,
+    add_run_options,
+    as_words,
+    check_context,
+    model_name,
+    options_from,
+    peer_parser,
+)
+from comparing.report import (
+    FORMATS,
+    agreements,
+    draw,
+    link_bound,
+    require_matplotlib,
+    succeeded,
+    table,
+    times_ours_over,
+)
 from comparing.systems import SYSTEMS, measured, outcome, run_system
+from harness import check_out, emit, provenance, write_unfinished
 from our_options import NO_MODEL, add_our_options, our_options
-from sources import SHAPES
 
 from offload_runtime.config import require_positive
 from offload_runtime.engine.load_model import open_sources
@@ -47,43 +62,20 @@ _OF_SOME = (
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
     model.add_argument("--synthetic", choices=sorted(SHAPES), help="made in memory: random weights of this shape")
-    add_source_options(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
-    parser.add_argument(
-        "--draft", help="draft model of `ours` and deepspeed-assistant; without one `ours` uses n-grams"
-    )
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="text; may be repeated")
-    parser.add_argument(
-        "--prompt-tokens", type=int, help="of each file the first so many; of random ones so many (512)"
-    )
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vram", default="24GB", help="cap on the device for every process but that of `resident`")
-    parser.add_argument("--resident-layers", default="0", help="of every system: a number, or auto for what fits each")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--device", default="cuda")
+    add_run_options(parser)
+    parser.set_defaults(new_tokens=64, out=Path("comparison.json"))
     add_our_options(parser)
-    parser.add_argument(
-        "--prefill-chunk", type=int,
-        help="of the peers: tokens of a prompt read at a time, 0 for all of it (default: 4096 of more than 8192)",
-    )  # fmt: skip
     parser.add_argument(
         "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
     )
-    parser.add_argument("--layers", type=int, help="cut the synthetic shape to so many layers")
-    parser.add_argument("--warmup", type=int, default=2, help="generations of each system that do not count: 2 or more")
-    parser.add_argument("--warmup-prompt-tokens", type=int, help="these read only so much of a prompt (default: all)")
-    parser.add_argument("--warmup-new-tokens", type=int, help="and generate only so much (default: --new-tokens)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one system")
-    parser.add_argument("--commit", help="commit to report when the tree has no git")
-    parser.add_argument("--title", help="of the chart")
-    parser.add_argument("--out", type=Path, default=Path("comparison.json"), help="the chart is written beside it")
+    parser.add_argument("--title", help="of the chart, which is written beside --out (comparison.json)")
     parser.add_argument("--no-chart", action="store_true")
     return parser
 
@@ -110,7 +102,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
     tokenizer = open_sources(arguments.target or arguments.source, draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
-        tokens = list(tokenizer.encode(script.read_text(path, "--prompt-file")))
+        tokens = list(tokenizer.encode(harness.read_text(path, "--prompt-file")))
         if arguments.prompt_tokens is not None:
             if len(tokens) < arguments.prompt_tokens:
                 raise OptionError(
@@ -120,7 +112,6 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
             tokens = tokens[: arguments.prompt_tokens]
         check_context(arguments.context, str(path), len(tokens) + arguments.new_tokens)
         prompts.append(tokens)
-    check_warmups(arguments, shortest_tokens=min(len(tokens) for tokens in prompts))
     return prompts
 
 
@@ -128,12 +119,9 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse what makes no sense for these systems. Raises `OptionError`, and `DeviceError` without the device."""
     if not 1 <= arguments.timeout < math.inf:
         raise OptionError(f"--timeout must be at least 1 second and finite, not {arguments.timeout}")
-    require_positive("repeats", arguments.repeats)
     for option in ("prompt_tokens", "context"):
         if (value := getattr(arguments, option)) is not None:
             require_positive(f"--{option.replace('_', '-')}", value)
-    if arguments.warmup < WARMUPS:
-        raise OptionError(f"--warmup must be at least {WARMUPS}, not {arguments.warmup}: the first ones are cold")
     if arguments.target == "":
         raise OptionError("--target is empty: name a directory, a .gguf file or a hub id")
     resolve_device(arguments.device)
@@ -154,11 +142,8 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         )
     if {"ours", "ours-chains"} & set(names):
         our_options(arguments)
-    check_prefill_chunk(arguments.prefill_chunk)
-    random_tokens = arguments.prompt_tokens or 512
-    check_warmups(arguments, shortest_tokens=None if speaks else random_tokens)
     if not speaks:
-        check_context(arguments.context, "the prompt", random_tokens + arguments.new_tokens)
+        check_context(arguments.context, "the prompt", (arguments.prompt_tokens or 512) + arguments.new_tokens)
     if not arguments.no_chart:
         require_matplotlib()
         if arguments.out.suffix in FORMATS:
@@ -166,35 +151,16 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     check_out(arguments.out)
 
 
-def check_warmups(arguments: argparse.Namespace, *, shortest_tokens: int | None) -> None:
-    """Refuse warm-ups that would be longer than what is measured; None as long as no text was read."""
-    check_short_warmups(
-        arguments.warmup_prompt_tokens, arguments.warmup_new_tokens, new_tokens=arguments.new_tokens,
-        shortest_tokens=shortest_tokens,
-    )  # fmt: skip
-
-
 def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[str]:
     """What every system is told."""
     options = ["--target", arguments.target] if arguments.target is not None else ["--shape", arguments.synthetic]
-    if prompts is not None:
-        options += ["--prompts", str(prompts)]
-    elif arguments.prompt_tokens is not None:
-        options += ["--prompt-tokens", str(arguments.prompt_tokens)]
-    for name in ("new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device", "warmup",
-                 "warmup_prompt_tokens", "warmup_new_tokens", "repeats",
-                 "source", "noise", "layers", "commit"):  # fmt: skip
-        value = getattr(arguments, name)
-        options += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
-    return options
+    options += ["--prompts", str(prompts)] if prompts is not None else as_words(arguments, ["prompt_tokens"])
+    return options + as_words(arguments, PASSED_ON)
 
 
 def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     """What only some systems are told, by the name under which they take it."""
-    given = {name: getattr(arguments, name) for name in (*_OF_SOME, "kv")}
-    own: dict[str, Sequence[str]] = {
-        name: ("--" + name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None
-    }
+    own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in (*_OF_SOME, "kv")}
     return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
 
 
@@ -207,7 +173,7 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
             prompts.write_text(json.dumps(read_prompts(arguments)))
         common, own = common_options(arguments, prompts), own_options(arguments)
         # What no system could run with is said once, and before the first of them has loaded anything.
-        options = options_from(peer_parser("").parse_args([*common, *own.get("assistant_tokens", ())]))
+        options = options_from(peer_parser("").parse_args([*common, *own["assistant_tokens"], *own["prefill_chunk"]]))
         if arguments.context is not None:
             resolve_context(arguments.context, options.source.config(), kv=arguments.kv)
         if {"ours", "ours-chains"} & set(names):
@@ -250,7 +216,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     return {**make_report(arguments, results), **provenance(torch.device(arguments.device), commit=arguments.commit)}
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen systems; returns the exit code."""
     arguments = make_parser().parse_args(argv)

@@ -7,12 +7,11 @@ The noise is seeded: the same copy every time.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
 
-import script
+import harness
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -58,10 +57,10 @@ def _write_files(files: list[Path], directory: Path, noise: float, generator: to
         save_file(noisy, directory / path.name, metadata={"format": "pt"})
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Write one copy; returns the exit code: 2 for what the user can mend."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--noise", type=float, default=0.05)

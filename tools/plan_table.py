@@ -5,14 +5,13 @@ python tools/plan_table.py --out docs/plans.md
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import script
-from bench_report import check_out
+import harness
+from harness import check_out
 
 from offload_runtime.config import GIB, format_bytes
 from offload_runtime.hardware import load_profile
@@ -186,10 +185,10 @@ def layers(resident: Sequence[int], plan: RunPlan) -> str:
     return f"{len(resident)} of {plan.placement.num_layers}"
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the tables; returns the exit code: 2 for what the user can mend."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--out", type=Path, help="Markdown file to write; stdout when left out")
     parser.add_argument("--profiles", nargs="+", default=["rtx4090", "rtx4090-x2"])
     options = parser.parse_args(arguments)

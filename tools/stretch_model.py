@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import script
-from widening.command import DTYPES, SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
+import harness
+from harness import DTYPES
+from widen_model import SOURCE_HELP, open_source, remove_partial_output_on_sigterm, write_checkpoint
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import OptionError
@@ -49,10 +50,10 @@ def _stretched(arguments: argparse.Namespace) -> StretchedCheckpoint:
     )
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main() -> int:
     """Returns the exit code: 2 for what the user can mend."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--source", required=True, help=SOURCE_HELP)
     parser.add_argument("--delta", type=Path, nargs="+", default=[], help="safetensors files of new values")
     parser.add_argument("--rope", help="transformers' rope_parameters as JSON; rope_theta may be left out")

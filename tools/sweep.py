@@ -13,7 +13,7 @@ topk, streaming, or chain: the draft alone; `needle` depths as shares of the con
 runtime and one prefill: the hierarchy is built anew for each row around the cache that is filled already.
 
 Over streamed weights: `window` tokens in the window of a pass; `resident` shares of the layers that stay on the device,
-like 3/8. Weights are read once and shared by all rows.
+like 3/8.
 
 Which table is which sweep, and what cannot be reproduced here, is in docs/sweeps.md. Each row is written when it is
 there, and rows that the file has already, of the same settings, commit and machine, are not measured again. An option
@@ -27,18 +27,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
-import script
+import harness
 import torch
-from bench_report import check_out, provenance
+from harness import check_out, provenance, settings_of
 from long_context.command import LONG_CONTEXT
-from long_context.options import settings_of
-from streamed_weights.command import STREAMED_WEIGHTS
-from sweeping.command_line import family_of, parse, parser_of, split_words
-from sweeping.family import Family, Work
-from sweeping.plot import FORMATS, draw, picture_base, require_matplotlib
+from sweeping.family import Family, Work, family_of
+from sweeping.pictures import FORMATS, draw, picture_base, require_matplotlib
 from sweeping.results import ResultFile, read_report
+from sweeping.streamed_weights import STREAMED_WEIGHTS
 
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -115,7 +114,7 @@ def draw_files(words: Sequence[str]) -> None:
     Raises:
         OptionError: A file is no sweep's, or there is no matplotlib; StorageError: a picture cannot be written.
     """
-    made = script.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
+    made = harness.Parser(prog="sweep.py draw", description="Draw the rows of result files.")
     made.add_argument("files", nargs="+", type=Path)
     made.add_argument("--out", type=Path, required=True, help="directory of the pictures, named as the files are")
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
@@ -130,26 +129,19 @@ def draw_files(words: Sequence[str]) -> None:
         print(*pictures, sep="\n")
 
 
-def show_help() -> None:
-    """What the command is for, and the options of every family."""
-    print(__doc__)
-    for family in FAMILIES:
-        print(parser_of(family).format_help())
-
-
-@script.one_line_errors
+@harness.one_line_errors
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, or draw, and print; returns the exit code."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] in (["-h"], ["--help"]):
-        show_help()
+        print(__doc__, *(family.parser().format_help() for family in FAMILIES), sep="\n")
         return 0
     if words[:1] == ["draw"]:
         draw_files(words[1:])
         return 0
-    sweeps, options = split_words(words)
+    sweeps = list(takewhile(lambda word: not word.startswith("-"), words))
     family = family_of(sweeps, FAMILIES)
-    return 0 if run(family, sweeps, parse(family, sweeps, options, FAMILIES)) else 1
+    return 0 if run(family, sweeps, family.parse(sweeps, words[len(sweeps) :])) else 1
 
 
 if __name__ == "__main__":

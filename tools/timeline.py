@@ -8,20 +8,19 @@ Several ranges become panels on one scale. `--cut` writes a trace of nothing but
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import script
+import harness
 from timelines.picture import draw, picture_path
 from timelines.spans import Event, check_apart, choose_passes, read_trace, write_cut
 
 
-@script.one_line_errors
+@harness.one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and print the totals; 2 after an error of the user's."""
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="what --trace has written, or that by gzip")
     parser.add_argument(
         "--passes", metavar="A-B,C-D", help="which passes, by their numbers in the trace; a panel for each range"

@@ -1,25 +1,99 @@
-"""The commands of `offload-runtime` and their options; each one hands over to its module as soon as they are read."""
+"""The commands of `offload-runtime`, and how each of them may end; their options are read into one dataclass each."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from offload_runtime.cli import options as opt
-from offload_runtime.cli.options import count_or_chosen, with_option_groups
-from offload_runtime.cli.terminal import OneLineGroup, collect_prompts, ending_in_order, user_path
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.cli.chat import chat
+from offload_runtime.cli.demo import demo
+from offload_runtime.cli.generate import generate
+from offload_runtime.cli.options import with_options
+from offload_runtime.cli.plan import plan
+from offload_runtime.cli.profile import profile
+from offload_runtime.cli.terminal import ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, OutputError, error_line
+from offload_runtime.cli.verify import verify
+from offload_runtime.errors import OffloadError, OptionError, StorageError
+
+# What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
+BROKEN_PIPE_EXIT_CODE = 141
+# The base of all errors about options. Newer versions of typer carry click within and export no more than this child.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Turn what may end a command into `error: …` and an exit code: typed errors, what typer says in a box and a full
+    disk 2, Ctrl-C 130, a closed pipe 141.
+
+    Every other exception is a defect and passes through with its traceback.
+    """
+    try:
+        # Text the locale cannot express becomes `?` instead of a UnicodeEncodeError in mid-answer.
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+        yield
+    except OffloadError as error:
+        error_line(error)
+        raise typer.Exit(ERROR_EXIT_CODE) from error
+    except _UsageError as error:
+        refusal: Any = error  # of click's, for which there is no name here
+        command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
+        message = refusal.format_message().rstrip(".")
+        error_line(OptionError(f"{message}; {command} --help lists the options"))
+        raise typer.Exit(ERROR_EXIT_CODE) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
+    except OutputError as error:
+        _forget_unwritten()
+        error_line(StorageError(f"stdout cannot be written: {error}; free some space or send it elsewhere"))
+        raise typer.Exit(ERROR_EXIT_CODE) from error
+    except BrokenPipeError as error:
+        raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
+
+
+def _forget_unwritten() -> None:
+    """Send what is left in stdout's buffer nowhere, or the interpreter fails on it once more while it ends."""
+    with suppress(OSError):  # a stand-in for stdout has no descriptor
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+class OrderlyGroup(TyperGroup):
+    """Typer's group of commands, but for how they end."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before the command; without any, the help is shown as ever."""
+        if not args:
+            return super().parse_args(ctx, args)
+        with _ending_in_order():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the words of the command, and run it."""
+        with _ending_in_order():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="offload-runtime",
-    cls=OneLineGroup,
+    cls=OrderlyGroup,
     help="Run language models that do not fit the GPU, with exactly the tokens of plain decoding.",
     no_args_is_help=True,
     add_completion=False,
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )
+for _command in (generate, chat, verify, plan, profile, demo):
+    app.command()(with_options(_command))
 
 
 def main() -> None:
@@ -42,168 +116,3 @@ def _common(
     ] = False,
 ) -> None:
     """Options that belong to no command."""
-
-
-@app.command()
-@with_option_groups
-def generate(
-    *,
-    options: opt.AnswerOptions,
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue or answer.")] = None,
-    prompt_file: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt-file",
-            metavar="FILE",
-            help="The same from a UTF-8 file; - is stdin. Repeated, the prompts are answered as one batch; the first "
-            "draws the noise that it would draw alone, each other one its own.",
-        ),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
-) -> None:
-    """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    from offload_runtime.cli.generate import run_generate
-
-    files = prompt_file or []
-    with ending_in_order():
-        config, params = options.loading(max_batch=max(1, len(files))), options.params()
-        run_generate(
-            collect_prompts(prompt, files), config, params, as_chat=chat, as_json=options.as_json,
-            explain=options.explain, show_progress=not options.no_progress,
-        )  # fmt: skip
-
-
-@app.command()
-@with_option_groups
-def chat(
-    *,
-    options: opt.ChatOptions,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
-    ] = None,
-) -> None:
-    """Hold a conversation; through a pipe every line of stdin is one turn."""
-    from offload_runtime.cli.chat import run_chat
-
-    with ending_in_order():
-        run_chat(
-            options.loading(), options.params(), system=system, as_json=options.as_json, explain=options.explain,
-            show_progress=not options.no_progress,
-        )  # fmt: skip
-
-
-@app.command()
-@with_option_groups
-def verify(
-    *,
-    options: opt.LoadOptions,
-    prompts: Annotated[
-        str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
-    ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of every generation compared.")] = 64,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", help="Seeds of every test of fit: 256, or 64 with --quick.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, settings and seeds.")] = False,
-    as_json: opt.JsonOption = False,
-    no_progress: opt.NoProgressOption = False,
-) -> None:
-    """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
-    from offload_runtime.cli.verify import read_prompts, run_verify
-
-    with ending_in_order():
-        config, extra = options.config(), {} if prompts is None else read_prompts(prompts)
-        run_verify(
-            config, extra, tokens=tokens, seeds=seeds, quick=quick, as_json=as_json, show_progress=not no_progress
-        )
-
-
-@app.command()
-@with_option_groups
-def plan(
-    *,
-    options: opt.RunOptions,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts that are answered at once.")] = 1,
-    gamma: opt.GammaOption = "auto",
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            metavar="NAME|FILE",
-            rich_help_panel="Machine",
-            help="The machine to plan for, such as rtx4090; left out, your own saved profile.",
-        ),
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the plan as bars, such as plan.png or plan.svg.")
-    ] = None,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    from offload_runtime.cli.plan import run_plan_command
-
-    with ending_in_order():
-        config, picture = options.config(gamma=gamma, max_batch=batch), None if plot is None else user_path(plot)
-        run_plan_command(config, profile=profile, picture=picture, as_json=as_json)
-
-
-@app.command()
-def profile(
-    *,
-    save: Annotated[
-        str | None,
-        typer.Option("--save", metavar="NAME", help="Keep the profile under this name, in place of one that has it."),
-    ] = None,
-    device: Annotated[
-        opt.Device, typer.Option("--device", help="cpu leaves the GPU out; auto measures it if there is one.")
-    ] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="About ten seconds, rougher and without the disk.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")
-    ] = False,
-    disk_file: Annotated[
-        str | None,
-        typer.Option("--disk-file", metavar="FILE", help="Read this to measure the disk, instead of a temporary file."),
-    ] = None,
-    as_json: opt.JsonOption = False,
-    no_progress: opt.NoProgressOption = False,
-) -> None:
-    """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
-    from offload_runtime.cli.profile import run_profile
-
-    with ending_in_order():
-        run_profile(
-            save=save, device=device, quick=quick, full=full, disk_file=disk_file, as_json=as_json,
-            show_progress=not no_progress,
-        )  # fmt: skip
-
-
-@app.command()
-def demo(
-    *,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this instead of the text to rewrite.")
-    ] = None,
-    max_new_tokens: opt.MaxNewTokensOption = 96,
-    temperature: opt.TemperatureOption = 0.0,
-    seed: opt.SeedOption = 0,
-    gamma: opt.GammaOption = "auto",
-    device: opt.DeviceOption = "auto",
-    dtype: opt.DtypeOption = "auto",
-    no_progress: opt.NoProgressOption = False,
-) -> None:
-    """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
-    from offload_runtime.cli.demo import DEFAULT_PROMPT, run_demo
-
-    with ending_in_order():
-        params = GenerationParams(
-            max_new_tokens=max_new_tokens, gamma=count_or_chosen("--gamma", gamma, least=1),
-            sampling=SamplingParams(temperature, seed=seed),
-        )  # fmt: skip
-        run_demo(
-            DEFAULT_PROMPT if prompt is None else prompt,
-            params,
-            device=device,
-            dtype=dtype,
-            show_progress=not no_progress,
-        )

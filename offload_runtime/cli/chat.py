@@ -1,151 +1,74 @@
-"""`offload-runtime chat`: turns of a conversation, at a terminal or through a pipe.
+"""`offload-runtime chat`: turns of a conversation, at a terminal or through a pipe, and its `/commands`.
 
 The session below knows nothing of terminals: it takes one turn's text, which is a command or a message, and prints.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload_runtime.cli.answer import load_runtime, stream_answer
-from offload_runtime.cli.chat_commands import EndOfChat, find_command
-from offload_runtime.cli.render import result_record, speed_figures
-from offload_runtime.cli.terminal import decode_utf8, error_line, only_json, status_line, write_json, write_text
-from offload_runtime.config import GenerationParams, RuntimeConfig
-from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.cli import render, terminal
+from offload_runtime.cli.generate import load_runtime, stream_answer
+from offload_runtime.cli.options import ChatOptions
+from offload_runtime.config import GenerationParams, format_bytes, write_atomically
+from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
 
 
-class ChatSession:
-    """One conversation and the way its answers are printed. Owns nothing but the last answer's figures."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        conversation: Conversation,
-        config: RuntimeConfig,
-        params: GenerationParams,
-        *,
-        write_record: Callable[[dict[str, object]], None] | None,
-        show_progress: bool,
-    ) -> None:
-        """`write_record` takes each answer as one object instead of text on stdout; None prints text."""
-        self.runtime = runtime
-        self.conversation = conversation
-        self.last_stats: GenerationStats | None = None
-        self._config = config
-        self._params = params
-        self._write_record = write_record
-        self._show_progress = show_progress
-
-    def take(self, text: str) -> bool:
-        """Answer a message or obey a `/command`; returns False when the answer was stopped by Ctrl-C.
-
-        A typed error costs one line and the turn, never the conversation.
-        """
-        try:
-            command = find_command(text)
-            if command is not None:
-                command.run(self, text.partition(" ")[2].strip())
-                return True
-            return self._answer(text.removeprefix("/") if text.startswith("//") else text)
-        except OffloadError as error:
-            self._report(error, is_turn=not text.startswith("/") or text.startswith("//"))
-            return True
-
-    def _answer(self, text: str) -> bool:
-        """Stream one answer to stdout and its figures to stderr."""
-        as_text = self._write_record is None
-        wrote = False
-
-        def show(piece: str) -> None:
-            nonlocal wrote
-            wrote = wrote or bool(piece)
-            if as_text:
-                write_text(piece)
-
-        try:
-            result = stream_answer(
-                self.conversation.say, text, self._params, show=show, show_progress=self._show_progress
-            )
-        except KeyboardInterrupt:
-            status_line("stopped before the answer began; the message was not kept")
-            return False
-        finally:
-            # The next line of output, be it a status or an error, must not continue the answer's last one.
-            if as_text and wrote:
-                write_text("\n")
-        self.last_stats = result.stats
-        if self._write_record is not None:
-            record = result_record(result, runtime=self.runtime, config=self._config, params=self._params)
-            self._write_record(record)
-        status_line(" · ".join(self._figures(result)))
-        return result.finish_reason != "interrupted"
-
-    def _figures(self, result: GenerationResult) -> list[str]:
-        """Return the parts of the status line below an answer."""
-        used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*speed_figures(result.stats), f"context {used} of {reserved}"]
-        if result.finish_reason == "interrupted":
-            return ["stopped", *figures]
-        if result.finish_reason == "length" and used >= reserved:
-            return [*figures, "the context is full: /reset starts over"]
-        if result.finish_reason == "length":
-            return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
-        return figures
-
-    def _report(self, error: OffloadError, *, is_turn: bool) -> None:
-        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too, with what
-        there is of the answer."""
-        if is_turn and self._write_record is not None:
-            record: dict[str, object] = {"error": str(error), "error_type": type(error).__name__}
-            for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= result_record(result, runtime=self.runtime, config=self._config, params=self._params)
-            self._write_record(record)
-        error_line(error)
-
-
-def run_chat(
-    config: RuntimeConfig,
-    params: GenerationParams,
-    *,
-    system: str | None,
-    as_json: bool,
-    explain: bool,
-    show_progress: bool,
-) -> None:
-    """Hold a conversation with whoever is at stdin: a person at a terminal, or a program at the end of a pipe."""
+def chat(options: ChatOptions) -> None:
+    """Hold a conversation; through a pipe every line of stdin is one turn."""
+    config, params = options.loading(), options.params()
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
-    if interactive and as_json:
+    if interactive and options.as_json:
         raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
+    show_progress = not options.no_progress
     with (
-        only_json(as_json) as output,
-        load_runtime(config, explain=explain, show_progress=show_progress) as runtime,
+        terminal.only_json(options.as_json) as output,
+        load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
     ):
-        session = ChatSession(
-            runtime,
-            runtime.conversation(system),
-            config,
-            params,
-            write_record=(lambda record: write_json(record, output)) if as_json else None,
-            show_progress=show_progress,
-        )
-        status_line(runtime.load_report)
-        status_line(runtime.placement)
+        write_record = partial(terminal.write_json, output=output) if options.as_json else None
+        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
+        session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
+        terminal.status_line(runtime.load_report)
+        terminal.status_line(runtime.placement)
         if interactive:
-            # Here and not at the top: a pipe has no use for the line editor.
-            from offload_runtime.cli.line_editor import converse_at_terminal
-
-            converse_at_terminal(session)
+            _converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
     if config.trace is not None:
-        status_line(f"trace written to {config.trace}")
+        terminal.status_line(f"trace written to {config.trace}")
+
+
+def _converse_at_terminal(session: ChatSession) -> None:
+    """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
+    terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    read = terminal.line_editor(
+        list(COMMANDS), [name for name, command in COMMANDS.items() if command.argument == "FILE"]
+    )
+    # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
+    interrupted = False
+    while True:
+        try:
+            text = read().strip()
+            if text:
+                with terminal.silent_keyboard():
+                    interrupted = not session.take(text)
+        except (EOFError, EndOfChat):
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            terminal.status_line("Ctrl-C once more or Ctrl-D leaves")
 
 
 def _converse_through_pipe(session: ChatSession) -> None:
@@ -162,6 +85,229 @@ def _lines_of_stdin() -> Iterator[str]:
     """Yield stdin line by line, without waiting for more than one line, skipping lines that are not text."""
     for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), start=1):
         try:
-            yield decode_utf8(raw, f"line {number} of stdin").strip()
+            yield terminal.decode_utf8(raw, f"line {number} of stdin").strip()
         except OptionError as error:
-            error_line(error)
+            terminal.error_line(error)
+
+
+@dataclass
+class ChatSession:
+    """One conversation and the way its answers are printed. Owns nothing but the last answer's figures.
+
+    `write_record` takes each answer, with `about` the run, as one object instead of text on stdout; None prints text.
+    """
+
+    runtime: Runtime
+    conversation: Conversation
+    params: GenerationParams
+    about: Mapping[str, Any]
+    write_record: Callable[[dict[str, Any]], None] | None
+    show_progress: bool
+    last_stats: GenerationStats | None = None
+
+    def take(self, text: str) -> bool:
+        """Answer a message or obey a `/command` (`//…` is a message that begins with a slash); returns False when the
+        answer was stopped by Ctrl-C.
+
+        A typed error costs one line and the turn, never the conversation.
+        """
+        is_message = not text.startswith("/") or text.startswith("//")
+        try:
+            if is_message:
+                return self._answer(text.removeprefix("/"))
+            name, *argument = text.split(maxsplit=1)
+            if name not in COMMANDS:
+                known = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
+                raise OptionError(f"unknown command {name}; {known}")
+            COMMANDS[name].run(self, "".join(argument))
+        except OffloadError as error:
+            self._report(error, is_turn=is_message)
+        return True
+
+    def _answer(self, text: str) -> bool:
+        """Stream one answer to stdout and its figures to stderr."""
+        as_text = self.write_record is None
+        wrote = False
+
+        def show(piece: str) -> None:
+            nonlocal wrote
+            wrote = wrote or bool(piece)
+            if as_text:
+                terminal.write_text(piece)
+
+        try:
+            result = stream_answer(
+                self.conversation.say, text, self.params, show=show, show_progress=self.show_progress
+            )
+        except KeyboardInterrupt:
+            terminal.status_line("stopped before the answer began; the message was not kept")
+            return False
+        finally:
+            # The next line of output, be it a status or an error, must not continue the answer's last one.
+            if as_text and wrote:
+                terminal.write_text("\n")
+        self.last_stats = result.stats
+        if self.write_record is not None:
+            self.write_record({**render.answer_record(result), **self.about})
+        terminal.status_line(" · ".join(self._figures(result)))
+        return result.finish_reason != "interrupted"
+
+    def _figures(self, result: GenerationResult) -> list[str]:
+        """Return the parts of the status line below an answer."""
+        used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
+        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
+        if result.finish_reason == "interrupted":
+            return ["stopped", *figures]
+        if result.finish_reason == "length" and used >= reserved:
+            return [*figures, "the context is full: /reset starts over"]
+        if result.finish_reason == "length":
+            return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
+        return figures
+
+    def _report(self, error: OffloadError, *, is_turn: bool) -> None:
+        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too, with what
+        there is of the answer."""
+        if is_turn and self.write_record is not None:
+            record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
+            for result in error.answers if isinstance(error, BudgetError) else ():
+                record |= {**render.answer_record(result), **self.about}
+            self.write_record(record)
+        terminal.error_line(error)
+
+
+# --- commands
+
+
+class EndOfChat(Exception):
+    """A `/command` asked to leave; not an error."""
+
+
+class Command(NamedTuple):
+    """One `/command`: what follows its name, one line of help, and what it does."""
+
+    argument: str
+    help: str
+    run: Callable[[ChatSession, str], None]
+
+
+def save_json(path: Path, record: dict[str, Any]) -> None:
+    """Write `record` to `path` as a whole or not at all.
+
+    Raises `StorageError` when the disk is full or the place cannot be written; the old file is then untouched.
+    """
+    try:
+        write_atomically(path, json.dumps(record, indent=1))
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; nothing was changed, choose another place"
+        ) from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; raises `OptionError` for anything else."""
+    try:
+        text = terminal.decode_utf8(path.read_bytes(), str(path))
+        # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
+        record = json.loads(text)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise OptionError(f"{path} is not a saved conversation: {error}") from error
+    if not isinstance(record, dict):
+        raise OptionError(f"{path} is not a saved conversation: it holds a {type(record).__name__}, not an object")
+    return record
+
+
+def _help(session: ChatSession, argument: str) -> None:
+    console = terminal.stderr_console()
+    for name, command in COMMANDS.items():
+        usage = f"{name} {command.argument}".rstrip()
+        console.print(f"  {usage:<16} {command.help}", style="dim")
+    console.print("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.", style="dim")
+    console.print("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.", style="dim")
+
+
+def _reset(session: ChatSession, argument: str) -> None:
+    session.conversation.reset()
+    terminal.status_line("the conversation is empty again")
+
+
+def _system(session: ChatSession, argument: str) -> None:
+    if not argument:
+        current = [message["content"] for message in session.conversation.messages if message["role"] == "system"]
+        terminal.status_line(f"system prompt: {current[0]}" if current else "there is no system prompt")
+        return
+    session.conversation.set_system(None if argument == "none" else argument)
+    terminal.status_line(f"system prompt {'removed' if argument == 'none' else 'set'}; the conversation is empty again")
+
+
+def _stats(session: ChatSession, argument: str) -> None:
+    console = terminal.stderr_console()
+    if session.last_stats is None:
+        terminal.status_line("no answer yet")
+    else:
+        for name, figure in _stat_rows(session.last_stats):
+            console.print(f"  {name:<20} {figure}", style="dim")
+    console.print(f"  {session.runtime.load_report}", style="dim")
+    console.print(f"  {session.runtime.placement}", style="dim")
+
+
+def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
+    """Return the last answer's figures with their units."""
+    more = [
+        ("link idle", render.share_figure(stats.link_idle_share)),
+        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
+        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
+        ("time of a pass", render.prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
+    ]  # fmt: skip
+    return [
+        ("prompt", f"{stats.prompt_tokens} tokens"),
+        ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),
+        ("first token", f"{stats.time_to_first_token_s:.2f} s"),
+        ("speed", f"{stats.tok_per_s:.1f} tokens/s, {stats.tokens_per_pass:.2f} tokens per pass"),
+        ("streamed per pass", format_bytes(stats.bytes_per_pass)),
+        ("link", render.link_figure(stats)),
+        ("waiting for the link", f"{stats.stall_s:.2f} s"),
+        ("peak device memory", format_bytes(stats.peak_vram_bytes)),
+        ("pinned memory", format_bytes(stats.pinned_bytes)),
+        *((name, figure) for name, figure in more if figure),
+    ]
+
+
+def _save(session: ChatSession, argument: str) -> None:
+    path = _path_argument("/save", argument)
+    save_json(path, session.conversation.to_json())
+    terminal.status_line(f"saved {_count(len(session.conversation.messages))} to {path}")
+
+
+def _load(session: ChatSession, argument: str) -> None:
+    path = _path_argument("/load", argument)
+    session.conversation.restore(read_json_object(path))
+    terminal.status_line(f"loaded {_count(len(session.conversation.messages))} from {path}")
+
+
+def _exit(session: ChatSession, argument: str) -> None:
+    raise EndOfChat
+
+
+def _path_argument(command: str, argument: str) -> Path:
+    """Return the file that a command names; raises `OptionError` when it names none."""
+    if not argument:
+        raise OptionError(f"{command} needs the name of a file: {command} FILE")
+    return terminal.user_path(argument)
+
+
+def _count(messages: int) -> str:
+    """Write a number of messages for people."""
+    return "1 message" if messages == 1 else f"{messages} messages"
+
+
+COMMANDS = {
+    "/help": Command("", "this list", _help),
+    "/reset": Command("", "forget the conversation, keep the system prompt", _reset),
+    "/system": Command("[TEXT]", "show the system prompt, or set it and start over (none removes it)", _system),
+    "/stats": Command("", "figures of the last answer, and where the weights live", _stats),
+    "/save": Command("FILE", "write the conversation as JSON", _save),
+    "/load": Command("FILE", "go on with a saved conversation", _load),
+    "/exit": Command("", "leave", _exit),
+}

@@ -1,17 +1,16 @@
-"""The options of the command line, declared once for all commands, and their way into the frozen configuration.
+"""The options of the command line, one frozen dataclass a command, and their way into the frozen configuration.
 
-A command takes whole groups of them: `with_option_groups` turns each parameter that is one of the dataclasses below
-into that dataclass's options. Everything that can be judged without the model is judged here, before a byte of it is
-loaded.
+Everything that can be judged without the model is judged here, before a byte of it is loaded.
 """
+# ruff: noqa: RUF009 (what the calls below return describes an option and is never a value)
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import typer
 
@@ -40,129 +39,89 @@ _model, _sampling, _machine, _output, _proposing = (
 )
 
 
-def _tuning(*names: str, help: str) -> Any:
-    """One of `SpeculationOptions`, called as its field is; what that is by itself is shown as the default."""
-    usual = getattr(SpeculationOptions(), names[0].removeprefix("--").replace("-", "_"))
-    return _proposing(*names, show_default=str(usual), help=help)
+def _tuning(usual: int | str, help: str, *names: str) -> Any:
+    """A field of `SpeculationOptions` by the same name; what that is by itself is shown as the default."""
+    return _proposing(None, *names, show_default=str(usual), help=help)
 
 
-DeviceOption = Annotated[Device, _machine("--device", help="Where the target runs.")]
-DtypeOption = Annotated[Dtype, _machine("--dtype", help="auto: the checkpoint's own on a GPU, fp32 on a CPU.")]
-MaxNewTokensOption = Annotated[int, _sampling("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
-TemperatureOption = Annotated[float, _sampling("--temperature", min=0.0, help="0 is greedy decoding.")]
-SeedOption = Annotated[int, _sampling("--seed", min=0, help="The same seed gives the same tokens.")]
-GammaOption = Annotated[
-    str,
-    _proposing(
-        "--gamma",
-        metavar="N|auto",
-        help="Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, "
-        "by what was accepted and how long it took.",
-    ),
-]
-JsonOption = Annotated[bool, _output("--json", help="One JSON object on stdout and nothing else.")]
-NoProgressOption = Annotated[bool, _output("--no-progress", help="No progress bars on stderr.")]
+# What several commands take; a call names the command's own default.
+_DEVICE = _machine("auto", help="Where the target runs.")
+_DTYPE = _machine("auto", help="auto: the checkpoint's own on a GPU, fp32 on a CPU.")
+_SEED = _sampling(0, min=0, help="The same seed gives the same tokens.")
+_JSON = _output(False, "--json", help="One JSON object on stdout and nothing else.")
+_NO_PROGRESS = _output(False, "--no-progress", help="No progress bars on stderr.")
+_GAMMA = _proposing(
+    "auto",
+    metavar="N|auto",
+    help="Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, "
+    "by what was accepted and how long it took.",
+)
+_max_new_tokens = partial(_sampling, min=1, help="Longest answer, in tokens.")
+_temperature = partial(_sampling, min=0.0, help="0 is greedy decoding.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What is run, how tokens are proposed and how much memory may be used: as `plan` has to know it."""
 
-    target: Annotated[str, _model("--target", metavar="MODEL", help="Directory, GGUF file or id on the hub.")]
-    draft: Annotated[
-        str,
-        _model(
-            "--draft",
-            metavar="MODEL|ngram|none",
-            help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
-        ),
-    ] = "ngram"
-    context: Annotated[str, _model("--context", metavar="TOKENS|auto", help="Tokens of context to reserve.")] = "auto"
-    kv: Annotated[
-        KVPlace,
-        _model(
-            "--kv",
-            help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be "
-            "faster.",
-        ),
-    ] = "auto"
-    speculation: Annotated[
-        SpeculationMode,
-        _proposing(
-            "--speculation",
-            help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved "
-            "tokens. auto: what is predicted to be faster.",
-        ),
-    ] = "auto"
-    draft_cache: Annotated[
-        DraftCache,
-        _proposing(
-            "--draft-cache",
-            help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and "
-            "newest tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
-        ),
-    ] = "auto"
-    sink_tokens: Annotated[int | None, _tuning("--sink-tokens", help="First tokens a streaming cache keeps.")] = None
-    recent_tokens: Annotated[
-        int | None, _tuning("--recent-tokens", help="Newest tokens a streaming cache keeps.")
-    ] = None  # fmt: skip
-    chunk_size: Annotated[int | None, _tuning("--chunk-size", help="Tokens that are retrieved together.")] = None
-    budget_tokens: Annotated[
-        int | None, _tuning("--budget-tokens", "--retrieval-budget", help="Tokens retrieved per KV head.")
-    ] = None
-    policy: Annotated[
-        ChunkPolicy | None,
-        _tuning(
-            "--policy",
-            help="What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
-        ),
-    ] = None
-    refresh_steps: Annotated[
-        int | None, _tuning("--refresh-steps", help="Retrieve anew every so many steps of the middle level.")
-    ] = None
-    gamma_draft: Annotated[
-        int | None, _tuning("--gamma-draft", help="Tokens the draft proposes to the middle level.")
-    ] = None
-    tree_nodes: Annotated[
-        str,
-        _proposing(
-            "--tree-nodes",
-            metavar="N|auto",
-            help="Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: "
-            "chains only. auto chooses; beside --gamma N it stands for chains.",
-        ),
-    ] = "auto"
-    dtype: DtypeOption = "auto"
-    vram: Annotated[
-        str | None, _machine("--vram", metavar="SIZE", help="Most GPU memory to use, such as 24GB or 20GiB.")
-    ] = None
-    ram: Annotated[
-        str | None, _machine("--ram", metavar="SIZE", help="Most host memory to use; by itself, what there is.")
-    ] = None
-    pinned: Annotated[
-        str | None,
-        _machine(
-            "--pinned",
-            metavar="SIZE",
-            help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system "
-            "gives.",
-        ),
-    ] = None
-    resident_layers: Annotated[
-        str,
-        _machine(
-            "--resident-layers",
-            metavar="N|auto",
-            help="Layers that stay on the device; the others are streamed over the link in every pass.",
-        ),
-    ] = "auto"
+    target: str = _model(..., metavar="MODEL", help="Directory, GGUF file or id on the hub.")
+    draft: str = _model(
+        "ngram",
+        metavar="MODEL|ngram|none",
+        help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
+    )
+    context: str = _model("auto", metavar="TOKENS|auto", help="Tokens of context to reserve.")
+    kv: KVPlace = _model(
+        "auto",
+        help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
+    )
+    speculation: SpeculationMode = _proposing(
+        "auto",
+        help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
+        "auto: what is predicted to be faster.",
+    )
+    draft_cache: DraftCache = _proposing(
+        "auto",
+        help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
+        "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
+    )
+    sink_tokens: int | None = _tuning(SpeculationOptions.sink_tokens, "First tokens a streaming cache keeps.")
+    recent_tokens: int | None = _tuning(SpeculationOptions.recent_tokens, "Newest tokens a streaming cache keeps.")
+    chunk_size: int | None = _tuning(SpeculationOptions.chunk_size, "Tokens that are retrieved together.")
+    budget_tokens: int | None = _tuning(
+        SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.", "--budget-tokens", "--retrieval-budget"
+    )
+    policy: ChunkPolicy | None = _tuning(
+        SpeculationOptions.policy,
+        "What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
+    )
+    refresh_steps: int | None = _tuning(
+        SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the middle level."
+    )
+    gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to the middle level.")
+    tree_nodes: str = _proposing(
+        "auto",
+        metavar="N|auto",
+        help="Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains "
+        "only. auto chooses; beside --gamma N it stands for chains.",
+    )
+    dtype: Dtype = _DTYPE
+    vram: str | None = _machine(None, metavar="SIZE", help="Most GPU memory to use, such as 24GB or 20GiB.")
+    ram: str | None = _machine(None, metavar="SIZE", help="Most host memory to use; by itself, what there is.")
+    pinned: str | None = _machine(
+        None,
+        metavar="SIZE",
+        help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
+    )
+    resident_layers: str = _machine(
+        "auto",
+        metavar="N|auto",
+        help="Layers that stay on the device; the others are streamed over the link in every pass.",
+    )
 
     def config(self, *, gamma: str = "auto", max_batch: int = 1) -> RuntimeConfig:
         """What a runtime is loaded with; raises `OptionError` naming the option."""
-        chosen_gamma, nodes = (
-            count_or_chosen("--gamma", gamma, least=1),
-            count_or_chosen("--tree-nodes", self.tree_nodes),
-        )
+        proposals, nodes = count_or_chosen("--gamma", gamma, least=1), count_or_chosen("--tree-nodes", self.tree_nodes)
         context = count_or_chosen("--context", self.context)
         if context is not None:
             require_positive("--context", context)
@@ -171,24 +130,15 @@ class RunOptions:
             target=self.target, draft=self.draft, dtype=self.dtype, vram_bytes=vram, ram_bytes=ram, pinned_bytes=pinned,
             resident_layers=count_or_chosen("--resident-layers", self.resident_layers),
             context="auto" if context is None else context, kv=self.kv, speculation=self._speculation(),
-            max_batch=max_batch, gamma=chosen_gamma, max_gamma=max(RuntimeConfig.max_gamma, chosen_gamma or 0),
+            max_batch=max_batch, gamma=proposals, max_gamma=max(RuntimeConfig.max_gamma, proposals or 0),
             # A gamma alone asks for chains, and room for trees would be of no use.
-            tree_nodes=0 if nodes is None and chosen_gamma is not None else nodes,
+            tree_nodes=0 if nodes is None and proposals is not None else nodes,
         )  # fmt: skip
 
     def _speculation(self) -> SpeculationOptions:
         """How tokens are proposed; raises `OptionError` for an option that would do nothing beside the others."""
-        tuned = (
-            "sink_tokens",
-            "recent_tokens",
-            "chunk_size",
-            "budget_tokens",
-            "refresh_steps",
-            "gamma_draft",
-            "policy",
-        )
-        given = {name: getattr(self, name) for name in tuned if getattr(self, name) is not None}
-        given |= {} if self.draft_cache == "auto" else {"draft_cache": self.draft_cache}
+        asked = {field.name: getattr(self, field.name, None) for field in fields(SpeculationOptions)}
+        given = {name: value for name, value in asked.items() if value not in (None, "auto")}
         idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache, self.policy)
         for name, why in idle.items():
             if name in given:
@@ -197,18 +147,28 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """What `plan` takes."""
+
+    batch: int = typer.Option(1, min=1, help="Prompts that are answered at once.")
+    gamma: str = _GAMMA
+    profile: str | None = _machine(
+        None, metavar="NAME|FILE", help="The machine to plan for, such as rtx4090; left out, your own saved profile."
+    )
+    plot: str | None = typer.Option(None, metavar="FILE", help="Draw the plan as bars, such as plan.png or plan.svg.")
+    as_json: bool = _JSON
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions(RunOptions):
     """What a command that loads a model takes."""
 
-    device: DeviceOption = "auto"
-    emulate: Annotated[
-        str | None,
-        _machine(
-            "--emulate",
-            metavar="NAME|FILE",
-            help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth.",
-        ),
-    ] = None
+    device: Device = _DEVICE
+    emulate: str | None = _machine(
+        None,
+        metavar="NAME|FILE",
+        help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth.",
+    )
 
     def config(self, *, gamma: str = "auto", max_batch: int = 1) -> RuntimeConfig:
         """What a runtime is loaded with; raises `OptionError` naming the option."""
@@ -220,37 +180,29 @@ class LoadOptions(RunOptions):
 class AnswerOptions(LoadOptions):
     """What a command that answers takes: also how tokens are sampled, and what is said of the run."""
 
-    gamma: GammaOption = "auto"
-    max_new_tokens: MaxNewTokensOption = 256
-    temperature: TemperatureOption = 0.0
-    top_k: Annotated[int, _sampling("--top-k", min=0, help="Keep the K likeliest tokens; 0 is off.")] = 0
-    top_p: Annotated[float, _sampling("--top-p", help="Keep the likeliest tokens that hold P; 1 is off.")] = 1.0
-    min_p: Annotated[float, _sampling("--min-p", help="Drop tokens below P times the likeliest; 0 is off.")] = 0.0
-    seed: SeedOption = 0
-    stop: Annotated[
-        list[str] | None, _sampling("--stop", metavar="TEXT", help="End at this text; may be repeated.")
-    ] = None
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on past the end-of-text token.")] = False
-    profile: Annotated[
-        str | None,
-        _machine(
-            "--profile",
-            metavar="NAME|FILE",
-            help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
-            "your own or a shipped one.",
-        ),
-    ] = None
-    explain: Annotated[bool, _output("--explain", help="Say on stderr what lives where, before loading.")] = False
-    trace: Annotated[
-        str | None,
-        _output(
-            "--trace",
-            metavar="FILE",
-            help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
-        ),
-    ] = None
-    as_json: JsonOption = False
-    no_progress: NoProgressOption = False
+    gamma: str = _GAMMA
+    max_new_tokens: int = _max_new_tokens(256)
+    temperature: float = _temperature(0.0)
+    top_k: int = _sampling(0, min=0, help="Keep the K likeliest tokens; 0 is off.")
+    top_p: float = _sampling(1.0, help="Keep the likeliest tokens that hold P; 1 is off.")
+    min_p: float = _sampling(0.0, help="Drop tokens below P times the likeliest; 0 is off.")
+    seed: int = _SEED
+    stop: list[str] | None = _sampling(None, metavar="TEXT", help="End at this text; may be repeated.")
+    ignore_eos: bool = _sampling(False, "--ignore-eos", help="Go on past the end-of-text token.")
+    profile: str | None = _machine(
+        None,
+        metavar="NAME|FILE",
+        help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
+        "your own or a shipped one.",
+    )
+    explain: bool = _output(False, "--explain", help="Say on stderr what lives where, before loading.")
+    trace: str | None = _output(
+        None,
+        metavar="FILE",
+        help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
+    )
+    as_json: bool = _JSON
+    no_progress: bool = _NO_PROGRESS
 
     def loading(self, max_batch: int = 1) -> RuntimeConfig:
         """What the runtime is loaded with; raises `OptionError` naming the option."""
@@ -259,43 +211,97 @@ class AnswerOptions(LoadOptions):
 
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
-        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
         return GenerationParams(
             max_new_tokens=self.max_new_tokens, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
-            gamma=count_or_chosen("--gamma", self.gamma, least=1), sampling=sampling,
+            gamma=count_or_chosen("--gamma", self.gamma, least=1),
+            sampling=SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnswerOptions):
+    """What `generate` takes."""
+
+    prompt: str | None = typer.Option(None, metavar="TEXT", help="What to continue or answer.")
+    prompt_file: list[str] | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="The same from a UTF-8 file; - is stdin. Repeated, the prompts are answered as one batch; the first draws "
+        "the noise that it would draw alone, each other one its own.",
+    )
+    chat: bool = typer.Option(False, "--chat", help="Send the prompt through the model's chat template.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnswerOptions):
-    """What a chat takes: longer answers, less alike."""
+    """What `chat` takes: longer answers, less alike."""
 
-    max_new_tokens: MaxNewTokensOption = 1024
-    temperature: TemperatureOption = 0.7
+    max_new_tokens: int = _max_new_tokens(1024)
+    temperature: float = _temperature(0.7)
+    system: str | None = typer.Option(None, metavar="TEXT", help="What the model is told before the first turn.")
 
 
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups of options: each parameter that is one of the dataclasses stands for its fields."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    options: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name not in groups:
-            options.append(parameter.replace(annotation=hints[name]))
-            continue
-        types = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
-            default = parameter.empty if field.default is MISSING else field.default
-            kind = parameter.KEYWORD_ONLY
-            options.append(inspect.Parameter(field.name, kind, annotation=types[field.name], default=default))
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(LoadOptions):
+    """What `verify` takes."""
+
+    prompts: str | None = typer.Option(None, metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
+    tokens: int = typer.Option(64, help="Tokens of every generation compared.")
+    seeds: int | None = typer.Option(None, help="Seeds of every test of fit: 256, or 64 with --quick.")
+    quick: bool = typer.Option(False, "--quick", help="Fewer prompts, settings and seeds.")
+    as_json: bool = _JSON
+    no_progress: bool = _NO_PROGRESS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What `profile` takes."""
+
+    save: str | None = typer.Option(
+        None, metavar="NAME", help="Keep the profile under this name, in place of one that has it."
+    )
+    device: Device = typer.Option("auto", help="cpu leaves the GPU out; auto measures it if there is one.")
+    quick: bool = typer.Option(False, "--quick", help="About ten seconds, rougher and without the disk.")
+    full: bool = typer.Option(
+        False, "--full", help="Find how much memory can be pinned by pinning nearly all that is free."
+    )
+    disk_file: str | None = typer.Option(
+        None, metavar="FILE", help="Read this to measure the disk, instead of a temporary file."
+    )
+    as_json: bool = _JSON
+    no_progress: bool = _NO_PROGRESS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What `demo` takes."""
+
+    prompt: str | None = typer.Option(None, metavar="TEXT", help="Ask this instead of the text to rewrite.")
+    max_new_tokens: int = _max_new_tokens(96)
+    temperature: float = _temperature(0.0)
+    seed: int = _SEED
+    gamma: str = _GAMMA
+    device: Device = _DEVICE
+    dtype: Dtype = _DTYPE
+    no_progress: bool = _NO_PROGRESS
+
+    def params(self) -> GenerationParams:
+        """What both answers are asked for; raises `OptionError` for values that make no sense."""
+        gamma = count_or_chosen("--gamma", self.gamma, least=1)
+        sampling = SamplingParams(self.temperature, seed=self.seed)
+        return GenerationParams(self.max_new_tokens, gamma=gamma, sampling=sampling)
+
+
+def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Make of a command that takes one of the dataclasses above a function of its fields, as typer reads options."""
+    options = get_type_hints(command)["options"]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-        command(**made, **given)
+        command(options(**given))
 
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = get_type_hints(options)
     return run
 
 

@@ -1,70 +1,62 @@
-"""`offload-runtime plan`: what a run would take and how fast it would be, from configuration files alone."""
+"""`offload-runtime plan`: what a run would take and how fast it would be, from configuration files alone.
+
+Tables of what is held where, what a pass costs and how fast tokens come; plain values for JSON; and a picture.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from offload_runtime.cli.terminal import ERROR_EXIT_CODE, error_line, only_json, status_line, write_json, write_text
-from offload_runtime.config import RuntimeConfig
+from offload_runtime.cli import terminal
+from offload_runtime.cli.options import PlanOptions
+from offload_runtime.config import GB, format_bytes
+from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import PlanRequest, Refusal
+    from rich.table import Table
+
+    from offload_runtime.plan import MachineFigures, PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 _FALLBACK_PROFILE = "rtx4090"
 
 
-def run_plan_command(
-    config: RuntimeConfig,
-    *,
-    profile: str | None,
-    picture: Path | None,
-    as_json: bool,
-) -> None:
-    """Print the plan as tables, or as one JSON object, and draw it where a picture is asked for.
-
-    Raises `typer.Exit(2)` after saying what would fit when the run does not.
-    """
-    machine = choose_profile(profile)
+def plan(options: PlanOptions) -> None:
+    """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
+    config = options.config(gamma=options.gamma, max_batch=options.batch)
+    picture = None if options.plot is None else terminal.user_path(options.plot)
+    machine = choose_profile(options.profile)
     if picture is not None:
-        from offload_runtime.cli.plan_picture import require_plotting
-
         require_plotting(picture)
-    with only_json(as_json):
-        from offload_runtime.plan import Refusal, forecast, machine_figures, plan_or_refuse, upgrades
+    with terminal.only_json(options.as_json):
+        from offload_runtime import plan as planning
 
-        figures = machine_figures(machine)
-        outcome = plan_or_refuse(plan_request(config), figures)
-    if isinstance(outcome, Refusal):
-        _refuse(outcome, machine, as_json=as_json)
-    predicted = forecast(outcome, figures)
-    gains = upgrades(outcome, predicted, figures)
+        target, draft = planning.describe_pair(config.target, config.draft, config.speculation.mode)
+        figures = planning.machine_figures(machine)
+        outcome = planning.plan_or_refuse(planning.PlanRequest.of(config, target, draft), figures)
+    if isinstance(outcome, planning.Refusal):
+        if options.as_json:
+            terminal.write_json(refusal_record(outcome, machine), sys.stdout)
+        else:
+            terminal.write_text("".join(f"{line}\n" for line in refusal_lines(outcome)))
+        terminal.error_line(outcome.problem)
+        raise typer.Exit(terminal.ERROR_EXIT_CODE)
+    predicted = planning.forecast(outcome, figures)
+    gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
-        from offload_runtime.cli.plan_picture import draw_plan
-
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    from offload_runtime.cli.plan_render import plan_record, plan_tables, print_tables
-
-    if as_json:
-        write_json(plan_record(outcome, predicted, gains, machine=machine, target=config.target), sys.stdout)
-        return
-    print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
-
-
-def _refuse(refusal: Refusal, machine: MachineProfile, *, as_json: bool) -> NoReturn:
-    """Say why it does not fit and what would."""
-    from offload_runtime.cli.plan_render import refusal_lines, refusal_record
-
-    if as_json:
-        write_json(refusal_record(refusal, machine=machine), sys.stdout)
+    if options.as_json:
+        about = {"fits": True, "target": config.target, "profile": machine.name}
+        terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
     else:
-        write_text("".join(f"{line}\n" for line in refusal_lines(refusal)))
-    error_line(refusal.problem)
-    raise typer.Exit(ERROR_EXIT_CODE)
+        print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
@@ -76,16 +68,346 @@ def choose_profile(name: str | None) -> MachineProfile:
     found = load_profile(own[0].path) if len(own) == 1 else None
     if found is None or not found.gpus:
         found = load_profile(_FALLBACK_PROFILE)
-    status_line(
+    terminal.status_line(
         f"planning for {found.name}: choose with --profile, or measure this machine with "
         "`offload-runtime profile --save NAME`"
     )
     return found
 
 
-def plan_request(config: RuntimeConfig) -> PlanRequest:
-    """Read the configuration files of target and draft."""
-    from offload_runtime.plan import PlanRequest, describe_pair
+# --- tables and lines
 
-    target, draft = describe_pair(config.target, config.draft, config.speculation.mode)
-    return PlanRequest.of(config, target, draft)
+
+def print_tables(tables: Sequence[Table | str], output: TextIO) -> None:
+    """Print tables and lines one after the other."""
+    from rich.console import Console
+
+    console = Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    for item in tables:
+        console.print(item)
+
+
+def plan_tables(
+    plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade], *, machine: MachineProfile
+) -> list[Table | str]:
+    """Everything that is known of a plan."""
+    from offload_runtime.plan import describe_speculation
+
+    tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
+    if machine.gpus > 1:
+        tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
+    tables += [*memory_tables(plan, ram_limit_bytes=plan.limits.ram_bytes), _time_table(plan, predicted)]
+    if predicted.steps:
+        tables.append(_steps_table(predicted))
+    if plan.is_staged:
+        plain = predicted.plain
+        tables.append(
+            f"staging takes {_duration(plain.staging_s)} of a pass beside the link's {_duration(plain.link_s)}: "
+            f"{_duration(plain.seconds)} instead of {_duration(plain.unstaged_s)} if all could be page-locked"
+        )
+    for gain in gains:
+        speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"
+        tables.append(f"{gain.what}: {speeds}" + (f" ({gain.note})" if gain.note else ""))
+    return tables
+
+
+def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[Table | str]:
+    """What is held where, part by part, and where each layer is."""
+    from offload_runtime.plan import describe_draft_cache, describe_staging
+
+    target, placement = plan.target, plan.placement
+    device = [(part.name, format_bytes(part.nbytes)) for part in plan.device]
+    host = [(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "") for part in plan.host]
+    host.append(("while weights are read", format_bytes(plan.loading_bytes), "before"))
+    locked = f"page-locked {format_bytes(plan.pinned_bytes)}"
+    words = [
+        describe_draft_cache(plan),
+        f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
+        describe_staging(placement) if plan.is_staged else "",
+        f"KV cache of {target.batch} x {target.context_tokens} tokens: "
+        f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
+        f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
+        f"attention of prompts: {plan.prefill_attention}",
+    ]
+    return [
+        *filter(None, words),
+        _memory_table("device memory", device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
+        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, ram_limit_bytes), locked)),
+    ]
+
+
+def _peak(held_bytes: int, limit_bytes: int | None) -> str:
+    return format_bytes(held_bytes) + ("" if limit_bytes is None else f" of {format_bytes(limit_bytes)}")
+
+
+def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
+    from rich.table import Column, Table
+
+    columns = (Column(footer=text, justify="right" if text == footer[1] else "left") for text in footer)
+    table = Table(*columns, title=title, title_justify="left", show_header=False, show_footer=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def speed_line(plan: RunPlan, machine: MachineFigures) -> str:
+    """Predicted seconds of a pass over one token behind a full context, and of a prompt that fills it."""
+    from offload_runtime.plan import pass_time, prefill_time
+
+    context = plan.target.context_tokens
+    predicted = pass_time(plan, machine, length_tokens=context - 1, rows=1)
+    prefill = prefill_time(plan, machine, context)
+    return (
+        f"predicted by the figures of {machine.name}, at {context} tokens: a pass of "
+        f"{_duration(predicted.seconds)}, bound by {predicted.bound_by}, and {_duration(prefill.seconds)} to the "
+        f"first token, bound by {prefill.bound_by}"
+    )
+
+
+def _layers(resident: Sequence[int], num_layers: int) -> str:
+    if len(resident) == num_layers:
+        return f"all {num_layers} layers on the device"
+    if not resident:
+        return f"all {num_layers} layers streamed"
+    streamed = [layer for layer in range(num_layers) if layer not in resident]
+    return (
+        f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)}), {len(streamed)} streamed "
+        f"({_ranges(streamed)})"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, consecutive ones as `first-last`."""
+    runs = []
+    for _, members in groupby(enumerate(numbers), key=lambda place: place[1] - place[0]):
+        run = [number for _, number in members]
+        runs.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return ", ".join(runs)
+
+
+def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
+    table = _figures_table(
+        f"predicted at {predicted.context_tokens} tokens of context, in seconds",
+        ("", "whole", "streamed", "link", "HBM", "arithmetic", "launch", "bound by"),
+    )
+    passes = [("pass, 1 token", predicted.plain)]
+    passes += [(f"pass, {predicted.proposals + 1} tokens", predicted.verify)] if predicted.gamma else []
+    for name, time in passes:
+        seconds = (_seconds(part) for part in (time.link_s, time.hbm_s, time.arithmetic_s, time.launch_s))
+        table.add_row(name, _seconds(time.seconds), format_bytes(time.bytes_streamed), *seconds, time.bound_by)
+    if plan.draft is not None:
+        table.add_row("draft step", _seconds(predicted.draft_step_s))
+    if predicted.verifier_step_s is not None:
+        table.add_row("middle step", _seconds(predicted.verifier_step_s))
+    prefill = predicted.prefill
+    whole, link, compute = (_seconds(part) for part in (prefill.seconds, prefill.link_s, prefill.compute_s))
+    table.add_row("to first token", whole, format_bytes(prefill.link_bytes), link, "", compute, "", prefill.bound_by)
+    return table
+
+
+def _steps_table(predicted: RunForecast) -> Table:
+    accepted = predicted.draft_acceptance
+    draft = "" if accepted is None else f", {accepted} of the draft's accepted"
+    grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
+    table = _figures_table(
+        f"tokens/s by the target's acceptance of {predicted.proposals} proposals{grown}{draft}",
+        ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
+    )
+    plain = predicted.plain
+    speed = f"{predicted.plain_tok_per_s:.2f}"
+    table.add_row("plain", "1", "", "", _seconds(plain.seconds), speed, plain.bound_by)
+    for row in sorted((*predicted.steps, predicted.usual), key=lambda row: row.acceptance):
+        name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
+        seconds = (_seconds(part) for part in (row.drafting_s, row.hidden_s, row.seconds))
+        table.add_row(name, f"{row.tokens:.2f}", *seconds, f"{row.tok_per_s:.2f}", row.bound_by)
+    return table
+
+
+def _figures_table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Column, Table
+
+    # As narrow as can be: a terminal of 80 columns must not cut figures off.
+    headers = (Column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True) for name in columns)
+    return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+
+
+def refusal_lines(refusal: Refusal) -> list[str]:
+    """What is short and the nearest settings that fit."""
+    lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
+    lines.append("what fits instead:" if refusal.suggestions else "no change of these settings fits")
+    for suggestion in refusal.suggestions:
+        plan = suggestion.plan
+        lines.append(
+            f"  {suggestion.change}  (then {format_bytes(plan.device_bytes)} of device memory, "
+            f"{format_bytes(plan.host_bytes)} of host memory, {format_bytes(plan.pinned_bytes)} page-locked)"
+        )
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits; below a millisecond in milliseconds."""
+    if seconds == 0:
+        return "0"
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}" if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"
+
+
+def _duration(seconds: float) -> str:
+    """The same with its unit, for a sentence."""
+    figure = _seconds(seconds)
+    return figure if figure.endswith("ms") else f"{figure} s"
+
+
+# --- plain values for JSON: bytes, seconds and tokens, as the names say
+
+
+def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
+    """What `--json` prints of a run that fits."""
+    return {
+        "context_tokens": predicted.context_tokens,
+        "batch": plan.target.batch,
+        **memory_record(plan),
+        "gamma": predicted.gamma,
+        "tree_nodes": predicted.tree_nodes,
+        "pass": {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)},
+        "prefill": asdict(predicted.prefill),
+        "draft_step_s": predicted.draft_step_s,
+        "middle_step_s": predicted.verifier_step_s,
+        "plain_tok_per_s": predicted.plain_tok_per_s,
+        "draft_acceptance": predicted.draft_acceptance,
+        "usual": asdict(predicted.usual),
+        "by_acceptance": [asdict(row) for row in predicted.steps],
+        "upgrades": [asdict(gain) for gain in gains],
+    }
+
+
+def _pass_record(time: PassTime) -> dict[str, Any]:
+    names = ("bytes_streamed", "link_s", "hbm_s", "arithmetic_s", "compute_s", "launch_s", "seconds", "bound_by")
+    return {name: getattr(time, name) for name in (*names, "staging_s")}
+
+
+def memory_record(plan: RunPlan) -> dict[str, Any]:
+    """What a run holds, and where each layer is."""
+    placement = plan.placement
+    return {
+        "device_memory": {
+            "limit_bytes": plan.limits.device_bytes,
+            "peak_bytes": plan.device_bytes,
+            "parts": [asdict(part) for part in plan.device],
+        },
+        "host_memory": {
+            "peak_bytes": plan.host_bytes,
+            "pinned_bytes": plan.pinned_bytes,
+            "loading_bytes": plan.loading_bytes,
+            "parts": [asdict(part) for part in plan.host],
+        },
+        "layers": {
+            "weights_resident": list(placement.resident_layers),
+            "weights_staged": list(placement.staged_layers),
+            "weights_streamed": list(placement.streamed_layers),
+            "kv_resident": list(plan.resident_kv_layers),
+            "kv_staged": list(placement.staged_kv_layers),
+            "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in plan.resident_kv_layers],
+            "ring_slots": placement.num_slots,
+        },
+        "prefill_attention": plan.prefill_attention,
+        "draft_cache": None if plan.draft is None else plan.draft.cache,
+        "middle_level": plan.verifier is not None,
+        "why_no_middle_level": None if plan.verifier is not None else plan.reason or None,
+    }
+
+
+def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
+    """What `--json` prints for a run that does not fit."""
+    return {
+        "fits": False,
+        "profile": machine.name,
+        "problem": str(refusal.problem),
+        "short_bytes": refusal.short_bytes,
+        "nearest": [{"change": nearest.change, **memory_record(nearest.plan)} for nearest in refusal.suggestions],
+    }
+
+
+# --- the picture: stacked bars of what is held where, and of what a pass spends its time on
+
+
+def require_plotting(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is planned.
+
+    Raises:
+        OptionError: matplotlib is not installed, or the file's ending is none of its formats.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise OptionError("--plot needs matplotlib: pip install 'offload-runtime[plots]'") from error
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise OptionError(f"--plot {path} must end in one of {', '.join(sorted(formats))}")
+
+
+def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) -> None:
+    """Draw the plan into a file; the ending chooses the format.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_memory(memory, plan)
+    _draw_time(time, predicted)
+    figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; choose another place for --plot"
+        ) from error
+
+
+def _draw_memory(axes: Any, plan: RunPlan) -> None:
+    for place, parts in enumerate((plan.device, plan.host)):
+        _stack(axes, place, [(part.name, part.nbytes / GB, part.pinned) for part in parts], unit="GB")
+    if plan.limits.device_bytes is not None:
+        limit_gb = plan.limits.device_bytes / GB
+        axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
+    axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
+    axes.set_xticks([0, 1], ["device memory", "host memory (hatched: page-locked)"])
+    axes.set_ylabel("GB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high
+
+
+def _draw_time(axes: Any, predicted: RunForecast) -> None:
+    """Copies beside compute: the higher of the two bars is the pass, drafting that nothing hides comes on top."""
+    shown = predicted.verify if predicted.gamma else predicted.plain
+    bars = {
+        "link": [("link", shown.link_s, False)],
+        "compute": [("HBM and arithmetic", shown.compute_s, False)],
+        "launches": [("launches", shown.launch_s, False)],
+    }
+    if shown.staging_s:
+        bars["staging"] = [("staging from pageable memory", shown.staging_s, False)]
+    if predicted.steps:
+        row = predicted.steps[-1]
+        hidden = ("drafting, hidden", row.hidden_s, False)
+        bars["drafting"] = [hidden, ("drafting, exposed", row.drafting_s - row.hidden_s, False)]
+    for place, parts in enumerate(bars.values()):
+        _stack(axes, place, parts, unit="s")
+    axes.set_xticks(range(len(bars)), list(bars))
+    axes.set_ylabel(f"seconds of a round, bound by {shown.bound_by}")
+    axes.legend(fontsize=7)
+
+
+def _stack(axes: Any, place: int, parts: Sequence[tuple[str, float, bool]], *, unit: str) -> None:
+    """One bar of parts (name, size, hatched) on top of each other, each with its name where there is room for it."""
+    top, total = 0.0, sum(size for _, size, _ in parts)
+    for name, size, hatched in parts:
+        axes.bar(
+            place, size, bottom=top, width=0.8, edgecolor="white", hatch="//" if hatched else None,
+            label=f"{name}: {size:.3g} {unit}",
+        )  # fmt: skip
+        if len(parts) > 1 and size > total / 30:
+            axes.text(place, top + size / 2, f"{name} {size:.3g}", ha="center", va="center", fontsize=8)
+        top += size

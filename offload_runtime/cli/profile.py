@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from offload_runtime.cli.options import ProfileOptions
 from offload_runtime.cli.terminal import ProgressBars, only_json, user_path, write_json, write_text
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import StorageError
@@ -21,39 +22,29 @@ if TYPE_CHECKING:
 _NOT_MEASURED = "not measured"
 
 
-def run_profile(
-    *,
-    save: str | None,
-    device: str,
-    quick: bool,
-    full: bool,
-    disk_file: str | None,
-    as_json: bool,
-    show_progress: bool,
-) -> None:
-    """Measure, print table, advice and TOML (or one JSON object), and save the profile when `save` names it."""
-    if save is not None:
-        check_name(save)  # before a minute of measuring, not after it
+def profile(options: ProfileOptions) -> None:
+    """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
+    if options.save is not None:
+        check_name(options.save)  # before a minute of measuring, not after it
     from offload_runtime.hardware.measure import measure_machine
     from offload_runtime.hardware.report import MeasureOptions, advise
 
-    options = MeasureOptions(
-        device=device, quick=quick, full=full, disk_file=None if disk_file is None else user_path(disk_file)
-    )
-    with only_json(as_json), ProgressBars(enabled=show_progress) as bars:
-        report = measure_machine(options, on_progress=bars.on_runs)
+    file = None if options.disk_file is None else user_path(options.disk_file)
+    asked = MeasureOptions(options.device, options.quick, options.full, file)
+    with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:
+        report = measure_machine(asked, on_progress=bars.update)
     advice = advise(report)
-    if as_json:
+    if options.as_json:
         # Saved first: the object says where.
-        saved = None if save is None else str(save_profile(report.profile, save))
+        saved = None if options.save is None else str(save_profile(report.profile, options.save))
         write_json({**report_record(report, advice), "saved": saved}, sys.stdout)
         return
     print_report(report, advice)
-    if save is None:
+    if options.save is None:
         write_text("\n" + profile_toml(report.profile))
         return
     try:
-        write_text(f"\nsaved to {save_profile(report.profile, save)}\n")
+        write_text(f"\nsaved to {save_profile(report.profile, options.save)}\n")
     except StorageError:
         write_text("\n" + profile_toml(report.profile))  # it has cost a minute: nothing of it may be lost
         raise
@@ -88,12 +79,12 @@ def print_report(report: MachineReport, advice: list[str]) -> None:
 
 def report_table(report: MachineReport) -> Table:
     """Return one row per figure, with its bound beside it where one is known."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=f"this machine, measured in {report.seconds:.0f} s", title_justify="left", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("figure", overflow="fold")
-    gpu_rows = [] if report.gpu is None else [*_gpu_rows(report.profile, report.gpu), *_pinning_rows(report.profile)]
+    title = f"this machine, measured in {report.seconds:.0f} s"
+    columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", show_header=False)
+    gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
     for name, figure in [*gpu_rows, *_host_rows(report)]:
         table.add_row(name, figure)
     return table
@@ -101,8 +92,7 @@ def report_table(report: MachineReport) -> Table:
 
 def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
     count = f"{profile.gpus} x " if profile.gpus > 1 else ""
-    link, peak = gpu.nvml.link, ""
-    pcie = _NOT_MEASURED
+    link, peak, pcie = gpu.nvml.link, "", _NOT_MEASURED
     if link is not None:
         peak = f" of {link.peak_gbps:.1f}"
         pcie = (
@@ -122,27 +112,24 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
         ("HBM, read + write", _rate(profile.hbm_gbps, " GB/s")),
         ("matrix products", _figures(profile.tflops, "TFLOP/s")),
         ("kernel launch", launch),
+        ("can be pinned", _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)),
+        ("pinning", _rate(profile.pin_gbps, " GB/s")),
     ]
-
-
-def _pinning_rows(profile: MachineProfile) -> list[tuple[str, str]]:
-    pinnable = _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)
-    return [("can be pinned", pinnable), ("pinning", _rate(profile.pin_gbps, " GB/s"))]
 
 
 def _host_rows(report: MachineReport) -> list[tuple[str, str]]:
     profile, cpu = report.profile, report.host.cpu
     features = f" ({', '.join(cpu.features)})" if cpu.features else ""
     by_threads = {f"{key} thread{'s' if key > 1 else ''}": v for key, v in profile.host_by_threads.items()}
-    rows = [
+    busy = f"{_rate(profile.host_gbps_while_link_busy, ' GB/s')}, link "
+    busy += _rate(profile.link_gbps_while_host_busy, " GB/s")
+    return [
         ("CPU", f"{cpu.name}, {cpu.cores} logical cores{features}"),
         ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(report.host.available_bytes)} free"),
         ("host memory, reading", _figures(by_threads, "GB/s")),
+        *([] if report.gpu is None else [("the same beside copies", busy)]),
+        ("disk, reading", _rate(profile.disk_gbps, " GB/s")),
     ]
-    if report.gpu is not None:
-        beside = f"{_rate(profile.host_gbps_while_link_busy, ' GB/s')}, "
-        rows.append(("the same beside copies", beside + f"link {_rate(profile.link_gbps_while_host_busy, ' GB/s')}"))
-    return [*rows, ("disk, reading", _rate(profile.disk_gbps, " GB/s"))]
 
 
 def _rate(figure: float | None, unit: str) -> str:

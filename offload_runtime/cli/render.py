@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.config import GenerationParams, RuntimeConfig
@@ -89,23 +88,8 @@ def link_figure(stats: GenerationStats) -> str:
     return f"{stats.link_gbps:.1f} of {stats.link_peak_gbps:.1f} GB/s ({share:.0f} %)"
 
 
-def result_record(
-    result: GenerationResult, *, runtime: Runtime, config: RuntimeConfig, params: GenerationParams
-) -> dict[str, Any]:
-    """Return what `--json` prints for one answer."""
-    return {**_answer_record(result), **_run_record(runtime, config, params)}
-
-
-def batch_record(
-    names: Sequence[str], results: Sequence[GenerationResult], *, runtime: Runtime, config: RuntimeConfig,
-    params: GenerationParams,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what `--json` prints for the answers of a batch, each with the name of its prompt."""
-    answers = [{"name": name, **_answer_record(result)} for name, result in zip(names, results, strict=True)]
-    return {"results": answers, **_run_record(runtime, config, params)}
-
-
-def _answer_record(result: GenerationResult) -> dict[str, Any]:
+def answer_record(result: GenerationResult) -> dict[str, Any]:
+    """Return what `--json` prints of one answer."""
     return {
         "tokens": list(result.tokens),
         "text": result.text,
@@ -114,8 +98,8 @@ def _answer_record(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _run_record(runtime: Runtime, config: RuntimeConfig, params: GenerationParams) -> dict[str, Any]:
-    """Return what all answers of a run share."""
+def run_record(runtime: Runtime, config: RuntimeConfig, params: GenerationParams) -> dict[str, Any]:
+    """Return what `--json` prints of the run, which all its answers share."""
     return {
         "target": config.target,
         "draft": config.draft,

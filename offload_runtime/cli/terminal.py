@@ -1,4 +1,4 @@
-"""What goes between the user and the commands: prompts and paths in; progress, status and error lines out, on stderr.
+"""What goes between the user and the commands: files and typed lines in; text, progress, status and errors out.
 
 Rich is used without wrapping here: a line stays one line in a log file, however long it is.
 """
@@ -6,30 +6,28 @@ Rich is used without wrapping here: a line stays one line in a log file, however
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-import typer
-from typer.core import TyperGroup
-
+from offload_runtime.config import user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
+    from prompt_toolkit.completion import Completer
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
 INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
-# What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
-BROKEN_PIPE_EXIT_CODE = 141
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
 
@@ -38,29 +36,7 @@ class OutputError(Exception):
     """Standard output takes no more. Not an `OffloadError`: a chat goes on after those, and must not after this."""
 
 
-@contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Turn what may end a command into an exit code: typed errors and a full disk 2, Ctrl-C 130, a closed pipe 141.
-
-    Every other exception is a defect and passes through with its traceback.
-    """
-    try:
-        # Text the locale cannot express becomes `?` instead of a UnicodeEncodeError in mid-answer.
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")
-        yield
-    except OffloadError as error:
-        error_line(error)
-        raise typer.Exit(ERROR_EXIT_CODE) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
-    except OutputError as error:
-        _forget_unwritten()
-        error_line(StorageError(f"stdout cannot be written: {error}; free some space or send it elsewhere"))
-        raise typer.Exit(ERROR_EXIT_CODE) from error
-    except BrokenPipeError as error:
-        raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
+# --- out
 
 
 @contextmanager
@@ -72,14 +48,6 @@ def _writing() -> Iterator[None]:
         raise
     except OSError as error:
         raise OutputError(error.strerror or str(error)) from error
-
-
-def _forget_unwritten() -> None:
-    """Send what is left in stdout's buffer nowhere, or the interpreter fails on it once more while it ends."""
-    with suppress(OSError):  # a stand-in for stdout has no descriptor
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.close(descriptor)
 
 
 def stderr_console() -> Console:
@@ -140,134 +108,55 @@ class ProgressBars:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled and sys.stderr.isatty()
-        self._started_s = time.monotonic()
+        shown = enabled and sys.stderr.isatty()
+        self._shown_from_s = time.monotonic() + _BAR_DELAY_S if shown else math.inf
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> ProgressBars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def on_bytes(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        """Advance the bar of a stage that counts bytes."""
-        self._update(stage, done_bytes, total_bytes, unit="bytes")
-
-    def on_prefill(self, done_layers: int, layers: int) -> None:
-        """Advance the bar of the prompt's way through the layers."""
-        self._update("prefill", done_layers, layers, unit="layers")
-
-    def on_answers(self, finished: int, answers: int) -> None:
-        """Advance the bar of a batch."""
-        self._update("answers", finished, answers, unit="finished")
-
-    def on_runs(self, stage: str, done_runs: int, runs: int) -> None:
-        """Advance the bar of a stage that counts runs."""
-        self._update(stage, done_runs, runs, unit="runs")
-
-    def close(self) -> None:
-        """Remove the bars from the screen; calling it again does nothing."""
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = None
-        self._tasks.clear()
-        self._enabled = False
-
-    def _update(self, stage: str, done: int, total: int, *, unit: str) -> None:
-        if not self._enabled or (self._progress is None and time.monotonic() - self._started_s < _BAR_DELAY_S):
+    def update(self, stage: str, done: int, total: int, *, unit: str = "runs") -> None:
+        """Advance the bar of a stage; `bytes` are shown with their speed, any other unit as a count."""
+        if time.monotonic() < self._shown_from_s:
             return
         if self._progress is None:
-            self._progress = _new_progress(unit)
+            self._progress = _new_progress(in_bytes=unit == "bytes")
             self._progress.start()
         if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total)
-        self._progress.update(self._tasks[stage], completed=done, total=total)
+            self._tasks[stage] = self._progress.add_task(stage, total=total, unit=unit)
+        self._progress.update(self._tasks[stage], completed=done, total=total, visible=done < total)
+
+    def close(self) -> None:
+        """Remove the bars from the screen, for good; calling it again does nothing."""
+        self._shown_from_s = math.inf
+        if self._progress is not None:
+            self._progress.stop()
 
 
-def _new_progress(unit: str) -> Progress:
-    """Build the bar: `bytes` with their speed, any other unit as a count."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+def _new_progress(*, in_bytes: bool) -> Progress:
+    from rich import progress as rich
 
-    name = TextColumn("{task.description}", markup=False)
-    if unit == "bytes":
-        columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
-        return Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
-    counted = (name, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(compact=True))
-    return Progress(*counted, console=stderr_console(), transient=True, redirect_stdout=False)
+    name, left = rich.TextColumn("{task.description}", markup=False), rich.TimeRemainingColumn(compact=True)
+    speed = (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    count = (rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[unit]}"))
+    columns = (name, rich.BarColumn(), *(speed if in_bytes else count), left)
+    return rich.Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
 
 
-# The base of all errors about options. Newer versions of typer carry click within and export no more than this child.
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+# --- in
 
 
-@contextmanager
-def _in_one_line() -> Iterator[None]:
-    """Turn what typer says in a box into `error: …` and exit code 2."""
-    try:
-        yield
-    except _UsageError as error:
-        refusal: Any = error  # of click's, for which there is no name here
-        command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
-        message = refusal.format_message().rstrip(".")
-        error_line(OptionError(f"{message}; {command} --help lists the options"))
-        raise typer.Exit(ERROR_EXIT_CODE) from error
-
-
-class OneLineGroup(TyperGroup):
-    """Typer's group of commands, but for how it says what is wrong with the words of a command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words before the command; without any, the help is shown as ever."""
-        if not args:
-            return super().parse_args(ctx, args)
-        with _in_one_line():
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Read the words of the command, and run it."""
-        with _in_one_line():
-            return super().invoke(ctx)
-
-
-@dataclass(frozen=True)
-class NamedPrompt:
-    """A prompt, and what to call it: its file as the user wrote it."""
-
-    name: str
-    text: str
-
-
-def collect_prompts(prompt: str | None, prompt_files: Sequence[str]) -> list[NamedPrompt]:
-    """Return the prompt of `--prompt` or those of all `--prompt-file` (`-` is stdin), byte for byte as written."""
-    if (prompt is None) == (not prompt_files):
-        given = "both" if prompt_files else "neither"
-        raise OptionError(f"{given} of --prompt and --prompt-file was given: give exactly one of them")
-    if prompt is not None:
-        return [NamedPrompt("--prompt", prompt)]
-    if prompt_files.count("-") > 1:
-        raise OptionError(f"--prompt-file - was given {prompt_files.count('-')} times: stdin can be read once")
-    return [_read_prompt(path) for path in prompt_files]
-
-
-def _read_prompt(path: str) -> NamedPrompt:
-    name = "stdin" if path == "-" else path
+def read_file(path: str, option: str) -> str:
+    """Text of the UTF-8 file that an option names (`-` is stdin), byte for byte; raises `OptionError`."""
     try:
         raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
     except OSError as error:
-        raise OptionError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
-    return NamedPrompt(name, decode_utf8(raw, name if path == "-" else f"--prompt-file {path}"))
+        raise OptionError(f"{option} {path} cannot be read: {error.strerror or error}") from error
+    return decode_utf8(raw, "stdin" if path == "-" else f"{option} {path}")
 
 
 def user_path(text: str) -> Path:
@@ -287,3 +176,101 @@ def decode_utf8(raw: bytes, source: str) -> str:
         raise OptionError(
             f"{source} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}; convert it, for example with iconv"
         ) from error
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Keep what is typed during an answer from being echoed into it; it waits for the next prompt instead."""
+    try:
+        import termios
+    except ImportError:  # Windows echoes nothing unless somebody reads
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before, silent = termios.tcgetattr(keyboard), termios.tcgetattr(keyboard)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callable[[], str]:
+    """Build an editor of lines with a history, and return a function that reads what was typed until Enter.
+
+    It completes `commands` at the beginning of a line, and paths behind `file_commands`. The function raises EOFError
+    for Ctrl-D and KeyboardInterrupt for Ctrl-C, both at an empty prompt only.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import NestedCompleter, PathCompleter, WordCompleter, merge_completers
+    from prompt_toolkit.formatted_text import FormattedText
+    from prompt_toolkit.output import create_output
+
+    # The nested completer takes the slash for a word of its own, so it is left the arguments only.
+    paths: Completer = NestedCompleter({name: PathCompleter(expanduser=True) for name in file_commands})
+    editor: Any = PromptSession(
+        FormattedText([("", "\n"), ("bold ansicyan", "> ")]),
+        history=open_history(),
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=merge_completers([WordCompleter(commands, sentence=True), paths], deduplicate=True),
+        complete_while_typing=False,
+        key_bindings=_key_bindings(),
+        multiline=True,  # several lines are one turn; Enter sends them all the same, see the key bindings
+        output=create_output(always_prefer_tty=True),  # with stdout sent to a file the prompt still belongs there
+        reserve_space_for_menu=4,
+    )
+    return editor.prompt
+
+
+def open_history() -> History:
+    """Open the history that is kept in the user's directory for state; without a place to write it, say so and keep
+    the lines for this session only."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        path = user_directory(
+            "OFFLOAD_RUNTIME_STATE", windows="LOCALAPPDATA", xdg="XDG_STATE_HOME", in_home=".local/state",
+            holds="the history of chats",
+        ) / "chat_history"  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # What people type to a model is private.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except StorageError as error:
+        status_line(f"no history is kept: {error}")
+    except OSError as error:
+        status_line(f"no history is kept: {path} cannot be written ({error.strerror or error})")
+    else:
+        return FileHistory(str(path))
+    return InMemoryHistory()
+
+
+def _key_bindings() -> KeyBindings:
+    """Return the keys that differ from the editor's own: Enter, new lines, and Ctrl-C behind what was typed."""
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+    typed = Condition(lambda: bool(get_app().current_buffer.text))
+
+    @keys.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\" and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=typed)
+    @keys.add("<sigint>", filter=typed)
+    def clear(event: Any) -> None:
+        event.current_buffer.reset()
+
+    return keys

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from offload_runtime.cli.answer import load_runtime
-from offload_runtime.cli.terminal import (
-    ProgressBars,
-    decode_utf8,
-    only_json,
-    status_line,
-    user_path,
-    write_json,
-    write_text,
-)
-from offload_runtime.config import RuntimeConfig
+from offload_runtime.cli.generate import load_runtime
+from offload_runtime.cli.options import VerifyOptions
+from offload_runtime.cli.terminal import ProgressBars, only_json, read_file, status_line, write_json, write_text
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,48 +27,25 @@ DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
 
 
-def read_prompts(path: str) -> dict[str, str]:
-    """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
-    source = "stdin" if path == "-" else f"--prompts {path}"
-    try:
-        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
-    except OSError as error:
-        raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
-    lines = enumerate(decode_utf8(raw, source).splitlines(), start=1)
-    prompts = {f"line {number}": line for number, line in lines if line.strip()}
-    if not prompts:
-        raise OptionError(f"{source} has no prompts: write one a line, or leave the option out")
-    return prompts
-
-
-def run_verify(
-    config: RuntimeConfig,
-    extra_prompts: Mapping[str, str],
-    *,
-    tokens: int,
-    seeds: int | None,
-    quick: bool,
-    as_json: bool,
-    show_progress: bool,
-) -> None:
-    """Verify, print what was found on stdout, and raise `typer.Exit(1)` when it is a defect."""
-    mode = config.speculation.mode
-    if mode == "none":
+def verify(options: VerifyOptions) -> None:
+    """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
+    config, show_progress = options.config(), not options.no_progress
+    extra_prompts = {} if options.prompts is None else read_prompts(options.prompts)
+    if options.speculation == "none":
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
-    if config.draft == "none" and mode != "triforce":
+    if options.draft == "none" and options.speculation != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
     from offload_runtime.verify.report import VerificationPlan, verify
 
-    plan = VerificationPlan.built_in(quick=quick, tokens=tokens, seeds=seeds, extra=extra_prompts)
-    with (
-        only_json(as_json),
-        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
-    ):
+    plan = VerificationPlan.built_in(
+        quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra_prompts
+    )
+    with only_json(options.as_json), load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime:
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
-            report = verify(runtime, plan, on_progress=bars.on_runs)
-    if as_json:
-        asked = {"target": config.target, "draft": config.draft, "quick": quick}
+            report = verify(runtime, plan, on_progress=bars.update)
+    if options.as_json:
+        asked = {"target": config.target, "draft": config.draft, "quick": options.quick}
         compared = {"tokens": plan.tokens, "seeds": plan.seeds}
         record = {**asked, **compared, **_machine(runtime), "emulated": runtime.emulated, **report.to_dict()}
         write_json(record, sys.stdout)
@@ -86,6 +55,16 @@ def run_verify(
             write_text(f"on an emulated {runtime.emulated}\n")
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
+
+
+def read_prompts(path: str) -> dict[str, str]:
+    """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
+    lines = enumerate(read_file(path, "--prompts").splitlines(), start=1)
+    prompts = {f"line {number}": line for number, line in lines if line.strip()}
+    if not prompts:
+        source = "stdin" if path == "-" else f"--prompts {path}"
+        raise OptionError(f"{source} has no prompts: write one a line, or leave the option out")
+    return prompts
 
 
 def _machine(runtime: Runtime) -> dict[str, Any]:
@@ -120,13 +99,10 @@ def _print_report(report: VerificationReport) -> None:
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
     """Return one row per draft and setting."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title="speculation beside plain decoding", title_justify="left")
-    for name in ("draft", "setting"):
-        table.add_column(name)
-    for name in ("runs", "tokens", "tokens per pass", "verdict"):
-        table.add_column(name, justify="right")
+    figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
+    table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
     order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
     ordered = sorted(runs, key=lambda run: (run.proposer, order[run.setting]))
     for (proposer, setting), group in groupby(ordered, key=lambda run: (run.proposer, run.setting)):
@@ -147,13 +123,11 @@ def _verdicts(runs: Iterable[IdentityRun]) -> str:
 
 def fit_table(fits: Sequence[Fit], level: float) -> Table:
     """Return one row per test of fit."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)")
-    table.title_justify = "left"
-    table.add_column("test")
-    for name in ("draws", "chi-square", "freedom", "p", "verdict"):
-        table.add_column(name, justify="right")
+    figures = (Column(name, justify="right") for name in ("draws", "chi-square", "freedom", "p", "verdict"))
+    title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
+    table = Table("test", *figures, title=title, title_justify="left")
     for fit in fits:
         verdict = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
         if fit.impossible:

@@ -1,4 +1,4 @@
-"""The copy queue of the CPU: a worker thread, with counters in place of CUDA events."""
+"""The copy queue of the CPU: a worker thread, with counters in place of CUDA events; and the pace of a slower link."""
 
 from __future__ import annotations
 
@@ -9,10 +9,42 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from offload_runtime_kernels.pace_link import pace_link_reference
 
-from offload_runtime.copy.pace import LinkPace
+from offload_runtime.config import GB
 from offload_runtime.errors import CopyError
 from offload_runtime.trace import CopyLog, Label
+
+# A sleeping thread wakes up to a tenth of a millisecond late, and much later on a busy machine.
+_HOST_SLACK_NS = 5_000_000
+
+# Makes the copies of one queue as slow as a slower link would. Called where the copies run, in their order: with 0 when
+# a copy begins, after whatever it waited for, and then with the bytes that have been copied since the last call, to go
+# on when the slower link would be done with them.
+LinkPace = Callable[[int], None]
+
+
+def host_pace(
+    gbps: float, *, clock_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
+) -> LinkPace:
+    """Pace of a thread that copies: it sleeps.
+
+    Args:
+        gbps: Of the emulated link, GB/s.
+        clock_ns: Nanoseconds of a clock.
+        sleep: Waits for so many seconds.
+    """
+    assert gbps > 0
+    deadline_ns = 0
+
+    def pace(nbytes: int) -> None:
+        nonlocal deadline_ns
+        now_ns, duration_ns = clock_ns(), round(nbytes / (gbps * GB) * 1e9)
+        deadline_ns = pace_link_reference(deadline_ns, now_ns, duration_ns, slack_ns=_HOST_SLACK_NS)
+        if deadline_ns > now_ns:
+            sleep((deadline_ns - now_ns) / 1e9)
+
+    return pace
 
 
 class _HostEvent:
@@ -119,11 +151,11 @@ class ThreadCopyEngine:
                     self._before_copy()
                 started = time.perf_counter()
                 if self._pace is not None:
-                    self._pace.begin()
+                    self._pace(0)
                 with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
                     dst.copy_(src)
                 if self._pace is not None:
-                    self._pace.carried(src.nbytes)
+                    self._pace(src.nbytes)
                 ended = time.perf_counter()
                 self._copy_s += ended - started
                 if self.log is not None:

@@ -6,14 +6,30 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from offload_runtime_kernels.pace_link import pace_link
 
-from offload_runtime.copy.pace import LinkPace
+from offload_runtime.config import GB
+from offload_runtime.copy.cpu import LinkPace
 from offload_runtime.errors import CopyError
 from offload_runtime.trace import CopyLog, Label, OnDone
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
 COPY_PIECE_BYTES = 64 << 20
+
+
+def stream_pace(gbps: float, device: torch.device) -> LinkPace:
+    """Pace of the current CUDA stream: a kernel of one warp waits by the GPU's clock, the host waits for nothing.
+
+    Args:
+        gbps: Of the emulated link, GB/s.
+        device: The GPU.
+    """
+    assert gbps > 0
+    deadline_ns = torch.zeros(1, dtype=torch.int64, device=device)  # on the GPU's clock
+    pace_link(deadline_ns, 0)  # compiles
+    torch.cuda.current_stream(device).synchronize()  # the copies have a stream of their own
+    return lambda nbytes: pace_link(deadline_ns, round(nbytes / (gbps * GB) * 1e9))
 
 
 class _IntervalTimer:
@@ -84,12 +100,12 @@ class CudaCopyEngine:
                     self._before_copy()
                 start.record(self._stream)
                 if self._pace is not None:
-                    self._pace.begin()
+                    self._pace(0)
                 for offset in range(0, src.nbytes, COPY_PIECE_BYTES):
                     piece = slice(offset, offset + COPY_PIECE_BYTES)
                     dst[piece].copy_(src[piece], non_blocking=True)
                     if self._pace is not None:
-                        self._pace.carried(src[piece].nbytes)
+                        self._pace(src[piece].nbytes)
                 end.record(self._stream)
                 ready.record(self._stream)
                 if source_free is not None:

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_runtime.copy.cpu import ThreadCopyEngine
-from offload_runtime.copy.cuda import CudaCopyEngine
-from offload_runtime.copy.pace import make_link_pace
+from offload_runtime.copy.cpu import ThreadCopyEngine, host_pace
+from offload_runtime.copy.cuda import CudaCopyEngine, stream_pace
 from offload_runtime.trace import CopyLog, Label
 
 
@@ -70,10 +69,9 @@ def make_copy_engine(device: torch.device, *, pace_gbps: float | None = None, lo
         pace_gbps: Of an emulated link, which the copies are as slow as, GB/s; None: as fast as they can.
         log: Of a trace that the queue reports to; None: none.
     """
-    pace = None if pace_gbps is None else make_link_pace(device, pace_gbps)
     if device.type == "cuda":
-        return CudaCopyEngine(device, pace=pace, log=log)
-    return ThreadCopyEngine(pace=pace, log=log)
+        return CudaCopyEngine(device, pace=None if pace_gbps is None else stream_pace(pace_gbps, device), log=log)
+    return ThreadCopyEngine(pace=None if pace_gbps is None else host_pace(pace_gbps), log=log)
 
 
 @dataclass(frozen=True)

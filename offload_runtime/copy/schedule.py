@@ -77,14 +77,17 @@ class CopySchedule:
             name: _Lane([_Slot(buffer, engine.new_event(), engine.new_event()) for buffer in buffers])
             for name, buffers in lanes.items()
         }
-        self._plans: deque[PassPlan] = deque()  # of this pass, while it runs, and of those planned ahead
-        self._left: deque[Item] = deque()  # of all those plans, what has not been taken yet
-        self._num_queued = 0  # items at the front of `_left` that are queued for copying
-        self._running_left = 0  # items of the running pass that have not been taken yet
-        self._running = False
+        self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
+        # Planned and not begun. Not more than one, because its snapshot ages.
+        self._planned: PassPlan | None = None
         for lane in self._lanes.values():
             for slot in lane.slots:  # the allocator may hand out memory that queued kernels still use
                 engine.compute_record(slot.free)
+
+    @property
+    def _num_queued(self) -> int:
+        """Items at the front of `_left` that are queued for copying."""
+        return sum(len(lane.arriving) for lane in self._lanes.values())
 
     def begin_pass(self, is_valid: Callable[[Any], bool]) -> PassPlan:
         """Start a pass; what an interrupted one left behind is dropped.
@@ -93,44 +96,37 @@ class CopySchedule:
             is_valid: Whether a plan made earlier for this snapshot still describes the pass.
         """
         self._release_all()  # kernels that are already queued may still read what an interrupted pass held
-        if self._running:
-            self._plans.popleft()
-            if self._running_left:
-                self._drop()
-        if self._plans and not is_valid(self._plans[0].snapshot):
+        plan = self._planned
+        if plan is None or len(self._left) > len(plan.items) or not is_valid(plan.snapshot):
             self._drop()
-        if not self._plans:
-            self._extend()
-        self._running, self._running_left = True, len(self._plans[0].items)
+            plan = self._plan()
+        self._planned = None
         self.fill()
-        return self._plans[0]
+        return plan
 
     def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
         """The slot of the pass's next item, which must be `key` of `lane`: uint8 [slot_bytes], to be read by compute
         issued from now on, until `release`."""
-        item = self._left.popleft()
+        item, ring = self._left.popleft(), self._lanes[lane]
         assert (item.lane, item.key) == (lane, key), f"{lane} {key} is not next: {item.lane} {item.key} is"
-        assert self._num_queued > 0, "every slot is held: the item cannot arrive"
-        self._num_queued -= 1
-        self._running_left -= 1
-        ring = self._lanes[lane]
+        assert ring.arriving, "every slot is held: the item cannot arrive"
         slot = ring.arriving.popleft()
         ring.held.append(slot)
         self._engine.compute_wait(slot.ready)
         return slot.buffer
 
     def release(self, lane: str) -> None:
-        """Let go of the slot of `lane` that was taken first."""
-        ring = self._lanes[lane]
-        if ring.held:
-            self._engine.compute_record(ring.held.popleft().free)
+        """Let go of the slot of `lane` that was taken first, and fill it again."""
+        self._engine.compute_record(self._lanes[lane].held.popleft().free)
+        self.fill()
 
     def fill(self) -> None:
         """Queue copies as far ahead as there are slots."""
         while True:
-            if self._num_queued == len(self._left) and not self._extend():
+            queued = self._num_queued
+            if queued == len(self._left) and (self._planned is not None or not self._plan().items):
                 return
-            item = self._left[self._num_queued]
+            item = self._left[queued]
             ring = self._lanes[item.lane]
             if not ring.has_room:
                 return
@@ -141,33 +137,27 @@ class CopySchedule:
             )  # fmt: skip
             ring.turn += 1
             ring.arriving.append(slot)
-            self._num_queued += 1
 
-    def _extend(self) -> bool:
-        """Plan another pass; whether it brings anything. One is planned ahead at the most: its snapshot ages."""
-        if len(self._plans) > self._running:
-            return False
-        plan = self._plan_pass()
-        self._plans.append(plan)
+    def _plan(self) -> PassPlan:
+        self._planned = plan = self._plan_pass()
         self._left.extend(plan.items)
-        return bool(plan.items)
+        return plan
 
     def _release_all(self) -> None:
-        for name, ring in self._lanes.items():
+        for ring in self._lanes.values():
             while ring.held:
-                self.release(name)
+                self._engine.compute_record(ring.held.popleft().free)
 
     def _drop(self) -> None:
         """Forget what is planned. Copies run in order, so a slot's next copy cannot overtake one that was dropped, and
         its `free` event still guards reads."""
-        self._plans.clear()
+        self._planned = None
         self._left.clear()
-        self._num_queued = 0
         for ring in self._lanes.values():
             ring.arriving.clear()
 
 
-LayerViews = dict[str, torch.Tensor]
+LayerViews = Mapping[str, Any]  # the weights of a layer by name; how they are stored is nothing to a copy
 WEIGHTS = "weights"
 KV = "kv"
 
@@ -184,24 +174,8 @@ class StreamedKV(Protocol):
     def pieces(self, layer: int, snapshot: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are taken."""
 
-    def begin_pass(self, snapshot: Any, feed: KVFeed) -> None:
-        """A pass begins; its pieces come out of `feed`."""
-
-
-class KVFeed:
-    """Hands the pieces of the KV cache to it, one after the other."""
-
-    def __init__(self, schedule: CopySchedule) -> None:
-        self._schedule = schedule
-
-    def take(self, key: tuple[int, ...]) -> torch.Tensor:
-        """The next piece, which must be `key`: uint8 [slot_bytes] on the device, valid until `release`."""
-        return self._schedule.take(KV, key)
-
-    def release(self) -> None:
-        """Let go of the piece that was taken first."""
-        self._schedule.release(KV)
-        self._schedule.fill()
+    def begin_pass(self, snapshot: Any, schedule: CopySchedule) -> None:
+        """A pass begins; its pieces come out of the lane `KV` of the schedule."""
 
 
 class ResidentLayers:
@@ -224,35 +198,29 @@ class LayerStreamer:
     """Hands out the weights of one layer after the other, pass after pass.
 
     Args:
-        layers_host: One packed buffer per layer: uint8 [layer_bytes], host, pinned on CUDA.
-        resident: Device buffers of the layers that stay: layer index to uint8 [layer_bytes].
-        slots: Device buffers of the ring: uint8 [layer_bytes] each; none when every layer is resident.
-        make_views: Turns a packed buffer into its named tensors without copying.
+        layers_host: One packed buffer per layer: uint8 [bytes of this layer], host, pinned on CUDA.
+        resident: Device buffers of the layers that stay: layer index to uint8 [bytes of this layer].
+        slots: Device buffers of the ring: uint8 [bytes of the largest layer] each; none when every layer is resident.
+        make_views: Turns a layer's index and its packed buffer into its named weights without copying.
         engine: The copy queue.
         kv: A KV cache whose pieces cross the link in the same order, or None.
         kv_slots: Device buffers of its ring: uint8 each.
     """
 
     def __init__(
-        self,
-        layers_host: Sequence[torch.Tensor],
-        resident: dict[int, torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        *,
-        make_views: Callable[[torch.Tensor], LayerViews],
-        engine: CopyEngine,
-        kv: StreamedKV | None = None,
+        self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor], slots: Sequence[torch.Tensor], *,
+        make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
         kv_slots: Sequence[torch.Tensor] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._layers_host = layers_host
-        self._resident = {index: make_views(buffer) for index, buffer in resident.items()}
+        self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
         self._streamed = [index for index in range(len(layers_host)) if index not in resident]
         assert bool(slots) == bool(self._streamed), "a ring is needed exactly when something is streamed"
         assert len(slots) <= len(self._streamed), "a ring larger than what it streams wastes slots"
         assert bool(kv_slots) == (kv is not None)
         self._kv = kv
-        self._slot_views = {slot.data_ptr(): make_views(slot) for slot in slots}
-        self._bytes_begun = 0
+        self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in self._streamed for slot in slots}
+        self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
         self.schedule.fill()
@@ -272,11 +240,6 @@ class LayerStreamer:
         """Bytes of weights over the link for one trip through all layers."""
         return sum(self._layers_host[index].nbytes for index in self._streamed)
 
-    @property
-    def bytes_begun(self) -> int:
-        """Bytes of all passes begun so far, weights and KV."""
-        return self._bytes_begun
-
     def layers(self) -> Iterator[tuple[int, LayerViews]]:
         """Iterate over one pass: (layer index, its weights on the device), in order.
 
@@ -285,14 +248,14 @@ class LayerStreamer:
         """
         kv = self._kv
         plan = self.schedule.begin_pass(lambda snapshot: kv is None or kv.is_valid(snapshot))
-        self._bytes_begun += sum(item.source.nbytes for item in plan.items)
+        self.bytes_begun += sum(item.source.nbytes for item in plan.items)
         if kv is not None:
-            kv.begin_pass(plan.snapshot, KVFeed(self.schedule))
+            kv.begin_pass(plan.snapshot, self.schedule)
         recorder = self.recorder
         for index in range(self.num_layers):
             streamed = index not in self._resident
             if streamed:
-                weights = self._slot_views[self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+                weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
             else:
                 weights = self._resident[index]
             started = None if recorder is None else recorder.mark()
@@ -304,7 +267,6 @@ class LayerStreamer:
                 # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
                 # a later one.
                 self.schedule.release(WEIGHTS)
-                self.schedule.fill()
 
     def resident_layers(self) -> ResidentLayers | None:
         """The weights for passes of their own beside this stream; None when some are streamed."""

@@ -87,7 +87,7 @@ def _make_triforce(
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     source.observers.append(policy)
     if isinstance(source, HostKVCache) and batch == 1:
-        source.lender = chunks
+        source.borrow_workspace = chunks.borrow_workspace
     budget.reserve("steps of the middle level", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
     window = DeviceWindow(budget.device, batch=batch)

@@ -20,7 +20,7 @@ from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import WindowLimits
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
-from offload_runtime.hardware.host_info import read_host_info
+from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import (
     MachineFigures,

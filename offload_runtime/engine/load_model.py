@@ -204,7 +204,7 @@ def load_model(
     registrar = None if below is None else CountedRegistrar(below)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    weights = load_weights(source, plan.dtype, pin=pin, blockwise=registrar, on_progress=report)
+    weights = load_weights(source, plan.dtype, layout=plan.layout, pin=pin, blockwise=registrar, on_progress=report)
     staged = None
     try:
         if registrar is not None:
@@ -227,14 +227,13 @@ def connect_model(
     it all that is streamed must be.
     """
     placement = plan.placement if staged is None else staged.placement
-    device, layout = budget.device, weights.layer_layout
-    layers_host = [arena.buffer[: layout.total_bytes] for arena in weights.layers]
+    device, layout = budget.device, weights.layout
+    layers_host = [weights.block(index) for index in range(len(weights.layers))]
     slots: list[torch.Tensor] = []
     if placement.num_slots:
-        ring = budget.allocate(f"{name}: ring", placement.num_slots * layout.total_bytes)
+        ring = budget.allocate(f"{name}: ring", placement.num_slots * max(layout.layer_bytes))
         slots = _split(ring, placement.num_slots)
-    shared_host = weights.shared.buffer[: weights.shared_layout.total_bytes]
-    shared = _on_device(shared_host, budget, f"{name}: embedding and head")
+    shared = _on_device(weights.block(None), budget, f"{name}: embedding and head")
     resident = _resident_layers(layers_host, placement, budget, f"{name}: resident layers")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -246,7 +245,7 @@ def connect_model(
     with ExitStack() as undo:  # what has threads, the copies before the memory that they copy
         undo.callback(cache.close)
         link_peak_gbps = _measure_link(layers_host, placement, slots, kv_slots, queues.h2d, staged)
-        decoder = Decoder(plan.config, weights.shared_layout.views(shared))
+        decoder = Decoder(plan.config, layout.shared.views(shared))
         # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
         fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
         rope = RopeTable(plan.config, device, fixed_length=fixed_length)
@@ -254,7 +253,7 @@ def connect_model(
         engine = queues.h2d if staged is None else stage_h2d(queues.h2d, staged)
         undo.callback(engine.close)
         streamer = LayerStreamer(
-            layers_host, resident, slots, make_views=layout.views, engine=engine,
+            layers_host, resident, slots, make_views=layout.layer_views, engine=engine,
             kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
         )  # fmt: skip
         undo.pop_all()
@@ -305,12 +304,11 @@ def _resident_layers(
     chosen = placement.resident_layers
     if not chosen:
         return {}
-    nbytes = sum(layers_host[index].nbytes for index in chosen)
+    sizes = [layers_host[index].nbytes for index in chosen]
     if budget.device.type == "cpu":  # already there, and only entered in the ledger
-        budget.reserve(name, nbytes)
+        budget.reserve(name, sum(sizes))
         return {index: layers_host[index] for index in chosen}
-    block = budget.allocate(name, nbytes)
-    buffers = dict(zip(chosen, _split(block, len(chosen)), strict=True))
+    buffers = dict(zip(chosen, budget.allocate(name, sum(sizes)).split(sizes), strict=True))
     for index, buffer in buffers.items():
         buffer.copy_(layers_host[index])
     return buffers

@@ -48,7 +48,7 @@ class Runtime:
         self.config: ModelConfig = target.runner.decoder.config
         self.tokenizer: Any = loaded.sources.tokenizer
         self.device = loaded.budget.device
-        self.dtype = target.weights.layer_layout.dtype
+        self.dtype = target.weights.layout.dtype
         self.placement = loaded.placement
         self.plan = loaded.plan
         self.emulated = loaded.emulated

@@ -9,7 +9,7 @@ import torch
 from offload_runtime.config import format_bytes
 from offload_runtime.copy import FEWEST_PIECES, CopyEngine, StagingCopyEngine, StagingWriteEngine, staging_threads
 from offload_runtime.errors import BudgetError
-from offload_runtime.hardware.host_info import usable_cores
+from offload_runtime.hardware.host_bench import usable_cores
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import ModelPlan, Placement, place_staged, staging_rings
 from offload_runtime.weights import HostWeights

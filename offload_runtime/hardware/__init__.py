@@ -3,14 +3,14 @@
 Measuring itself is in `hardware.measure`, which needs torch; reading profiles does not.
 """
 
-from offload_runtime.hardware.profile import CpuFigures, MachineProfile, profile_from_mapping, profile_to_mapping
-from offload_runtime.hardware.store import (
-    ProfileEntry,
+from offload_runtime.hardware.profile import (
+    CpuFigures,
+    MachineProfile,
     check_name,
-    config_directory,
     list_profiles,
     load_profile,
-    own_directory,
+    profile_from_mapping,
+    profile_to_mapping,
     profile_toml,
     save_profile,
 )
@@ -18,12 +18,9 @@ from offload_runtime.hardware.store import (
 __all__ = [
     "CpuFigures",
     "MachineProfile",
-    "ProfileEntry",
     "check_name",
-    "config_directory",
     "list_profiles",
     "load_profile",
-    "own_directory",
     "profile_from_mapping",
     "profile_to_mapping",
     "profile_toml",

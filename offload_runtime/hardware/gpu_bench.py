@@ -49,22 +49,17 @@ class NvmlAnswer:
     reason: str
 
 
-def load_nvml() -> Any:
-    """The binding of NVML; raises what importing it raises."""
-    return importlib.import_module("pynvml")
-
-
-def read_nvml(uuid: str, load: Callable[[], Any] = load_nvml) -> NvmlAnswer:
+def read_nvml(uuid: str, load: Callable[[], Any] | None = None) -> NvmlAnswer:
     """Ask NVML about one card.
 
     An idle link drops to a lower generation: ask while copies run.
 
     Args:
         uuid: Of the card as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
-        load: Gives the module `pynvml`, or what stands for it.
+        load: Gives what stands for the module `pynvml`.
     """
     try:
-        nvml = load()
+        nvml: Any = importlib.import_module("pynvml") if load is None else load()
         nvml.nvmlInit()
     except Exception as error:  # without a driver the library itself is missing; its errors have many types
         return NvmlAnswer(None, None, f"NVML is not available: {error}")

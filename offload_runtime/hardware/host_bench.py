@@ -1,18 +1,19 @@
-"""Measurements of the host: reading its memory and its disk, and page-locking. None of them needs a model.
+"""The host: what the system says of its processor and memory; measurements of memory, disk and page-locking.
 
-First what those of the GPU share with them: how long a measurement may take, how it shows progress, and how it says
-that it cannot be made.
+Also what all measurements share: how long one may take, how it shows progress, and how it says that it cannot be made.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +22,92 @@ import numpy as np
 import psutil
 
 from offload_runtime.config import GB, GIB, format_bytes
-from offload_runtime.hardware.host_info import HostInfo
+from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, LockedPages
+
+# --- what the system says
+
+# Flags of /proc/cpuinfo that decide how fast attention on the CPU is.
+_FEATURES = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """Memory in bytes, as of when it was asked.
+
+    `ram_bytes` and `available_bytes` are the container's where it has less than the machine; `locked_limit_bytes` is
+    RLIMIT_MEMLOCK (None: unlimited, or not known here).
+    """
+
+    cpu: CpuFigures
+    ram_bytes: int
+    available_bytes: int
+    locked_limit_bytes: int | None
+    wsl: bool
+
+
+def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostInfo:
+    """Ask the system; `proc` and `cgroup` are where Linux tells it."""
+    memory = psutil.virtual_memory()
+    ram_bytes, available_bytes = int(memory.total), int(memory.available)
+    try:
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        used_bytes = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        pass  # no limit ("max"), not Linux, or another kind of control group
+    else:
+        ram_bytes = min(ram_bytes, limit_bytes)
+        available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
+    return HostInfo(read_cpu(proc), ram_bytes, available_bytes, _locked_limit_bytes(), is_wsl(proc))
+
+
+def read_cpu(proc: Path) -> CpuFigures:
+    """Name, usable logical cores and features; Linux alone tells name and features properly."""
+    try:
+        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    entries: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        entries.setdefault(key.strip(), value.strip())
+    flags = set((entries.get("flags") or entries.get("Features") or "").split())
+    name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
+    return CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def is_wsl(proc: Path) -> bool:
+    """Whether this is Linux under Windows, whose driver locks only a part of the memory."""
+    try:
+        return "microsoft" in (proc / "version").read_text(errors="replace").lower()
+    except OSError:
+        return False
+
+
+def printable(text: str) -> str:
+    """The text as one line that a profile can hold."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def _locked_limit_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft_bytes == resource.RLIM_INFINITY else soft_bytes
+
+
+# --- measurements
 
 Item = TypeVar("Item")
 # Called with (stage, done steps, steps).

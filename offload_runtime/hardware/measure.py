@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_runtime.config import GIB
-from offload_runtime.errors import DeviceError, OptionError
+from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import gpu_bench, host_bench
-from offload_runtime.hardware.gpu_bench import BusyLink, LinkBench, NvmlAnswer, load_nvml, read_nvml
-from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, OnProgress, counted
-from offload_runtime.hardware.host_info import HostInfo, printable, read_host_info
+from offload_runtime.hardware.gpu_bench import BusyLink, LinkBench, NvmlAnswer, read_nvml
+from offload_runtime.hardware.host_bench import (
+    CannotMeasureError,
+    HostInfo,
+    HostReader,
+    OnProgress,
+    counted,
+    printable,
+    read_host_info,
+)
 from offload_runtime.hardware.profile import DTYPES, MachineProfile
-from offload_runtime.hardware.report import Findings, GpuReport, MachineReport, MeasureOptions
-
-# A key of the profile, or several, and what gives its figure.
-_Measurement = tuple[str | tuple[str, ...], Callable[[], Any]]
+from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _LINK_KEYS = (
@@ -55,175 +60,178 @@ def _no_progress(stage: str, done: int, total: int) -> None:
     """Show nothing."""
 
 
-class _Session:
-    """One round of measuring: what was asked, the host, and the findings so far."""
+@dataclass
+class Findings:
+    """Figures by key of the profile, and reasons for those that there are not, while they come in."""
 
-    def __init__(self, options: MeasureOptions, host: HostInfo, on_progress: OnProgress) -> None:
-        self.found = Findings()
-        self._options = options
-        self._host = host
-        self._effort = _QUICK if options.quick else _THOROUGH
-        self._on_progress = on_progress
+    on_progress: OnProgress = _no_progress
+    figures: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
-    def new_reader(self) -> HostReader:
-        """An array of host memory to read, far larger than the caches and small beside what is free."""
-        nbytes = max(1 << 20, min(self._effort.host_bytes, self._host.available_bytes // 8))
-        return HostReader(nbytes, self._host.cpu.cores)
-
-    def measure_host(self, reader: HostReader) -> None:
-        """Host memory by number of threads."""
-        counts = host_bench.thread_counts(self._host.cpu.cores, quick=self._options.quick)
-
-        def by_threads() -> tuple[dict[int, float], float]:
-            rates = host_bench.measure_host_by_threads(
-                reader, counts, budget_s=self._effort.budget_s / 2, on_progress=self._on_progress
-            )
-            return rates, max(rates.values())
-
-        self.found.take(("host_by_threads", "host_gbps"), by_threads)
-
-    def measure_gpu(self, device: torch.device, reader: HostReader, nvml: Callable[[], Any]) -> GpuReport:
-        """Everything that one GPU has to itself."""
-        found, effort = self.found, self._effort
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        name = names[device.index]
-        found.figures |= {"gpus": names.count(name), "gpu_name": printable(name), "vram_bytes": total_bytes}
-        answer = self._measure_link(device, reader, nvml)
-        budget_s = effort.budget_s
-        self._take_each(
-            "HBM and launches",
-            [
-                (
-                    "hbm_gbps",
-                    lambda: gpu_bench.measure_hbm_gbps(device, most_bytes=effort.hbm_bytes, budget_s=budget_s),
-                ),
-                ("launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s)),
-                ("graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s)),
-            ],
-        )
-        found.take(
-            "tflops",
-            lambda: gpu_bench.measure_tflops(device, DTYPES, budget_s=budget_s, on_progress=self._on_progress),
-        )
-        # Only now all modules are loaded that a runtime loads as well.
-        found.take("vram_reserved_bytes", lambda: _reserved_bytes(device))
-        return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)
-
-    def _measure_link(self, device: torch.device, reader: HostReader, nvml: Callable[[], Any]) -> NvmlAnswer:
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+    def take(self, keys: str | tuple[str, ...], measure: Callable[[], Any]) -> None:
+        """Enter what `measure` returns, one figure for each of several keys; or why there is nothing."""
+        names = (keys,) if isinstance(keys, str) else keys
         try:
-            bench = LinkBench(device, self._effort.link_bytes)
-        except RuntimeError as error:
-            self.found.miss(_LINK_KEYS, str(error))
-            return read_nvml(uuid, nvml)
-        with closing(bench):
-            self._measure_copies(bench, reader)
-            try:
-                with BusyLink(bench):
-                    time.sleep(_WAKING_S)
-                    answer = read_nvml(uuid, nvml)
-            except CannotMeasureError as error:
-                answer = NvmlAnswer(None, None, str(error))
-        if answer.link is None:
-            self.found.miss(("pcie_generation", "pcie_width"), answer.reason)
-        else:
-            self.found.figures |= {"pcie_generation": answer.link.generation, "pcie_width": answer.link.width}
-        return answer
+            value = measure()
+        except (CannotMeasureError, BudgetError, OSError, RuntimeError) as error:  # torch and CUDA raise RuntimeErrors
+            self.miss(names, str(error).strip() or type(error).__name__)
+            return
+        for name, figure in zip(names, (value,) if isinstance(keys, str) else value, strict=True):
+            self.figures[name] = _rounded(figure)
 
-    def _measure_copies(self, bench: LinkBench, reader: HostReader) -> None:
-        found, budget_s = self.found, self._effort.budget_s
+    def take_rates(self, keys: tuple[str, str], measure: Callable[[], Mapping[Any, float]]) -> None:
+        """Enter a table of rates, and the best of them under the second key; or why there is nothing."""
 
-        def by_size() -> tuple[dict[float, float], float]:
-            rates = bench.by_copy_mib(self._effort.copy_sizes_mib, budget_s=budget_s / 2, on_progress=self._on_progress)
+        def rates_and_best() -> tuple[Mapping[Any, float], float]:
+            rates = measure()
             return rates, max(rates.values())
 
-        def beside() -> tuple[float, float]:
-            by_threads = found.figures.get("host_by_threads")
-            if by_threads is None:
-                raise CannotMeasureError(found.missing["host_by_threads"])
-            best = max(by_threads, key=by_threads.__getitem__)
-            return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
+        self.take(keys, rates_and_best)
 
-        found.take(("link_by_copy_mib", "link_gbps"), by_size)
-        self._take_each(
-            "link, back and both ways",
-            [
-                ("link_back_gbps", lambda: bench.back_gbps(budget_s=budget_s / 2)),
-                ("link_both_gbps", lambda: bench.both_gbps(budget_s=budget_s)),
-                (("host_gbps_while_link_busy", "link_gbps_while_host_busy"), beside),
-            ],
-        )
-
-    def measure_pinning(self) -> None:
-        """How fast memory is locked, and how much of it can be."""
-        found, host = self.found, self._host
-        nbytes = host_bench.sample_bytes(host, self._effort.pin_bytes)
-        self._take_each("pinning", [("pin_gbps", lambda: host_bench.measure_pin_gbps(nbytes))])
-        locked = "pin_gbps" in found.figures
-        if self._options.full:
-            found.take("pinnable_bytes", lambda: host_bench.try_pinnable_bytes(host, on_progress=self._on_progress))
-        else:
-            found.take("pinnable_bytes", lambda: host_bench.estimate_pinnable_bytes(host, sample_locked=locked))
-
-    def measure_disk(self) -> None:
-        """The disk, by the file that was named or by one of our own."""
-        if self._options.disk_file is None and self._options.quick:
-            self.found.miss(("disk_gbps",), "left out of --quick: name a file with --disk-file")
-            return
-        self.found.take("disk_gbps", self._disk_gbps)
-
-    def _disk_gbps(self) -> float:
-        if self._options.disk_file is not None:
-            return host_bench.measure_disk_gbps(
-                self._options.disk_file, most_bytes=4 * self._effort.disk_bytes, on_progress=self._on_progress
-            )
-        nbytes, on_progress = self._effort.disk_bytes, self._on_progress
-        with host_bench.temporary_disk_file(_cache_directory(), nbytes, on_progress=on_progress) as file:
-            return host_bench.measure_disk_gbps(file, most_bytes=nbytes, on_progress=on_progress)
-
-    def _take_each(self, stage: str, measurements: Sequence[_Measurement]) -> None:
+    def take_each(self, stage: str, measurements: Mapping[str | tuple[str, ...], Callable[[], Any]]) -> None:
         """Take one figure after another as the steps of a stage."""
-        for keys, measure in counted(measurements, stage, self._on_progress):
-            self.found.take(keys, measure)
+        for keys in counted(list(measurements), stage, self.on_progress):
+            self.take(keys, measurements[keys])
+
+    def miss(self, keys: Iterable[str], reason: str) -> None:
+        """Enter why there is nothing: the first line of `reason`."""
+        self.missing.update(dict.fromkeys(keys, printable(reason.strip().partition("\n")[0])))
 
 
-def measure_machine(
-    options: MeasureOptions,
-    *,
-    on_progress: OnProgress = _no_progress,
-    host: HostInfo | None = None,
-    nvml: Callable[[], Any] = load_nvml,
-) -> MachineReport:
+def _rounded(figure: Any) -> Any:
+    """Four digits of a rate: more are noise."""
+    if isinstance(figure, float):
+        return float(f"{figure:.4g}")
+    if isinstance(figure, Mapping):
+        return {key: _rounded(value) for key, value in figure.items()}
+    return figure
+
+
+def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader: HostReader) -> GpuReport:
+    """Everything that one GPU has to itself."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    name = names[device.index]
+    found.figures |= {"gpus": names.count(name), "gpu_name": printable(name), "vram_bytes": total_bytes}
+    answer = _measure_link(found, effort, device, reader)
+    budget_s = effort.budget_s
+    found.take_each(
+        "HBM and launches",
+        {
+            "hbm_gbps": partial(gpu_bench.measure_hbm_gbps, device, most_bytes=effort.hbm_bytes, budget_s=budget_s),
+            "launch_us": partial(gpu_bench.measure_launch_us, device, budget_s=budget_s),
+            "graph_launch_us": partial(gpu_bench.measure_graph_launch_us, device, budget_s=budget_s),
+        },
+    )
+    products = partial(gpu_bench.measure_tflops, device, DTYPES, budget_s=budget_s, on_progress=found.on_progress)
+    found.take("tflops", products)
+    # Only now all modules are loaded that a runtime loads as well.
+    found.take("vram_reserved_bytes", partial(_reserved_bytes, device))
+    return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)
+
+
+def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader: HostReader) -> NvmlAnswer:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        bench = LinkBench(device, effort.link_bytes)
+    except RuntimeError as error:
+        found.miss(_LINK_KEYS, str(error))
+        return read_nvml(uuid)
+    with closing(bench):
+        _measure_copies(found, effort, bench, reader)
+        try:
+            with BusyLink(bench):
+                time.sleep(_WAKING_S)
+                answer = read_nvml(uuid)
+        except CannotMeasureError as error:
+            answer = NvmlAnswer(None, None, str(error))
+    if answer.link is None:
+        found.miss(("pcie_generation", "pcie_width"), answer.reason)
+    else:
+        found.figures |= {"pcie_generation": answer.link.generation, "pcie_width": answer.link.width}
+    return answer
+
+
+def _measure_copies(found: Findings, effort: _Effort, bench: LinkBench, reader: HostReader) -> None:
+    budget_s = effort.budget_s
+
+    def beside() -> tuple[float, float]:
+        by_threads = found.figures.get("host_by_threads")
+        if by_threads is None:
+            raise CannotMeasureError(found.missing["host_by_threads"])
+        best = max(by_threads, key=by_threads.__getitem__)
+        return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
+
+    by_copy = partial(bench.by_copy_mib, effort.copy_sizes_mib, budget_s=budget_s / 2, on_progress=found.on_progress)
+    found.take_rates(("link_by_copy_mib", "link_gbps"), by_copy)
+    found.take_each(
+        "link, back and both ways",
+        {
+            "link_back_gbps": partial(bench.back_gbps, budget_s=budget_s / 2),
+            "link_both_gbps": partial(bench.both_gbps, budget_s=budget_s),
+            ("host_gbps_while_link_busy", "link_gbps_while_host_busy"): beside,
+        },
+    )
+
+
+def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
+    """How fast memory is locked, and how much of it can be."""
+    nbytes = host_bench.sample_bytes(host, effort.pin_bytes)
+    found.take_each("pinning", {"pin_gbps": partial(host_bench.measure_pin_gbps, nbytes)})
+    judge = partial(host_bench.estimate_pinnable_bytes, host, sample_locked="pin_gbps" in found.figures)
+    attempt = partial(host_bench.try_pinnable_bytes, host, on_progress=found.on_progress)
+    found.take("pinnable_bytes", attempt if full else judge)
+
+
+def _measure_disk(found: Findings, effort: _Effort, file: Path | None, *, quick: bool) -> None:
+    """The disk, by the file that was named or by one of our own."""
+    nbytes, on_progress = effort.disk_bytes, found.on_progress
+
+    def own_file() -> float:
+        with host_bench.temporary_disk_file(_cache_directory(), nbytes, on_progress=on_progress) as own:
+            return host_bench.measure_disk_gbps(own, most_bytes=nbytes, on_progress=on_progress)
+
+    if file is not None:
+        read = partial(host_bench.measure_disk_gbps, file, most_bytes=4 * nbytes, on_progress=on_progress)
+        found.take("disk_gbps", read)
+    elif quick:
+        found.miss(("disk_gbps",), "left out of --quick: name a file with --disk-file")
+    else:
+        found.take("disk_gbps", own_file)
+
+
+def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_progress) -> MachineReport:
     """Measure the machine: a minute, or about ten seconds with `quick`.
 
     Args:
         options: What to measure.
         on_progress: Called with (stage, done steps, steps).
-        host: What to take the host for; by default what the system tells.
-        nvml: Gives the module `pynvml`, or what stands for it.
 
     Raises:
         DeviceError: The asked device is not there or cannot be used.
         OptionError: `full` on a machine without a GPU.
     """
     started_s = time.perf_counter()
-    host = host if host is not None else read_host_info()
+    host = read_host_info()
     device, why_none = _choose_device(options.device)
     if options.full and device is None:
         raise OptionError(f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
-    session, gpu = _Session(options, host, on_progress), None
-    found = session.found
-    with closing(session.new_reader()) as reader:
-        session.measure_host(reader)
+    found, gpu = Findings(on_progress), None
+    effort = _QUICK if options.quick else _THOROUGH
+    # Far larger than the caches and small beside what is free.
+    read_bytes = max(1 << 20, min(effort.host_bytes, host.available_bytes // 8))
+    with closing(HostReader(read_bytes, host.cpu.cores)) as reader:
+        counts, budget_s = host_bench.thread_counts(host.cpu.cores, quick=options.quick), effort.budget_s / 2
+        by_threads = partial(host_bench.measure_host_by_threads, reader, counts, budget_s=budget_s)
+        found.take_rates(("host_by_threads", "host_gbps"), partial(by_threads, on_progress=on_progress))
         if device is None:
             found.figures["gpus"] = 0
             found.miss(_GPU_KEYS, why_none)
         else:
             with torch.cuda.device(device):
-                gpu = session.measure_gpu(device, reader, nvml)
-                session.measure_pinning()
-    session.measure_disk()
+                gpu = _measure_gpu(found, effort, device, reader)
+                _measure_pinning(found, effort, host, full=options.full)
+    _measure_disk(found, effort, options.disk_file, quick=options.quick)
     profile = MachineProfile(
         name="this-machine", source=_source(options, gpu), ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures
     )

@@ -6,11 +6,22 @@ The planner's input, before any token. Rates are GB/s with GB = 1e9; what is not
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import re
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from offload_runtime.errors import ProfileError
+from offload_runtime.config import user_directory, write_atomically
+from offload_runtime.errors import ProfileError, StorageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Element types of models whose matrix products are measured.
 DTYPES = ("bf16", "fp16", "fp32")
@@ -137,19 +148,15 @@ class MachineProfile:
 
     def __post_init__(self) -> None:
         _check_values(self, "")
-        if self.gpus == 0:
-            self._refuse_gpu_figures()
-        elif self.gpu_name is None or self.vram_bytes is None:
+        of_gpu = [entry.name for entry in fields(self) if entry.metadata.get("gpu") and getattr(self, entry.name)]
+        if self.gpus == 0 and of_gpu:
+            raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(of_gpu)}: drop them, or set gpus")
+        if self.gpus and (self.gpu_name is None or self.vram_bytes is None):
             raise ProfileError(f"gpus = {self.gpus} needs gpu_name and vram_bytes: add them, or set gpus = 0")
         for part, whole in (("vram_reserved_bytes", "vram_bytes"), ("pinnable_bytes", "ram_bytes")):
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
-
-    def _refuse_gpu_figures(self) -> None:
-        given = [entry.name for entry in fields(self) if entry.metadata.get("gpu") and getattr(self, entry.name)]
-        if given:
-            raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(given)}: drop them, or set gpus")
 
 
 def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
@@ -220,7 +227,7 @@ def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
     for entry in fields(profile):
         value = getattr(profile, entry.name)
         if isinstance(value, CpuFigures):
-            table[entry.name] = {"name": value.name, "cores": value.cores, "features": list(value.features)}
+            table[entry.name] = {**asdict(value), "features": list(value.features)}
         elif isinstance(value, Mapping):
             if value:
                 table[entry.name] = {_key_text(key): figure for key, figure in sorted(value.items())}
@@ -234,3 +241,130 @@ def _key_text(key: str | float) -> str:
     if isinstance(key, str):
         return key
     return str(int(key)) if key == int(key) else repr(key)
+
+
+# --- where profiles are kept: shipped ones in a package of TOML files, the user's own in the configuration directory
+
+_SHIPPED_PACKAGE = "offload_runtime_profiles"
+_SUFFIX = ".toml"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class ProfileEntry:
+    """A profile that can be loaded by name; `shipped` tells it from the user's own."""
+
+    name: str
+    path: Path
+    shipped: bool
+
+
+def own_directory() -> Path:
+    """Where `save_profile` puts profiles: in OFFLOAD_RUNTIME_CONFIG, else in the platform's configuration directory.
+
+    Raises:
+        StorageError: The user has no home directory and no variable names another place.
+    """
+    settings = user_directory(
+        "OFFLOAD_RUNTIME_CONFIG", windows="APPDATA", xdg="XDG_CONFIG_HOME", in_home=".config", holds="settings"
+    )
+    return settings / "profiles"
+
+
+def shipped_directory() -> Path:
+    """The folder of shipped profiles: the installed package, or the checkout's own when nothing is installed."""
+    spec = importlib.util.find_spec(_SHIPPED_PACKAGE)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    return Path(__file__).resolve().parents[2] / "profiles"
+
+
+def list_profiles() -> list[ProfileEntry]:
+    """All profiles that can be loaded by name, sorted; one of the user's own hides a shipped one of its name."""
+    found: dict[str, ProfileEntry] = {}
+    for directory, shipped in ((shipped_directory(), True), (own_directory(), False)):
+        with suppress(OSError):  # not there, or not to be read: it lists nothing
+            for path in directory.glob(f"*{_SUFFIX}"):
+                found[path.stem] = ProfileEntry(path.stem, path, shipped)
+    return [found[name] for name in sorted(found)]
+
+
+def load_profile(name_or_path: str | Path) -> MachineProfile:
+    """Load a profile by name, the user's own before shipped ones, or from a TOML file by its path.
+
+    What ends in `.toml` or has a directory in front is a path.
+
+    Raises:
+        ProfileError: There is no such profile, it cannot be read, or a key or value in it is wrong.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or text.endswith(_SUFFIX) or Path(text).name != text:
+        return _read(Path(name_or_path).expanduser())
+    entries = {entry.name: entry for entry in list_profiles()}
+    if text not in entries:
+        nearest = difflib.get_close_matches(text, entries, n=1)
+        guess = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ProfileError(
+            f"there is no profile {text!r}: {guess}there are {', '.join(entries) or 'none'}; "
+            f"`offload-runtime profile --save {text}` measures this machine"
+        )
+    return _read(entries[text].path)
+
+
+def _read(path: Path) -> MachineProfile:
+    """Read and check one file; every message begins with its path."""
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:  # says the line and column itself
+        raise ProfileError(f"{path} is not TOML: {error}") from error
+    try:
+        return profile_from_mapping(table)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could not be loaded again.
+
+    Raises:
+        ProfileError: The name is not one word that can be a file's name.
+    """
+    if not _NAME.fullmatch(name) or name.endswith(_SUFFIX):
+        raise ProfileError(
+            f"{name!r} is not a name for a profile: use 1 to 64 letters, digits, '-', '_' or '.', beginning with a "
+            f"letter or digit and without {_SUFFIX} at the end"
+        )
+
+
+def profile_toml(profile: MachineProfile) -> str:
+    """The profile as the text of a TOML file."""
+    import tomli_w
+
+    return tomli_w.dumps(profile_to_mapping(profile))
+
+
+def save_profile(profile: MachineProfile, name: str) -> Path:
+    """Write a profile among the user's own as `name`, in place of one that was there.
+
+    Returns:
+        The file.
+
+    Raises:
+        ProfileError: The name cannot be one.
+        StorageError: The file cannot be written; an older one of this name is then still there.
+    """
+    check_name(name)
+    path = own_directory() / f"{name}{_SUFFIX}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, profile_toml(replace(profile, name=name)))
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written ({error.strerror or error}): free some space, or set OFFLOAD_RUNTIME_CONFIG to "
+            "a directory that can be written"
+        ) from error
+    return path

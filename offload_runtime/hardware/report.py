@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offload_runtime.config import GB, format_bytes
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware.gpu_bench import NvmlAnswer
-from offload_runtime.hardware.host_bench import CannotMeasureError
-from offload_runtime.hardware.host_info import HostInfo, printable
+from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import MachineProfile
 
 
@@ -60,43 +58,6 @@ class MachineReport:
     seconds: float
 
 
-@dataclass
-class Findings:
-    """Figures, and reasons for those that there are not, while they come in."""
-
-    figures: dict[str, Any] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def take(self, keys: str | tuple[str, ...], measure: Callable[[], Any]) -> None:
-        """Enter what `measure` returns, one figure for each of several keys; or why there is nothing."""
-        names = (keys,) if isinstance(keys, str) else keys
-        try:
-            value = measure()
-        except (
-            CannotMeasureError,
-            BudgetError,
-            OSError,
-            RuntimeError,
-        ) as error:  # all that torch and CUDA raise are RuntimeErrors
-            self.miss(names, str(error).strip() or type(error).__name__)
-            return
-        for name, figure in zip(names, (value,) if isinstance(keys, str) else value, strict=True):
-            self.figures[name] = _rounded(figure)
-
-    def miss(self, keys: Iterable[str], reason: str) -> None:
-        """Enter why there is nothing: the first line of `reason`."""
-        self.missing.update(dict.fromkeys(keys, printable(reason.strip().partition("\n")[0])))
-
-
-def _rounded(figure: Any) -> Any:
-    """Four digits of a rate: more are noise."""
-    if isinstance(figure, float):
-        return float(f"{figure:.4g}")
-    if isinstance(figure, Mapping):
-        return {key: _rounded(value) for key, value in figure.items()}
-    return figure
-
-
 # Of the link's peak before packet headers: 88 % on an H200 (PCIe 5), 79 % on an RTX 4090 (PCIe 4).
 _FAIR_LINK_SHARE = 0.65
 # A CUDA context with its libraries takes 0.6 GB; a desktop as much again.
@@ -110,83 +71,73 @@ _FIRST_WITH_BF16 = (8, 0)
 def advise(report: MachineReport) -> list[str]:
     """What matters, one line each, the gravest first; empty when nothing is wrong."""
     if report.gpu is None:
-        gpu_lines = [
-            f"no GPU was measured ({report.missing['gpu_name']}): models run on the CPU, where streaming gains nothing"
-        ]
-    else:
-        gpu_lines = [*_link_advice(report, report.gpu), *_card_advice(report, report.gpu), *_pinning_advice(report)]
-    return [*gpu_lines, *_host_advice(report)]
+        no_gpu = f"no GPU was measured ({report.missing['gpu_name']})"
+        return [f"{no_gpu}: models run on the CPU, where streaming gains nothing", *_host_advice(report)]
+    return [
+        *_link_advice(report.profile, report.gpu.nvml), *_card_advice(report.profile, report.gpu),
+        *_pinning_advice(report), *_host_advice(report),
+    ]  # fmt: skip
 
 
-def _link_advice(report: MachineReport, gpu: GpuReport) -> list[str]:
-    link, lines = gpu.nvml.link, []
+def _link_advice(profile: MachineProfile, nvml: NvmlAnswer) -> Iterator[str]:
+    link = nvml.link
     if link is None:
-        return [f"whether the slot holds the link back cannot be told: {gpu.nvml.reason}"]
+        yield f"whether the slot holds the link back cannot be told: {nvml.reason}"
+        return
     if link.width < link.width_max:
-        lines.append(
+        yield (
             f"the card runs at x{link.width} and could do x{link.width_max}: move it to another slot, the one nearest "
             "to the processor, or take out what shares its lanes; streaming is as fast as this link"
         )
     if link.generation < link.generation_max:
-        lines.append(
+        yield (
             f"the link runs at PCIe {link.generation} while it copies and could do PCIe {link.generation_max}: look at "
             "the slot's setting in the BIOS and at riser cables"
         )
-    measured_gbps = report.profile.link_gbps
-    if measured_gbps is not None and measured_gbps < _FAIR_LINK_SHARE * link.peak_gbps:
-        lines.append(
-            f"copies to the card reach {measured_gbps:.1f} of the link's {link.peak_gbps:.1f} GB/s: look for other "
+    if profile.link_gbps is not None and profile.link_gbps < _FAIR_LINK_SHARE * link.peak_gbps:
+        yield (
+            f"copies to the card reach {profile.link_gbps:.1f} of the link's {link.peak_gbps:.1f} GB/s: look for other "
             "load on host memory, a single memory channel, or a card at another processor than this program's"
         )
-    return lines
 
 
-def _card_advice(report: MachineReport, gpu: GpuReport) -> list[str]:
-    lines = []
-    taken_bytes = (report.profile.vram_bytes or 0) - gpu.free_bytes
+def _card_advice(profile: MachineProfile, gpu: GpuReport) -> Iterator[str]:
+    vram_bytes = profile.vram_bytes or 0
+    taken_bytes = vram_bytes - gpu.free_bytes
     if taken_bytes > _FAIR_TAKEN_VRAM_BYTES:
-        lines.append(
-            f"{format_bytes(taken_bytes)} of {format_bytes(report.profile.vram_bytes or 0)} VRAM was taken before we "
-            "began: close other programs that use the card"
+        yield (
+            f"{format_bytes(taken_bytes)} of {format_bytes(vram_bytes)} VRAM was taken before we began: close other "
+            "programs that use the card"
         )
     if gpu.capability < _FIRST_WITH_BF16:
         version = ".".join(map(str, gpu.capability))
-        lines.append(f"the card (compute capability {version}) has no bf16 matrix units: use --dtype fp16")
-    others = sorted({name for name in gpu.names if name != report.profile.gpu_name})
-    if others:
-        lines.append(
-            f"other cards are not part of this profile: {', '.join(others)}; choose a card with CUDA_VISIBLE_DEVICES"
-        )
-    return lines
+        yield f"the card (compute capability {version}) has no bf16 matrix units: use --dtype fp16"
+    if others := ", ".join(sorted({name for name in gpu.names if name != profile.gpu_name})):
+        yield f"other cards are not part of this profile: {others}; choose a card with CUDA_VISIBLE_DEVICES"
 
 
-def _pinning_advice(report: MachineReport) -> list[str]:
-    host, lines = report.host, []
+def _pinning_advice(report: MachineReport) -> Iterator[str]:
+    host = report.host
     if "pin_gbps" in report.missing:
         limit = "" if host.locked_limit_bytes is None else f"; ulimit -l is {format_bytes(host.locked_limit_bytes)}"
-        lines.append(
-            f"{report.missing['pin_gbps']}{limit}: raise the limit; unlocked memory copies several times slower"
-        )
+        yield f"{report.missing['pin_gbps']}{limit}: raise the limit; unlocked memory copies several times slower"
     if host.wsl:
-        lines.append(
+        yield (
             f"this is Linux under Windows (WSL2), which locks about half of the {format_bytes(host.ram_bytes)} it has: "
             "give it more memory in .wslconfig, or stream larger models from Linux itself"
         )
-    return lines
 
 
-def _host_advice(report: MachineReport) -> list[str]:
-    host, lines = report.host, []
+def _host_advice(report: MachineReport) -> Iterator[str]:
+    host, disk_gbps = report.host, report.profile.disk_gbps
     if host.available_bytes < _SMALL_MODEL_BYTES:
-        lines.append(
+        yield (
             f"only {format_bytes(host.available_bytes)} of {format_bytes(host.ram_bytes)} RAM is free, and a 7B model "
             f"in 16 bits takes {format_bytes(_SMALL_MODEL_BYTES)}: close other programs or add memory"
         )
-    disk_gbps = report.profile.disk_gbps
     if disk_gbps is not None and disk_gbps < _SLOW_DISK_GBPS:
         seconds = _SMALL_MODEL_BYTES / GB / disk_gbps
-        lines.append(
+        yield (
             f"the disk reads {disk_gbps:.2f} GB/s, so that a 7B model in 16 bits loads in {seconds:.0f} s: keep models "
             "on a faster one"
         )
-    return lines

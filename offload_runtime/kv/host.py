@@ -10,28 +10,38 @@ A prefill works on one layer at a time, in a workspace of its own (see `HostPref
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from offload_runtime_kernels.attention import QueryRows, attention
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig
+from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
-from offload_runtime.kv.cache import BlockObserver, compact_path
-from offload_runtime.kv.device import block_bytes, block_shape, check_capacity, kept_from, num_blocks
-from offload_runtime.kv.host_blocks import BlockLocking, HostBlocks, HostWrites
-from offload_runtime.kv.host_pass import (
-    HostBlockTables,
-    PieceFeed,
-    Snapshot,
-    StreamedPieces,
-    StreamedWindow,
-    WindowPart,
+from offload_runtime.copy.schedule import KV, CopySchedule
+from offload_runtime.kv.device import (
+    BlockObserver,
+    block_bytes,
+    block_shape,
+    check_capacity,
+    compact_path,
+    kept_from,
+    num_blocks,
 )
-from offload_runtime.kv.prefill import HostPrefill, WorkspaceLender, find_workspace
+from offload_runtime.kv.host_io import BlockLocking, HostBlocks, HostWrites, Run, ring_blocks
+from offload_runtime.kv.prefill import HostPrefill
 from offload_runtime.memory import DeviceBudget
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Which host blocks a pass streams: the first `blocks[s]` of sequence s, of `lengths[s]` committed tokens."""
+
+    epoch: int
+    blocks: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class HostKVCache:
@@ -46,7 +56,7 @@ class HostKVCache:
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
         piece_bytes: Size of the link ring's slots.
         budget: Ledger of the device.
-        workspace_bytes: To reserve there for prefills; 0 when `lender` will have enough.
+        workspace_bytes: To reserve there for prefills; 0 when `borrow_workspace` will have enough.
         writeback: Copy queue of its own, for blocks on their way to the host.
         resident_layers: Layers that keep all their blocks on the device.
         locking: How its host memory is page-locked.
@@ -60,6 +70,10 @@ class HostKVCache:
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.observers: list[BlockObserver] = []
+        # Lends device memory that nothing else uses during a prefill, uint8 [nbytes], or None when it has less. It is
+        # the lender's again when the prefill ends, its contents lost.
+        self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
         self._config = config
         self._dtype = dtype
         self._device = budget.device
@@ -69,10 +83,10 @@ class HostKVCache:
         self._piece_blocks = piece_bytes // self._block_bytes
         assert self._piece_blocks > 0, "a slot must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
-        self._place = {layer: index for index, layer in enumerate(streamed)}  # of a streamed layer in ring and host
+        self._layer_slot = {layer: slot for slot, layer in enumerate(streamed)}  # in the open ring and on the host
         self.blocks = HostBlocks(
             len(streamed), self._block_bytes, batch=batch, most_blocks=num_blocks(capacity_tokens),
-            locking=locking, staged=[self._place[layer] for layer in locking.staged_layers],
+            locking=locking, staged=[self._layer_slot[layer] for layer in locking.staged_layers],
         )  # fmt: skip
         shape, self._ring_blocks = block_shape(config), ring_blocks(window_tokens)
         self._ring = self._allocate(budget, f"{name}: open blocks", (len(streamed), batch, self._ring_blocks, *shape))
@@ -81,20 +95,19 @@ class HostKVCache:
         self._resident = dict(zip(resident_layers, self._stays, strict=True))
         if streamed and workspace_bytes:
             budget.reserve(f"{name}: prefill workspace", workspace_bytes)
-        self.lender: WorkspaceLender | None = None
         self._lengths = [0] * batch
-        self._rows = slice(None)  # of the batch, that the running pass is about
+        self._ends = [0] * batch  # tokens that the announced window reaches
         self._ring_from = [0] * batch  # first block that the ring holds
         self._writes = HostWrites(writeback, batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
+        self._tables: dict[int, BlockTable] = {}  # of every layer, once somebody asks for one
+        # Of the running pass: rows of the batch, its window's sequences and their own query rows, what is streamed.
+        self._rows = slice(None)
         self._prefill: HostPrefill | None = None
-        self._window = StreamedWindow({})  # of the running pass
-        self._pieces = StreamedPieces(
-            config, dtype, blocks=self.blocks, place=self._place, piece_blocks=self._piece_blocks,
-            snapshot=self.snapshot(),
-        )  # fmt: skip
-        self.observers: list[BlockObserver] = []
-        self._tables: HostBlockTables | None = None
+        self._window: Sequence[int] = ()
+        self._views: tuple[QueryRows, list[QueryRows]] | None = None
+        self._schedule: CopySchedule | None = None
+        self._snapshot = self.snapshot()
 
     def _allocate(self, budget: DeviceBudget, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         count = torch.Size(shape).numel()
@@ -115,41 +128,96 @@ class HostKVCache:
         return snapshot.epoch == self._epoch and all(blocks >= first for blocks, first in pairs)
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Key and host memory of each of the layer's pieces, in order."""
-        return self._pieces.planned(layer, snapshot)
+        """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
+        if layer in self._resident:
+            return []
+        slot, runs = self._layer_slot[layer], self._runs(layer, snapshot)
+        return [((layer, run.sequence, run.first_block), self.blocks.block(slot, *run)) for run in runs]
 
-    def begin_pass(self, snapshot: Snapshot, feed: PieceFeed) -> None:
-        """A pass begins; its pieces come out of `feed`."""
-        self._pieces.begin_pass(snapshot, feed)
+    def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
+        """A pass begins; its pieces come out of the schedule."""
+        self._snapshot, self._schedule = snapshot, schedule
+
+    def _runs(self, layer: int, snapshot: Snapshot) -> list[Run]:
+        """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
+        reach = self._config.layer_windows[layer]
+        runs: list[Run] = []
+        for sequence, blocks in enumerate(snapshot.blocks):
+            first = 0 if reach is None else max(0, snapshot.lengths[sequence] - reach) // BLOCK_TOKENS
+            runs += self.blocks.runs(sequence, first, blocks, self._piece_blocks)
+        return runs
+
+    def _passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
+        """The layer's pieces as they come over the link, [1, n, 2, H_kv, 256, D]; each may be read until the next one
+        is asked for."""
+        schedule = self._schedule
+        assert schedule is not None, "a pass begins before it reads"
+        for run in self._runs(layer, self._snapshot):
+            buffer = schedule.take(KV, (layer, run.sequence, run.first_block))
+            data = buffer[: run.num_blocks * self._block_bytes].view(self._dtype)
+            yield run, KVBlocks(data.view(1, run.num_blocks, *block_shape(self._config)), run.first_block)
+            # Not in a `finally`: what an interrupted pass holds is let go of when the next one begins.
+            schedule.release(KV)
 
     # --- what the decoder asks
 
     def store(self, layer: int) -> KVBlocks:
         if layer in self._resident:
             return KVBlocks(self._resident[layer][self._rows])
-        if self._prefill is None:
-            return KVBlocks(self._ring[self._place[layer]])
-        if self._prefill.layer != layer:
-            sequence = self._prefill.sequence
-            ring, first = self._ring[self._place[layer], sequence], self._pieces.snapshot.blocks[sequence]
-            self._prefill.begin_layer(layer, self._pieces.passing(layer), ring, first)
-        return self._prefill.kv
+        ring, running = self._ring[self._layer_slot[layer]], self._prefill
+        if running is None:
+            return KVBlocks(ring)
+        if running.layer != layer:
+            first = self._snapshot.blocks[running.sequence]
+            running.begin_layer(layer, self._passing(layer), ring[running.sequence], first)
+        return running.kv
 
     def attend(
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
     ) -> torch.Tensor:
-        if layer in self._resident:
-            kv = KVBlocks(self._resident[layer][self._rows])
-            return attention(q, kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-        place, running = self._place[layer], self._prefill
-        if running is None:
-            pieces, ring, first = self._pieces.passing(layer), KVBlocks(self._ring[place]), self._pieces.snapshot.blocks
-            return self._window.attend(q, rows, pieces, ring, first, scale=scale, sliding_window=sliding_window)
-        out = attention(q, running.kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-        if running.write(place, rows.max_length, self._ring[place, running.sequence]):
-            running.finished_places.append(place)
-            self._tell(layer, running.sequence, running.kv, 0, running.start, rows.max_length)
+        running = self._prefill
+        if layer not in self._resident and running is None:
+            return self._attend_window(layer, q, rows, scale=scale, sliding_window=sliding_window)
+        kv = self.store(layer)
+        out = attention(q, kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+        if layer not in self._resident and running is not None:
+            slot = self._layer_slot[layer]
+            if running.write(slot, rows.max_length, self._ring[slot, running.sequence]):
+                self._notify(layer, running.sequence, kv, 0, running.start, rows.max_length)
         return out
+
+    def _attend_window(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        """Attention of a decoding pass: of each sequence to its blocks on the host, as they come over the link, and
+        then to those in the ring."""
+        if self._views is None or self._views[0] is not rows:  # the same in every layer of a pass
+            self._views = rows, [self._own_rows(rows, row, sequence) for row, sequence in enumerate(self._window)]
+        views, state = self._views[1], AttentionState.empty(q)
+
+        def attend(sequence: int, kv: KVBlocks, blocks: range) -> None:
+            row = self._window.index(sequence)
+            part = slice(row, row + 1)
+            attend_blocks(q[part], kv, views[row], blocks, state[part], scale=scale, sliding_window=sliding_window)
+
+        for run, piece in self._passing(layer):
+            if run.sequence in self._window:
+                # The same memory whichever batch row is looked up.
+                kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.first_block)
+                attend(run.sequence, kv, run.blocks)
+        ring = KVBlocks(self._ring[self._layer_slot[layer]])
+        for sequence in self._window:
+            attend(sequence, ring, range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence])))
+        return finish_attention(q, rows, state)
+
+    def _own_rows(self, rows: QueryRows, row: int, sequence: int) -> QueryRows:
+        part = slice(row, row + 1)
+        return replace(
+            rows, positions=rows.positions[part], sequences=rows.sequences[part],
+            committed=None if rows.committed is None else rows.committed[part],
+            ancestors=None if rows.ancestors is None else rows.ancestors[part],
+            min_committed=self._lengths[sequence],
+        )  # fmt: skip
 
     # --- prefill
 
@@ -159,12 +227,15 @@ class HostKVCache:
         check_capacity(total, self.capacity_tokens)
         self._grow(sequence, total // BLOCK_TOKENS)
         self._rows = slice(sequence, sequence + 1)
-        if not self._place:
+        if not self._layer_slot:
             return
         self._writes.drain()  # the blocks behind `start` are read back
         shape = (1, num_blocks(total), *block_shape(self._config))
         # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-        memory = find_workspace(self.lender, shape[1] * self._block_bytes, self._device)
+        nbytes = shape[1] * self._block_bytes
+        memory = self.borrow_workspace(nbytes)
+        if memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._prefill = HostPrefill(
             sequence, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
             piece_blocks=self._piece_blocks, writeback=self._writeback,
@@ -180,7 +251,7 @@ class HostKVCache:
             self._ring_from[sequence] = kept_from(prefill.total)
             self._writes.expect(sequence, full, prefill.written)
         for layer, data in self._resident.items():
-            self._tell(layer, sequence, KVBlocks(data), sequence, self._lengths[sequence] - count)
+            self._notify(layer, sequence, KVBlocks(data), sequence, self._lengths[sequence] - count)
 
     def _leave_prefill(self) -> None:
         if self._prefill is not None:
@@ -201,7 +272,7 @@ class HostKVCache:
         first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
         # A block that the prefill filled is on the host, what was there before included; its open block is here.
         blocks = range(first, min(num_blocks(prefill.start), full))
-        self._bring_back(prefill.sequence, blocks, prefill.finished_places)
+        self._bring_back(prefill.sequence, blocks, prefill.finished_slots)
         self._ring_from[prefill.sequence] = first
 
     # --- lengths
@@ -221,40 +292,51 @@ class HostKVCache:
             self._grow(sequence, end // BLOCK_TOKENS)
         self._writes.collect()
         self._rows = slice(None)
-        parts: dict[int, WindowPart] = {}
-        for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        self._window, self._views = tuple(sequences), None
+        for sequence, count in zip(sequences, counts, strict=True):
             committed = self._lengths[sequence]
-            end_block = num_blocks(committed + count)
-            assert end_block - self._ring_blocks <= committed // BLOCK_TOKENS, "a window larger than the ring"
-            parts[sequence] = WindowPart(row, committed, end_block)
-            first = max(self._ring_from[sequence], end_block - self._ring_blocks)
+            self._ends[sequence] = committed + count
+            oldest = num_blocks(committed + count) - self._ring_blocks
+            assert oldest <= committed // BLOCK_TOKENS, "a window larger than the ring"
+            first = max(self._ring_from[sequence], oldest)
             if first > self._writes.arrived[sequence]:
                 self._writes.drain()
             self._ring_from[sequence] = first
-        self._window = StreamedWindow(parts)
 
     def recent_blocks(self, sequence: int) -> range:
         """The open block, a full one before it, and what the announced window reaches. All before are on the host."""
         arrived = self._writes.arrived[sequence]
         first = max(self._ring_from[sequence], min(arrived, kept_from(self._lengths[sequence])))
-        return range(first, self._window.end_block(sequence))
+        return range(first, num_blocks(self._ends[sequence]))
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie, for kernels that read them from there."""
         assert not self.blocks.is_staged, "kernels reach page-locked memory only"
-        if self._tables is None:
-            self._tables = HostBlockTables(
-                self._config, self._dtype, blocks=self.blocks, place=self._place, resident=self._resident,
-                batch=len(self._lengths), device=self._device,
-            )  # fmt: skip
-        return self._tables.layer(layer)
+        batch = len(self._lengths)
+        if not self._tables:
+            for number in range(self._config.num_layers):
+                self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, self._device)
+            for sequence in range(batch):
+                for number, data in self._resident.items():
+                    self._tables[number].put(sequence, 0, data[sequence])
+                self._enter_blocks(sequence, 0)
+        return self._tables[layer]
+
+    def _enter_blocks(self, sequence: int, first: int) -> None:
+        """Tell the tables where the host has the sequence's blocks from `first` on."""
+        end = self.blocks.num_blocks(sequence)
+        for run in self.blocks.runs(sequence, first, end, self.blocks.most_blocks) if self._tables else ():
+            for layer, slot in self._layer_slot.items():
+                memory = self.blocks.block(slot, *run).view(self._dtype)
+                self._tables[layer].put(
+                    sequence, run.first_block, memory.view(run.num_blocks, *block_shape(self._config))
+                )
 
     def _grow(self, sequence: int, blocks: int) -> None:
         """Make room on the host for the first `blocks` blocks."""
         before = self.blocks.num_blocks(sequence)
         self.blocks.grow(sequence, blocks)
-        if self._tables is not None:
-            self._tables.enter(sequence, before)
+        self._enter_blocks(sequence, before)
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
@@ -264,10 +346,10 @@ class HostKVCache:
             return
         for block in full:
             self._write_open(sequence, block)
-        for layer, place in self._place.items():
-            self._tell(layer, sequence, KVBlocks(self._ring[place]), sequence, before)
+        for layer, slot in self._layer_slot.items():
+            self._notify(layer, sequence, KVBlocks(self._ring[slot]), sequence, before)
         for layer, data in self._resident.items():
-            self._tell(layer, sequence, KVBlocks(data), sequence, before)
+            self._notify(layer, sequence, KVBlocks(data), sequence, before)
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
@@ -277,24 +359,24 @@ class HostKVCache:
     def _write_open(self, sequence: int, block: int) -> None:
         """Send a block of the ring that has become full to the host."""
         copies = (
-            (layer, self.blocks.block(place, sequence, block), self._slot(place, sequence, block))
-            for layer, place in self._place.items()
+            (layer, self.blocks.block(slot, sequence, block), self._in_ring(slot, sequence, block))
+            for layer, slot in self._layer_slot.items()
         )
         self._writes.send(sequence, block, copies)
 
-    def _slot(self, place: int, sequence: int, block: int) -> torch.Tensor:
+    def _in_ring(self, slot: int, sequence: int, block: int) -> torch.Tensor:
         """Where the ring has, or would have, a block: uint8 [block_bytes]."""
-        return self._ring[place, sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
+        return self._ring[slot, sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
 
-    def _bring_back(self, sequence: int, blocks: range, places: Iterable[int]) -> None:
+    def _bring_back(self, sequence: int, blocks: range, slots: Iterable[int]) -> None:
         """Copy blocks of some layers from the host into the ring. The driver takes what is pageable before it returns:
         slow, but these are a few blocks."""
-        for place in places:
+        for slot in slots:
             for block in blocks:
-                host = self.blocks.block(place, sequence, block)
-                self._slot(place, sequence, block).copy_(host, non_blocking=True)
+                host = self.blocks.block(slot, sequence, block)
+                self._in_ring(slot, sequence, block).copy_(host, non_blocking=True)
 
-    def _tell(self, layer: int, sequence: int, kv: KVBlocks, row: int, before: int, after: int | None = None) -> None:
+    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, before: int, after: int | None = None) -> None:
         """Tell the observers about blocks that have become full since `before` tokens."""
         after = self._lengths[sequence] if after is None else after
         blocks = range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
@@ -310,7 +392,7 @@ class HostKVCache:
             self.blocks.settle_reads()
         lowest = kept_from(length)
         missing = range(lowest, min(self._ring_from[sequence], num_blocks(length)))
-        self._bring_back(sequence, missing, self._place.values())
+        self._bring_back(sequence, missing, self._layer_slot.values())
         self._ring_from[sequence] = min(self._ring_from[sequence], lowest)
         self._lengths[sequence] = length
         self._writes.forget(sequence, block)
@@ -321,20 +403,3 @@ class HostKVCache:
             torch.cuda.synchronize(self._device)  # kernels may be reading blocks straight from host memory
         self._stop_writing()
         self.blocks.close()
-
-
-# Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
-KV_RING_SLOTS = 4
-_PIECE_BYTES = 32 << 20
-
-
-def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int) -> int:
-    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are."""
-    block = block_bytes(config, dtype)
-    return max(1, min(_PIECE_BYTES // block, num_blocks(context_tokens))) * block
-
-
-def ring_blocks(window_tokens: int) -> int:
-    """Blocks of the open ring: the window, with what a middle level may write beyond it, the block it begins in, and
-    two that may still be on their way out."""
-    return num_blocks(window_tokens + MOST_GAMMA_DRAFT + 1) + 3

@@ -7,7 +7,6 @@ blocks are written to the host on the way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -15,14 +14,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
-from offload_runtime.kv.host_blocks import HostBlocks, Run
-
-
-class WorkspaceLender(Protocol):
-    """Has device memory that nothing else uses during a prefill."""
-
-    def lend(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 [nbytes], the lender's again when the prefill ends, its contents lost; None when it has less."""
+from offload_runtime.kv.host_io import HostBlocks, Run
 
 
 class HostPrefill:
@@ -46,7 +38,7 @@ class HostPrefill:
         self.start = start
         self.total = total
         self.layer = -1
-        self.finished_places: list[int] = []  # of layers on the host, those that all pieces have gone through
+        self.finished_slots: list[int] = []  # of layers on the host, those that all pieces have gone through
         self.written = writeback.new_event()  # the workspace's blocks have been copied
         self._read = writeback.new_event()  # they may be
         self._workspace = workspace
@@ -76,15 +68,15 @@ class HostPrefill:
         self.layer, self._blocks_written = layer, self.start // BLOCK_TOKENS
         blocks = self._workspace[0]
         for run, kv in pieces:
-            blocks[run.first_block : run.first_block + run.num_blocks] = kv.data[0]
+            blocks[run.blocks.start : run.blocks.stop] = kv.data[0]
         for block in range(first_in_ring, num_blocks(self.start)):
             blocks[block] = ring[block % len(ring)]
 
-    def write(self, place: int, end: int, ring: torch.Tensor) -> bool:
+    def write(self, layer_slot: int, end: int, ring: torch.Tensor) -> bool:
         """Send blocks that are full to the host; after the layer's last piece also fill the ring.
 
         Args:
-            place: The layer's index among those on the host.
+            layer_slot: The layer's index among those on the host.
             end: Tokens that the workspace holds.
             ring: As in `begin_layer`.
 
@@ -94,24 +86,19 @@ class HostPrefill:
         full = end // BLOCK_TOKENS
         self._writeback.compute_record(self._read)
         for run in self._blocks.runs(self.sequence, self._blocks_written, full, self._piece_blocks):
-            source = self._workspace[0, run.first_block : run.first_block + run.num_blocks]
-            target = self._blocks.block(place, self.sequence, run.first_block, run.num_blocks)
+            source = self._workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
             label = "kv", (self.layer, self.sequence, run.first_block)
-            source = source.view(-1).view(torch.uint8)
-            self._writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
+            self._writeback.enqueue(
+                self._blocks.block(layer_slot, *run), source, free=self._read, ready=self.written, label=label
+            )
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:
             return False
+        self.finished_slots.append(layer_slot)
         # Full blocks from before are in the ring already, and here only where a sliding window reaches them.
         for block in range(max(kept_from(end), self.start // BLOCK_TOKENS), num_blocks(end)):
             ring[block % len(ring)] = self._workspace[0, block]
         return True
-
-
-def find_workspace(lender: WorkspaceLender | None, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for a prefill, borrowed where possible: uint8 [nbytes], device."""
-    lent = None if lender is None else lender.lend(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device) if lent is None else lent
 
 
 def prefill_workspace_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:

@@ -1,13 +1,12 @@
-"""The middle level's cache: a few chunks of the far context on the device, chosen by the current queries.
+"""The retrieval verifier's cache: a few chunks of the far context on the device, chosen by the current queries.
 
 Of every layer and KV head it holds the chunks that a policy selects, fetched from the blocks that the target's cache
 keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for. What is
-recent is not here: the middle level reads it from the target's own open blocks.
+recent is not here: the verifier reads it from the target's own open blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +18,7 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import OptionError
-from offload_runtime.kv.device import block_shape, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import BlockObserver, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.memory import DeviceBudget
 
 # A chunk has to be better than one that is held by this share of an average score to be fetched for it. Without a
@@ -59,10 +58,8 @@ class RetrievedChunks:
         places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
         table = budget.allocate(f"{name}: places", 4 * torch.Size(places).numel())
         self._resident = table.view(torch.int32).view(places).fill_(-1)
-        self._num_chunks = [[0] * batch for _ in range(config.num_layers)]  # places in use
-        self._reach = [[0] * batch for _ in range(config.num_layers)]  # no chunk from here on is held
 
-    def lend(self, nbytes: int) -> torch.Tensor | None:
+    def borrow_workspace(self, nbytes: int) -> torch.Tensor | None:
         """uint8 [nbytes] of the memory of the chunks, which are forgotten; None when there is less."""
         memory = self._data.view(-1).view(torch.uint8)
         if nbytes > memory.nbytes:
@@ -72,28 +69,24 @@ class RetrievedChunks:
         return memory[:nbytes]
 
     def blocks(self, layer: int) -> KVBlocks:
-        """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in no particular order; see `num_keys`."""
+        """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""
         return KVBlocks(self._data[layer])
 
     def resident(self, layer: int) -> torch.Tensor:
-        """[B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none."""
+        """[B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none. After an update the places in
+        use are the first."""
         return self._resident[layer]
 
-    def num_keys(self, layer: int, sequence: int = 0) -> int:
-        """Tokens of a sequence, from the first place on, that hold chunks; nothing behind them counts."""
-        return self._num_chunks[layer][sequence] * self.chunk_size
-
     def update(
-        self, layer: int, selected: torch.Tensor, source: BlockTable, available: Sequence[int], *, sequence: int = 0,
+        self, layer: int, selected: torch.Tensor, source: BlockTable, *, sequence: int = 0,
         used: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Hold the selected chunks of some sequences, fetching only those that are not here yet.
 
         Args:
             layer: Whose.
-            selected: [B, H_kv, K] int32 as a policy selects them: of row b the first min(K, available[b]) count.
+            selected: [B, H_kv, K] int32 as a policy selects them.
             source: Where the blocks of that layer lie, of all sequences.
-            available: Of each row, the chunks that there were to choose from.
             sequence: The first row's; the others follow it.
             used: [B] int32 on the device: 0 leaves the chunks of a row as they are. None: all are served.
 
@@ -104,32 +97,22 @@ class RetrievedChunks:
         the blocks must be complete and stay as they are until it is done.
         """
         rows = slice(sequence, sequence + selected.shape[0])
-        assert len(available) == selected.shape[0] and rows.stop <= len(self._reach[layer])
-        self._num_chunks[layer][rows] = [min(self.budget_chunks, count) for count in available]
-        self._reach[layer][rows] = available
+        assert rows.stop <= self._resident.shape[1]
         data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
         return gather_chunks(selected, self._resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
 
     def forget(self, sequence: int, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
 
-        Layers that held such a chunk hold nothing (`num_keys` 0) until their next update.
+        Until their next update layers that held such a chunk are of no use.
         """
-        kept_chunks = length // self.chunk_size
-        # Of all layers, whatever the host knows: updates may have been replays of a CUDA graph, which it does not see.
         resident = self._resident[:, sequence]
+        kept_chunks = length // self.chunk_size
         resident.masked_fill_(resident >= kept_chunks, -1)
-        for layer, reach in enumerate(self._reach):
-            if reach[sequence] > kept_chunks:
-                reach[sequence] = kept_chunks
-                self._num_chunks[layer][sequence] = 0
 
 
-class ChunkPolicy(Protocol):
-    """Chooses the chunks. As a `BlockObserver` it is told about every block of a sequence's far context."""
-
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
+class ChunkPolicy(BlockObserver, Protocol):
+    """Chooses the chunks. It observes every block of a sequence's far context."""
 
     def select(
         self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,

@@ -1,18 +1,16 @@
-"""The middle level's view of sequences: the chunks that their queries choose, and the target's newest blocks."""
+"""The retrieval verifier's view of sequences: the chunks that their queries choose, and the target's newest blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
-from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.kv.cache import BlockObserver
-from offload_runtime.kv.device import DeviceKVCache, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import BlockObserver, DeviceKVCache, kv_cache_bytes, num_blocks
+from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, retrieved_bytes, summaries_bytes
 from offload_runtime.memory import DeviceBudget
 
@@ -21,31 +19,12 @@ _NO_LIMIT = (1 << 31) - 1
 _FAR_BLOCKS = 16
 
 
-class ChunkSource(Protocol):
-    """What the middle level needs of the target's own cache."""
-
-    max_tokens_with_draft: int
-
-    def store(self, layer: int) -> KVBlocks:
-        """Where new keys and values go: tentative ones, which the target's own pass overwrites."""
-
-    def recent_blocks(self, sequence: int) -> range:
-        """Blocks that are at hand on the device, up to the end of the announced window; the earlier ones are complete
-        where `block_table` says."""
-
-    def block_table(self, layer: int) -> BlockTable:
-        """Where the layer's blocks lie."""
-
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        """Passes will put `counts[i]` tokens behind the committed ones of `sequences[i]`."""
-
-
 class RetrievalCache:
     """A `LayerCache` of several sequences: each one's retrieved chunks beside the target's newest blocks, with nothing
     between. What belongs to a sequence alone is on the device, so that passes of equal `shape` are the same launches.
 
     Args:
-        source: The target's cache.
+        source: The target's cache. It takes tentative keys and values, which the target's own pass overwrites.
         chunks: What is retrieved.
         policy: Chooses it by the queries of a pass.
         batch: Sequences of all of them.
@@ -53,8 +32,9 @@ class RetrievalCache:
     """
 
     def __init__(
-        self, source: ChunkSource, chunks: RetrievedChunks, policy: ChunkPolicy, *, batch: int, device: torch.device
-    ) -> None:
+        self, source: DeviceKVCache | HostKVCache, chunks: RetrievedChunks, policy: ChunkPolicy, *, batch: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self._source = source
         self._chunks = chunks
         self._policy = policy
@@ -62,8 +42,10 @@ class RetrievalCache:
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self._recent = [range(0)] * batch
         self._refresh = True  # whether the next pass chooses chunks anew
-        # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys.
-        self._words = _RowWords(batch, device)
+        # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys: int32 [3, W],
+        # in one tensor that never moves. Each part begins at a multiple of 16 bytes.
+        self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=device)
+        self._numbers_host: list[list[int]] = []
         self._available: list[int] = []
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
 
@@ -102,10 +84,18 @@ class RetrievalCache:
         self._available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
         keys = [min(available, self._chunks.budget_chunks) * size for available in self._available]
         self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
-        self._words.put(
-            self._available, [(0, count) for count in keys], [(blocks.start, _NO_LIMIT) for blocks in recent]
-        )
+        far = [number for count in keys for number in (0, count)]
+        near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
+        self._send([self._available, far, near])
         return grown
+
+    def _send(self, numbers: list[list[int]]) -> None:
+        """Put the numbers of the next passes' rows on the device, on the current stream and without waiting."""
+        if numbers != self._numbers_host:
+            width = self._numbers.shape[1]
+            host = torch.tensor([part + [0] * (width - len(part)) for part in numbers], dtype=torch.int32)
+            self._numbers.copy_(host.pin_memory() if self._numbers.is_cuda else host, non_blocking=True)
+            self._numbers_host = numbers
 
     def begin_pass(self, *, refresh: bool) -> None:
         """The next pass chooses chunks anew, or uses what is there; a replay runs no other code of this class."""
@@ -126,56 +116,17 @@ class RetrievalCache:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
         assert sliding_window is None and not prefill and q.shape[0] == len(self._rows)
         first, count = self._rows.start, len(self._rows)
+        available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
-                layer, q, self._words.available(count), scale=scale, rows_used=rows.used, sequence=first,
+                layer, q, available, scale=scale, rows_used=rows.used, sequence=first,
                 held=self._chunks.resident(layer)[first : first + count], most=self._most_available,
             )  # fmt: skip
-            self._chunks.update(
-                layer, selected, self._source.block_table(layer), self._available, sequence=first, used=rows.used
-            )
+            self._chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
-        far = KeySource(self._chunks.blocks(layer), range(self._far_blocks), bounds=self._words.far(count))
-        near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=self._words.near(count))
+        far = KeySource(self._chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
+        near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
         return attend_sources(q, [far, near], rows, scale=scale)
-
-
-class _RowWords:
-    """A few integers of every row of a pass, in one tensor that never moves and one copy to the device.
-
-    Args:
-        batch: Most rows.
-        device: Where they are read.
-    """
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        # Each part begins at a multiple of 16 bytes.
-        self._starts = [0, -(-batch // 4) * 4, -(-batch // 4) * 4 + -(-2 * batch // 4) * 4]
-        self._device = torch.zeros(self._starts[2] + 2 * batch, dtype=torch.int32, device=device)
-        self._host: list[int] = []
-
-    def put(self, available: Sequence[int], far: Sequence[tuple[int, int]], near: Sequence[tuple[int, int]]) -> None:
-        """Send the integers of the next passes' rows, on the current stream and without waiting."""
-        words = [0] * len(self._device)
-        parts = available, [word for pair in far for word in pair], [word for pair in near for word in pair]
-        for start, part in zip(self._starts, parts, strict=True):
-            words[start : start + len(part)] = part
-        if words != self._host:
-            host = torch.tensor(words, dtype=torch.int32)
-            self._device.copy_(host.pin_memory() if self._device.is_cuda else host, non_blocking=True)
-            self._host = words
-
-    def available(self, count: int) -> torch.Tensor:
-        """[count] int32: chunks to choose from."""
-        return self._device[:count]
-
-    def far(self, count: int) -> torch.Tensor:
-        """[count, 2] int32: bounds of the retrieved keys; see `KeySource`."""
-        return self._device[self._starts[1] :][: 2 * count].view(count, 2)
-
-    def near(self, count: int) -> torch.Tensor:
-        """[count, 2] int32: bounds of the recent keys."""
-        return self._device[self._starts[2] :][: 2 * count].view(count, 2)
 
 
 class RetrievedDraftCache:

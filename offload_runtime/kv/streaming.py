@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -13,15 +12,7 @@ from offload_runtime.kv.device import DeviceKVCache, kv_cache_bytes, num_blocks
 from offload_runtime.memory import DeviceBudget
 
 
-@dataclass
-class _Place:
-    """Where the kept tokens of one sequence stand: see `StreamingDraftCache`."""
-
-    start: int = 0
-    rope_shift: int = 0
-
-
-class StreamingDraftCache:
+class StreamingDraftCache(DeviceKVCache):
     """Attention sinks and recent tokens of a draft (Xiao et al., StreamingLLM, arXiv 2309.17453).
 
     It keeps the first `sink_tokens` tokens of a sequence and, once it has grown, between `recent_tokens` and
@@ -51,34 +42,22 @@ class StreamingDraftCache:
         batch: int, budget: DeviceBudget, name: str = "draft: KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
         assert 1 <= sink_tokens <= BLOCK_TOKENS and recent_tokens >= 2
+        capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
+        super().__init__(
+            config, dtype, capacity_tokens=capacity, batch=batch, budget=budget, name=name, spare_slots=spare_slots
+        )
         self.sink_tokens = sink_tokens
         self._recent_tokens = recent_tokens
-        self.capacity_tokens = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
-        self._num_layers = config.num_layers
-        self._places = [_Place() for _ in range(batch)]
-        self._blocks = DeviceKVCache(
-            config, dtype, capacity_tokens=self.capacity_tokens, batch=batch, budget=budget, name=name,
-            spare_slots=spare_slots,
-        )  # fmt: skip
-        self.store, self.attend, self.length = self._blocks.store, self._blocks.attend, self._blocks.length
-        self.begin_window, self.begin_prefill = self._blocks.begin_window, self._blocks.begin_prefill
-        self.end_prefill, self.commit = self._blocks.end_prefill, self._blocks.commit
-        self.commit_path, self.adopt = self._blocks.commit_path, self._blocks.adopt
-        self.truncate, self.close = self._blocks.truncate, self._blocks.close
-        self.max_tokens_with_draft, self.spare_slots = self._blocks.max_tokens_with_draft, self._blocks.spare_slots
-        self.observers = self._blocks.observers
-
-    @property
-    def pinned_bytes(self) -> int:
-        return 0
+        self._starts = [0] * batch
+        self._rope_shifts = [0] * batch
 
     def start(self, sequence: int) -> int:
         """Tokens between the sinks and the recent ones that are not kept."""
-        return self._places[sequence].start
+        return self._starts[sequence]
 
     def rope_shift(self, sequence: int) -> int:
         """How much further keys are rotated than their indices say."""
-        return self._places[sequence].rope_shift
+        return self._rope_shifts[sequence]
 
     def start_for(self, length: int) -> int:
         """The `start` of a sequence of `length` tokens: 0 as long as it fits."""
@@ -87,25 +66,23 @@ class StreamingDraftCache:
     def reset(self, sequence: int, start: int) -> None:
         """Forget the sequence; what comes is its sinks and then its tokens from `start` + `sink_tokens` on."""
         assert start % BLOCK_TOKENS == 0
-        self._blocks.truncate(sequence, 0)
-        self._places[sequence] = _Place(start)
+        self.truncate(sequence, 0)
+        self._starts[sequence], self._rope_shifts[sequence] = start, 0
 
     def move(self, sequence: int, start: int) -> None:
         """Let go of the oldest recent tokens; enqueues copies on the current stream.
 
         The sinks' keys must be written anew before anything is attended to.
         """
-        place = self._places[sequence]
-        dropped = start - place.start
+        dropped = start - self._starts[sequence]
         kept = self.length(sequence) - dropped
         assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
         first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
-        self._blocks.begin_window((), ())  # a prefill sees the blocks of its own sequence only
-        for layer in range(self._num_layers):
-            data = self.store(layer).data[sequence]  # [N, 2, H_kv, 256, D]
+        for data in self._data[:, sequence]:  # [N, 2, H_kv, 256, D] of a layer
             data[:count] = data[first : first + count].clone()  # source and target overlap
-        self._blocks.truncate(sequence, kept)
-        self._places[sequence] = _Place(start, place.rope_shift + dropped)
+        self.truncate(sequence, kept)
+        self._starts[sequence] = start
+        self._rope_shifts[sequence] += dropped
 
 
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:

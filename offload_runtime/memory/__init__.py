@@ -13,7 +13,6 @@ from offload_runtime.memory.device_budget import (
     resolve_device,
 )
 from offload_runtime.memory.page_locking import (
-    LOCK_BLOCK_BYTES,
     CountedRegistrar,
     CudaRegistrar,
     LockedPages,
@@ -23,20 +22,7 @@ from offload_runtime.memory.page_locking import (
 )
 
 __all__ = [
-    "LAZY_MODULE_BYTES",
-    "LOCK_BLOCK_BYTES",
-    "PAGE_BYTES",
-    "TYPICAL_CONTEXT_BYTES",
-    "CountedRegistrar",
-    "CudaRegistrar",
-    "DeviceBudget",
-    "HostArena",
-    "LockedPages",
-    "PageableMemory",
-    "Registrar",
-    "check_host_memory",
-    "current_device",
-    "device_memory_used_by_others",
-    "make_registrar",
-    "resolve_device",
-]
+    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CountedRegistrar", "CudaRegistrar", "DeviceBudget",
+    "HostArena", "LockedPages", "PageableMemory", "Registrar", "check_host_memory", "current_device",
+    "device_memory_used_by_others", "make_registrar", "resolve_device",
+]  # fmt: skip

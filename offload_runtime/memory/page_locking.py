@@ -140,9 +140,9 @@ class PageableMemory:
                 self._ends.insert(index, start + memory.nbytes)
 
     def forget(self, memory: torch.Tensor) -> None:
-        """Drop what was entered as `memory`."""
-        if memory.nbytes:
-            with self._lock:
+        """Drop `memory` if it was entered as such."""
+        with self._lock:
+            if memory.data_ptr() in self._starts:
                 index = self._starts.index(memory.data_ptr())
                 del self._starts[index], self._ends[index]
 

@@ -1,25 +1,35 @@
 """One decoder for the Llama family: embedding, layers, head. Stateless but for the shared weights.
 
-Everything works on flat rows [N, H], N padded to whole tiles of the matrix products. Nothing that a row computes
-depends on the other rows of its pass, except through the keys and values it is meant to see.
+Everything works on flat rows [N, H]. There are two ways through a layer. `layer` promises bits: N is padded to whole
+tiles of the matrix products, and nothing that a row computes depends on the other rows of its pass, except through the
+keys and values it is meant to see. `fused_layer` is for the steps of a draft and of the retrieval verifier, passes of
+few rows that promise no bits: five kernels a layer besides attention, with norms, residual and SwiGLU part of the
+products. What such a layer adds goes straight into the residual stream, so nothing else is carried to the next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.few_row_linear import RowNorm
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import add_rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, rope_store
 from offload_runtime_kernels.swiglu import swiglu
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.model.linear import padded_rows, tiled_linear
 from offload_runtime.model.rows import PassRows
+from offload_runtime.weights import Weight
 
-Weights = dict[str, torch.Tensor]
+Weights = Mapping[str, Weight]
+
+
+def padded_rows(num_rows: int, tile_rows: int) -> int:
+    """`num_rows` rounded up to whole tiles."""
+    return -(-num_rows // tile_rows) * tile_rows
 
 
 class LayerCache(Protocol):
@@ -44,9 +54,9 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, shared: Weights) -> None:
         self.config = config
-        self.embedding = shared["embedding"]
-        self.final_norm = shared["final_norm"]
+        self.embedding = shared["embedding"].dense
         self.lm_head = shared.get("lm_head", shared["embedding"])
+        self._final_norm = RowNorm(shared["final_norm"].dense, config.rms_norm_eps)
         self._attention_scale = config.head_dim**-0.5
 
     def embed(self, rows: PassRows, tile_rows: int) -> torch.Tensor:
@@ -74,13 +84,11 @@ class Decoder:
             [N, H], what this layer adds to the residual.
         """
         eps = self.config.rms_norm_eps
-        normed = add_rms_norm(residual, delta, weights["input_norm"], eps)
-        qkv = tiled_linear(normed, weights["qkv"], weights.get("qkv_bias"), tile_rows)
-        mixed = self.attend(index, weights, qkv, rows, cache)
-        delta = tiled_linear(mixed, weights["o"], weights.get("o_bias"), tile_rows)
-        normed = add_rms_norm(residual, delta, weights["post_norm"], eps)
-        gate_up = tiled_linear(normed, weights["gate_up"], weights.get("gate_up_bias"), tile_rows)
-        return tiled_linear(swiglu(gate_up), weights["down"], weights.get("down_bias"), tile_rows)
+        normed = add_rms_norm(residual, delta, weights["input_norm"].dense, eps)
+        mixed = self.attend(index, weights, weights["qkv"].linear(normed, tile_rows), rows, cache)
+        delta = weights["o"].linear(mixed, tile_rows)
+        normed = add_rms_norm(residual, delta, weights["post_norm"].dense, eps)
+        return weights["down"].linear(swiglu(weights["gate_up"].linear(normed, tile_rows)), tile_rows)
 
     def head(
         self, residual: torch.Tensor, delta: torch.Tensor, tile_rows: int, *, select: torch.Tensor | slice
@@ -101,9 +109,35 @@ class Decoder:
         padding = padded_rows(count, tile_rows) - count
         # A copy in any case: the addition is done in place.
         residual = torch.nn.functional.pad(residual, (0, 0, 0, padding)).contiguous()
-        delta = _padded(delta, padding)
-        normed = add_rms_norm(residual, delta, self.final_norm, self.config.rms_norm_eps)
-        return tiled_linear(normed, self.lm_head, None, tile_rows)[:count]
+        normed = add_rms_norm(residual, _padded(delta, padding), self._final_norm.weight, self._final_norm.eps)
+        return self.lm_head.linear(normed, tile_rows)[:count]
+
+    def fused_embed(self, rows: PassRows) -> torch.Tensor:
+        """The residual stream at the bottom of a pass that promises no bits: [N, H], no padding."""
+        return self.embedding.index_select(0, rows.tokens)
+
+    def fused_layer(
+        self, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache
+    ) -> None:
+        """One layer without promised bits. Writes the rows' keys and values into the cache.
+
+        Args:
+            index: Which layer.
+            weights: Its packed tensors (see `weights.layout`).
+            residual: [N, H]; the layer adds to it.
+            rows: The pass.
+            cache: Where keys and values live.
+        """
+        eps = self.config.rms_norm_eps
+        qkv = weights["qkv"].fused_linear(residual, norm=RowNorm(weights["input_norm"].dense, eps))
+        weights["o"].fused_linear(self.attend(index, weights, qkv, rows, cache), residual=residual)
+        norm = RowNorm(weights["post_norm"].dense, eps)
+        activation = weights["gate_up"].fused_linear(residual, norm=norm, gated=True)
+        weights["down"].fused_linear(activation, residual=residual)
+
+    def fused_head(self, residual: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V], in the model's dtype, of a residual stream [N, H] that `fused_layer` has made."""
+        return self.lm_head.fused_linear(residual, norm=self._final_norm)
 
     def attend(
         self, index: int, weights: Weights, qkv: torch.Tensor, rows: PassRows, cache: LayerCache
@@ -120,8 +154,9 @@ class Decoder:
         Returns:
             [N, q_size], contiguous; zero in padding rows.
         """
-        config = self.config
-        norm = HeadNorm(weights["q_norm"], weights["k_norm"], config.rms_norm_eps) if config.qk_norm else None
+        config, norm = self.config, None
+        if config.qk_norm:
+            norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, config.rms_norm_eps)
         q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, cache.store(index), norm)
         out = cache.attend(
             index, q.view(*rows.shape, config.num_heads, config.head_dim), rows.query,

@@ -25,7 +25,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import GB
 from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
-from offload_runtime.model.linear import padded_rows
+from offload_runtime.model import padded_rows
 from offload_runtime.plan.machine import MachineFigures
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.runners.draft_tree_steps import STEP_ROWS
@@ -140,23 +140,21 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     on_device, staged = set(placement.resident_layers), set(placement.staged_layers)
     kv_on_host, staged_kv = set(target.kv_layers_on_host), set(placement.staged_kv_layers)
     kinds = Counter(  # layers are alike but for a few kinds
-        (reach, layer not in on_device, layer in staged, layer in kv_on_host, layer in staged_kv)
-        for layer, reach in enumerate(config.layer_windows)
+        (reach, nbytes, layer not in on_device, layer in staged, layer in kv_on_host, layer in staged_kv)
+        for layer, (reach, nbytes) in enumerate(zip(config.layer_windows, target.layout.layer_bytes, strict=True))
     )
     weight_bytes = kv_bytes = staged_bytes = launches = 0
     hbm_s = arithmetic_s = compute_s = 0.0
-    matrices = (
-        height // tile * target.layer_bytes / attained_hbm,
-        2 * target.layer_layout.matrix_elements * height / flops,
-    )
-    for (reach, streams, stages, streams_kv, stages_kv), count in kinds.items():
+    layer_operations = 2 * target.layer_elements * height
+    for (reach, layer_bytes, streams, stages, streams_kv, stages_kv), count in kinds.items():
+        matrices = height // tile * layer_bytes / attained_hbm, layer_operations / flops
         blocks = target.streamed_kv_blocks(reach, length_tokens) if streams_kv else 0
         streamed_kv_bytes = batch * blocks * block_bytes(config, target.dtype)
         pieces = batch * -(-blocks * block_bytes(config, target.dtype) // target.kv_piece_bytes)
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
-        weight_bytes += count * streams * target.layer_bytes
+        weight_bytes += count * streams * layer_bytes
         kv_bytes += count * streamed_kv_bytes
-        staged_bytes += count * (stages * target.layer_bytes + stages_kv * streamed_kv_bytes)
+        staged_bytes += count * (stages * layer_bytes + stages_kv * streamed_kv_bytes)
         launches += count * (_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * pieces)
         operations = batch * _attention_operations(target, queries=rows, keys=keys)
         attention = (
@@ -221,8 +219,9 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     layers = draft.config.num_layers
     return _graph_s(
         machine, draft.dtype,
-        hbm_bytes=layers * (draft.layer_bytes + draft.batch * kept * _kv_token_bytes(draft)) + _head_bytes(draft),
-        operations=2 * draft.batch * layers * draft.layer_layout.matrix_elements + _head_operations(draft, draft.batch),
+        hbm_bytes=sum(draft.layout.layer_bytes) + layers * draft.batch * kept * _kv_token_bytes(draft)
+        + _head_bytes(draft),
+        operations=2 * draft.batch * layers * draft.layer_elements + _head_operations(draft, draft.batch),
         launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
     )  # fmt: skip
 
@@ -243,9 +242,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
     return _graph_s(
         machine, target.dtype,
-        hbm_bytes=layers * target.layer_bytes + _head_bytes(target) + held_bytes + recent_bytes
+        hbm_bytes=sum(target.layout.layer_bytes) + _head_bytes(target) + held_bytes + recent_bytes
         + scored_bytes // options.refresh_steps,
-        operations=2 * rows * layers * target.layer_layout.matrix_elements + _head_operations(target, rows),
+        operations=2 * rows * layers * target.layer_elements + _head_operations(target, rows),
         launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
         fetched_bytes=round(fetched_bytes),
     )  # fmt: skip
@@ -493,18 +492,18 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
         attention_operations += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
     tiles = -(-prompt_tokens // target.shape.prefill_rows)  # the weights are read for every one of them
-    hbm_s = batch * tiles * layers * target.layer_bytes / machine.attained_hbm
-    arithmetic_s = 2 * batch * layers * target.layer_layout.matrix_elements * prompt_tokens / flops
+    hbm_s = batch * tiles * sum(target.layout.layer_bytes) / machine.attained_hbm
+    arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     compute_s = max(hbm_s, arithmetic_s)
     layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
     staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
-    link_bytes = batch * placement.num_streamed * target.layer_bytes + written_bytes
+    link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes
     link_s = link_bytes / (machine.link_gbps * GB)
     # What is staged grows as the threads that write there touch it.
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
-    staged_bytes = batch * len(placement.staged_layers) * target.layer_bytes + staged_kv_bytes
+    staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     work_s = max(link_s, staging_s, compute_s)
     bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)

@@ -11,8 +11,8 @@ from offload_runtime.config import GB, format_bytes, size_option_down
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.errors import BudgetError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
-from offload_runtime.hardware.host_info import HostInfo
-from offload_runtime.hardware.store import shipped_directory
+from offload_runtime.hardware.host_bench import HostInfo
+from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
 from offload_runtime.plan.request import DTYPE_NAMES, PlanRequest
 

@@ -5,6 +5,7 @@ Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -42,7 +43,7 @@ from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import PackedLayout, layer_layout, packed_bytes, shared_layout
+from offload_runtime.weights import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def all_resident(num_layers: int) -> Placement:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model of a run, before it is loaded.
+    """One model of a run, before it is loaded. `layout` is how its weights lie in memory.
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`. A prefill may borrow `borrowable_bytes` of
@@ -103,7 +104,7 @@ class ModelPlan:
     """
 
     config: ModelConfig
-    dtype: torch.dtype
+    layout: ModelLayout
     shape: PassShape
     context_tokens: int
     window_tokens: int
@@ -114,6 +115,11 @@ class ModelPlan:
     borrowable_bytes: int = 0
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.layout.dtype
 
     @property
     def on_host(self) -> bool:
@@ -127,25 +133,39 @@ class ModelPlan:
 
     # --- weights
 
-    @cached_property
-    def layer_layout(self) -> PackedLayout:
-        """How each layer lies in memory."""
-        return layer_layout(self.config, self.dtype)
-
     @property
     def layer_bytes(self) -> int:
-        """One packed layer."""
-        return self.layer_layout.total_bytes
+        """The largest packed layer, which a slot of the ring holds."""
+        return max(self.layout.layer_bytes)
+
+    def bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers."""
+        each = self.layout.layer_bytes
+        return sum(each[layer] for layer in layers)
+
+    def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers in host memory, which is given out in whole pages."""
+        each = self.layout.layer_bytes
+        return sum(-(-each[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+
+    def held_bytes(self, placement: Placement) -> int:
+        """What a placement takes of the device: the layers that stay, and the ring."""
+        return self.bytes_of_layers(placement.resident_layers) + placement.num_slots * self.layer_bytes
 
     @property
     def host_layer_bytes(self) -> int:
-        """One packed layer in host memory, which is given out in whole pages."""
+        """The largest layer in host memory."""
         return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    @cached_property
+    @property
+    def layer_elements(self) -> int:
+        """Elements of a layer's matrices; layers differ in how these are stored only."""
+        return self.layout.layers[0].matrix_elements
+
+    @property
     def shared_bytes(self) -> int:
         """Embedding, final norm and head."""
-        return shared_layout(self.config, self.dtype).total_bytes
+        return self.layout.shared.total_bytes
 
     # --- keys and values
 
@@ -274,15 +294,16 @@ class ModelPlan:
     @property
     def weight_bytes(self) -> int:
         """All weights, wherever they are."""
-        return packed_bytes(self.config, self.dtype)
+        return self.layout.total_bytes
 
 
 def target_plan(
     config: ModelConfig, dtype: torch.dtype, device_type: str, *, context: int, window: int, batch: int = 1
 ) -> ModelPlan:
     """Plan of a target, nothing of it placed yet."""
-    shape = target_shape(packed_bytes(config, dtype), device_type)
-    return ModelPlan(config, dtype, shape, context, window, batch, all_resident(config.num_layers))
+    layout = ModelLayout.plain(config, dtype)
+    shape = target_shape(layout.total_bytes, device_type)
+    return ModelPlan(config, layout, shape, context, window, batch, all_resident(config.num_layers))
 
 
 def draft_plan(
@@ -308,8 +329,8 @@ def draft_plan(
             "--draft-cache streaming or full, or drop --tree-nodes"
         )
     plan = ModelPlan(
-        config, dtype, draft_shape(device_type), context, window, batch, all_resident(config.num_layers), cache,
-        options, tree_nodes=tree_nodes or 0, step_rows=max(STEP_ROWS, batch),
+        config, ModelLayout.plain(config, dtype), draft_shape(device_type), context, window, batch,
+        all_resident(config.num_layers), cache, options, tree_nodes=tree_nodes or 0, step_rows=max(STEP_ROWS, batch),
     )  # fmt: skip
     if cache == "streaming":
         return with_streaming_cache(plan)
@@ -419,7 +440,7 @@ class RunPlan:
         parts = [
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.shared_bytes),
-            MemoryPart("resident layers", len(placement.resident_layers) * target.layer_bytes),
+            MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
             MemoryPart("retrieval cache", self.verifier_bytes),
@@ -437,7 +458,7 @@ class RunPlan:
     @property
     def fixed_bytes(self) -> int:
         """Of these, everything but the target's layers of weights."""
-        return self.device_bytes - self.placement.num_held * self.target.layer_bytes
+        return self.device_bytes - self.target.held_bytes(self.placement)
 
     @property
     def workspace_bytes(self) -> int:
@@ -472,10 +493,11 @@ class RunPlan:
     def host(self) -> tuple[MemoryPart, ...]:
         """Host memory once the models are loaded, at the longest context, part by part."""
         target, placement, pinned = self.target, self.placement, self.limits.page_locks
-        staged_bytes = len(placement.staged_layers) * target.host_layer_bytes
+        staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
+        streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
         parts = [
-            MemoryPart("streamed layers", placement.num_streamed * target.host_layer_bytes - staged_bytes, pinned),
+            MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),
             MemoryPart("staging ring", placement.staging_bytes, pinned),
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
@@ -510,7 +532,7 @@ class RunPlan:
         target, blocks = self.target, self.target.kv_blocks_by_layer()
         streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
         kv_bytes = target.batch * streamed * block_bytes(target.config, target.dtype)
-        return self.placement.num_streamed * target.layer_bytes + kv_bytes
+        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property
     def resident_kv_layers(self) -> tuple[int, ...]:

@@ -72,23 +72,21 @@ def place_layers(plan: RunPlan) -> RunPlan:
         BudgetError: Not even a ring of two slots fits, or the asked resident layers do not.
         OptionError: More resident layers were asked for than the model has.
     """
-    layers, layer_bytes, asked = plan.placement.num_layers, plan.target.layer_bytes, plan.request.resident_layers
+    layers, asked = plan.placement.num_layers, plan.request.resident_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
         return plan.with_placement(all_resident(layers) if asked is None else _evenly(asked, layers, RING_SLOTS))
-    most = (available_bytes - plan.fixed_bytes) // layer_bytes  # layers and slots together
-    if asked is None:
-        if layers <= most:
-            return plan.with_placement(all_resident(layers))
-        slots = min(RING_SLOTS, most)
-        resident = max(0, most - slots)
-    else:
-        slots, resident = min(RING_SLOTS, layers - asked, most - asked), asked
-    if slots < min(2, layers - resident):
-        raise _too_small(plan, available_bytes, resident)
-    return plan.with_placement(_evenly(resident, layers, slots))
+    left_bytes = available_bytes - plan.fixed_bytes
+    most = min(layers, max(0, left_bytes) // min(plan.target.layout.layer_bytes))
+    counts = range(most, -1, -1) if asked is None else (asked,)
+    for slots in (RING_SLOTS, 2):
+        for resident in counts:
+            placement = _evenly(resident, layers, slots)
+            if plan.target.held_bytes(placement) <= left_bytes:
+                return plan.with_placement(placement)
+    raise _too_small(plan, available_bytes, asked or 0)
 
 
 def _evenly(resident: int, layers: int, slots: int) -> Placement:
@@ -121,7 +119,7 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     if spare_bytes is None or placement.num_slots < min(RING_SLOTS, placement.num_streamed):
         return placement
     layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes
-    spare_bytes -= placement.num_held * target.layer_bytes
+    spare_bytes -= target.held_bytes(placement)
     if layers * each - target.kv_ring_bytes - target.prefill_workspace_bytes <= spare_bytes:
         count = layers  # nothing is streamed, and what streaming takes is not needed
     else:
@@ -141,7 +139,8 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     target, draft = plan.target, plan.draft
     ring = min(2, plan.placement.num_layers - resident)
-    least_bytes = plan.fixed_bytes + (resident + ring) * target.layer_bytes
+    resident_bytes = target.bytes_of_layers(spread(resident, plan.placement.num_layers))
+    least_bytes = plan.fixed_bytes + resident_bytes + ring * target.layer_bytes
     draft_bytes = 0 if draft is None else draft.weight_bytes + draft.kv_bytes
     parts = [
         ("CUDA context", plan.limits.reserved_bytes),
@@ -151,7 +150,7 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
         ("retrieval cache", plan.verifier_bytes),
         ("CUDA graphs", plan.graph_bytes),
         ("workspace", plan.workspace_bytes),
-        (f"{resident} resident layers", resident * target.layer_bytes),
+        (f"{resident} resident layers", resident_bytes),
         (f"a ring of {ring} layers", ring * target.layer_bytes),
     ]
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
@@ -220,8 +219,9 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     Raises:
         BudgetError: Not even what is staged through can be page-locked.
     """
-    placement, layer_bytes, kv_bytes = target.placement, target.host_layer_bytes, target.host_kv_bytes
-    if limit_bytes is None or kv_bytes + placement.num_streamed * layer_bytes <= limit_bytes:
+    placement, kv_bytes = target.placement, target.host_kv_bytes
+    streamed = placement.streamed_layers
+    if limit_bytes is None or kv_bytes + target.host_bytes_of_layers(streamed) <= limit_bytes:
         return replace(placement, staged_layers=(), staging_bytes=0, staged_kv_layers=(), writeback_bytes=0)
     if staging_rings(target, 0).nbytes > limit_bytes:
         raise _too_little(target, limit_bytes, name)
@@ -232,9 +232,9 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
         rings = staging_rings(target, limit_bytes // _RINGS_SHARE)
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
     most = placement.num_streamed if staged_kv else placement.num_streamed - 1
-    # So that they and staged ones alternate.
-    streamed = placement.streamed_layers
-    pinned = {streamed[index] for index in spread(min(left_bytes // layer_bytes, most), len(streamed))}
+    # Spread, so that they and staged ones alternate.
+    choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
+    pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
     return replace(
         placement, staged_layers=tuple(index for index in streamed if index not in pinned),
         staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.writeback_bytes,
@@ -247,7 +247,7 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     target = plan.target
     if plan.verifier is not None:
         return target.host_kv_bytes
-    all_bytes = target.host_kv_bytes + target.placement.num_streamed * target.host_layer_bytes
+    all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
     return min(all_bytes, staging_rings(target, 0).nbytes) if all_bytes else 0
 
 

@@ -357,7 +357,7 @@ def _what_keeps_triforce_out(plan: RunPlan) -> tuple[str, Sequence[str]] | None:
         # With no keys and values on the device that could go.
         assert plan.limits.device_bytes is not None
         lean = plan.with_placement(replace(plan.placement, resident_kv_layers=()))
-        missing = format_bytes_up(lean.fixed_bytes + layers * target.layer_bytes - plan.limits.device_bytes)
+        missing = format_bytes_up(lean.fixed_bytes + sum(target.layout.layer_bytes) - plan.limits.device_bytes)
         return f"beside it {streamed} would be streamed", [f"raise --vram by {missing}", "lower --context"]
     if draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.

@@ -15,13 +15,12 @@ import torch
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.model import Decoder, PassRows, RowBuilder, Window, fused_decoder_layer, fused_embed, fused_head
-from offload_runtime.model.linear import padded_rows
+from offload_runtime.model import Decoder, PassRows, RowBuilder, Weights, Window, padded_rows
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """Heights of the matrix products, the same for every pass of a run (see `model.linear`).
+    """Heights of the matrix products, the same for every pass of a run (see `Weight.linear`).
 
     `window_rows` for decoding windows, `prefill_rows` for prompts; a prompt is worked on in pieces of
     `prefill_chunk_tokens`, a multiple of `prefill_rows`, which bounds the activations and changes no bit.
@@ -176,7 +175,7 @@ class Layers(Protocol):
     def num_layers(self) -> int:
         """How many there are."""
 
-    def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    def layers(self) -> Iterator[tuple[int, Weights]]:
         """Iterate over one pass: (layer index, its weights on the device), in order."""
 
 
@@ -196,10 +195,10 @@ def window_pass(
         Logits [N, V] of the rows that are present.
     """
     if tile_rows is None:
-        residual = fused_embed(decoder, rows)
+        residual = decoder.fused_embed(rows)
         for index, weights in layers.layers():
-            fused_decoder_layer(decoder, index, weights, residual, rows, cache)
-        return fused_head(decoder, residual)
+            decoder.fused_layer(index, weights, residual, rows, cache)
+        return decoder.fused_head(residual)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
     return decoder.head(
         residual, delta, tile_rows, select=slice(0, rows.num_rows) if rows.present is None else rows.present

@@ -3,8 +3,10 @@
 from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.checkpoint import CheckpointSource, ModelDescription, Shard
 from offload_runtime.weights.convert import convert_to_safetensors
+from offload_runtime.weights.encoding import Encoding, Plain, PlainWeight, Weight
 from offload_runtime.weights.hub import fetch_demo_model
 from offload_runtime.weights.layout import (
+    ModelLayout,
     PackedLayout,
     TensorSpec,
     checkpoint_tensors,
@@ -12,17 +14,22 @@ from offload_runtime.weights.layout import (
     packed_bytes,
     shared_layout,
 )
-from offload_runtime.weights.loader import HostWeights, load_weights, random_weights
+from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import DescribedModel, describe_model, open_checkpoint
 
 __all__ = [
     "CheckpointSource",
     "DescribedModel",
+    "Encoding",
     "HostWeights",
     "ModelDescription",
+    "ModelLayout",
     "PackedLayout",
+    "Plain",
+    "PlainWeight",
     "Shard",
     "TensorSpec",
+    "Weight",
     "checkpoint_tensors",
     "convert_to_safetensors",
     "describe_model",
@@ -32,6 +39,5 @@ __all__ = [
     "model_config_from_transformers",
     "open_checkpoint",
     "packed_bytes",
-    "random_weights",
     "shared_layout",
 ]

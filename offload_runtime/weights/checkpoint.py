@@ -6,7 +6,7 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +16,7 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import token_ids
-
-# Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype. It opens its file,
-# reads and closes it again, so nothing stays mapped, and fills may run in parallel threads.
-Fill = Callable[[torch.Tensor], None]
+from offload_runtime.weights.encoding import Fill
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 5  # names listed in a message before "..."

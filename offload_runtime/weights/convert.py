@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.weights.checkpoint import CheckpointSource, Fill
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 

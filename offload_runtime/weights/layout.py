@@ -1,8 +1,9 @@
 """How weights lie in memory: every layer one contiguous block, q, k, v fused and gate, up fused.
 
 First stop on the token's journey: the copy engine moves a whole layer as one large copy because of this layout, and
-the decoder sees the same bytes through views. Nothing here reads a file; a checkpoint source only has to know which
-of its tensors fills which rows of which packed tensor (`checkpoint_tensors`).
+the decoder sees the same bytes through weights. Layers may differ in how their matrices are stored, and so in size.
+Nothing here reads a file; a checkpoint source only has to know which of its tensors fills which rows of which packed
+tensor (`checkpoint_tensors`).
 """
 
 from __future__ import annotations
@@ -10,64 +11,105 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from offload_runtime.config import ModelConfig
+from offload_runtime.weights.encoding import Encoding, Plain, Weight
 
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One packed tensor: where it starts in its block and what shape it has."""
+    """One packed tensor: where it starts in its block, what shape it has and how it is stored."""
 
     name: str
     shape: tuple[int, ...]
     offset_bytes: int
-    nbytes: int
+    encoding: Encoding
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stored tensor."""
+        return self.encoding.nbytes(self.shape)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Ordered tensors of one dtype in one block; each starts on a multiple of 256 bytes, and so does the end."""
+    """Ordered tensors in one block; each starts on a multiple of 256 bytes, and so does the end."""
 
     tensors: tuple[TensorSpec, ...]
-    dtype: torch.dtype
     total_bytes: int
 
     @classmethod
-    def build(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> PackedLayout:
-        """Lay `shapes` out one after the other in the order given."""
+    def build(
+        cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
+    ) -> PackedLayout:
+        """Lay `shapes` out in the order given, stored plainly in `dtype` but for what `encodings` names."""
         specs: list[TensorSpec] = []
         offset_bytes = 0
         for name, shape in shapes.items():
-            nbytes = math.prod(shape) * dtype.itemsize
-            specs.append(TensorSpec(name, shape, offset_bytes, nbytes))
-            offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return cls(tuple(specs), dtype, offset_bytes)
+            specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Plain(dtype))))
+            offset_bytes += -(-specs[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return cls(tuple(specs), offset_bytes)
 
     @property
     def matrix_elements(self) -> int:
         """Elements of the matrices: two operations each for every row."""
         return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
 
-    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """Name the parts of a block without copying.
 
         Args:
             buffer: uint8 [at least total_bytes], host or device, starting where the block starts.
 
         Returns:
-            Packed name to a view of `dtype` and the packed shape.
+            Packed name to weight; that of a matrix knows its bias.
         """
         assert buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.numel() >= self.total_bytes, (
             f"a block of {self.total_bytes} bytes cannot be seen through {buffer.dtype} {tuple(buffer.shape)}"
         )
-        return {
-            spec.name: buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes].view(self.dtype).view(spec.shape)
-            for spec in self.tensors
-        }
+        found: dict[str, Weight] = {}
+        for spec in sorted(self.tensors, key=lambda spec: len(spec.shape)):  # biases before their matrices
+            bias = found.get(f"{spec.name}_bias")
+            stored = buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
+            found[spec.name] = spec.encoding.weight(stored, spec.shape, None if bias is None else bias.dense)
+        return found
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The blocks of a model: one for each layer, and one of what all layers share. `dtype` is what it computes in."""
+
+    dtype: torch.dtype
+    layers: tuple[PackedLayout, ...]
+    shared: PackedLayout
+
+    @classmethod
+    def plain(cls, config: ModelConfig, dtype: torch.dtype) -> ModelLayout:
+        """Everything stored in the dtype that the model computes in: layers of one size."""
+        return cls(dtype, (layer_layout(config, dtype),) * config.num_layers, shared_layout(config, dtype))
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer's block."""
+        return tuple(layer.total_bytes for layer in self.layers)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(self.layer_bytes) + self.shared.total_bytes
+
+    def layer_views(self, layer: int, buffer: torch.Tensor) -> dict[str, Weight]:
+        """The weights of a layer in `buffer`: see `PackedLayout.views`."""
+        return self.layers[layer].views(buffer)
+
+    def block(self, layer: int | None) -> PackedLayout:
+        """The block of a layer, or with None the shared one."""
+        return self.shared if layer is None else self.layers[layer]
 
 
 @dataclass(frozen=True)
@@ -83,9 +125,9 @@ class Destination:
     row_end: int
     shape: tuple[int, ...]
 
-    def of(self, views: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The rows to fill, contiguous and of `shape`, out of the views of its block."""
-        return views[self.packed][self.row_start : self.row_end]
+    def of(self, views: Mapping[str, Weight]) -> torch.Tensor:
+        """These rows, of `shape`, out of the weights of their block."""
+        return views[self.packed].dense[self.row_start : self.row_end]
 
 
 @dataclass(frozen=True)
@@ -137,14 +179,16 @@ def _stacked_shapes(parts: list[_Part]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def layer_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
-    """The block of one decoder layer; all layers of a model share it.
+def layer_layout(
+    config: ModelConfig, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
+) -> PackedLayout:
+    """The block of one decoder layer, plainly in `dtype` but for the matrices that `encodings` names.
 
     With H hidden, I intermediate, D head dim: `input_norm [H]`, `qkv [qkv_size, H]`, `o [H, q_size]`, `post_norm [H]`,
     `gate_up [2I, H]` (gate rows first), `down [H, I]`, and by the config's flags `qkv_bias`, `q_norm [D]`,
     `k_norm [D]`, `o_bias`, `gate_up_bias`, `down_bias`.
     """
-    return PackedLayout.build(_stacked_shapes(_layer_parts(config)), dtype)
+    return PackedLayout.build(_stacked_shapes(_layer_parts(config)), dtype, encodings)
 
 
 def shared_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
@@ -153,8 +197,8 @@ def shared_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
 
 
 def packed_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all packed blocks of a model: every layer and the shared block."""
-    return config.num_layers * layer_layout(config, dtype).total_bytes + shared_layout(config, dtype).total_bytes
+    """Bytes of all blocks of a model that is stored in the dtype it computes in."""
+    return ModelLayout.plain(config, dtype).total_bytes
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:

@@ -15,7 +15,7 @@ from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_b
 from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, PageableMemory, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.loader import HostWeights, load_weights
 
 CPU = torch.device("cpu")
@@ -79,6 +79,7 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     engine: CopyEngine | None = None,
     host_kv: HostKV | None = None,
+    layout: ModelLayout | None = None,
 ) -> Assembled:
     """Save `hf_model`, load it with our loader and build a runner.
 
@@ -94,17 +95,17 @@ def make_runner(
         dtype: Of weights, activations and cache.
         engine: The copy queue; by default a plain one of the device.
         host_kv: Keeps the KV cache in host memory.
+        layout: How the weights are stored; by default plainly.
     """
     if not (directory / "config.json").exists():
         hf_model.save_pretrained(directory)
     source = open_checkpoint(directory)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
-    weights = load_weights(source, dtype, pin=pin)
+    weights = load_weights(source, dtype, layout=layout, pin=pin)
     config = weights.config
     engine = engine or make_copy_engine(device)
-    # The arena is longer than the block by what fills up its last page.
-    layer_bytes = weights.layer_layout.total_bytes
-    layers = [arena.buffer[:layer_bytes] for arena in weights.layers]
+    layout, slot_bytes = weights.layout, max(weights.layout.layer_bytes)
+    layers = [weights.block(index) for index in range(config.num_layers)]
     assert slots or resident is None, "without a ring every layer is resident"
     staying = tuple(range(config.num_layers)) if not slots else resident or ()
     budget, kv_slots = DeviceBudget(device, None), []
@@ -130,13 +131,13 @@ def make_runner(
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
-        [torch.full((layer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
-        make_views=weights.layer_layout.views,
+        [torch.full((slot_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
+        make_views=layout.layer_views,
         engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
         kv_slots=kv_slots,
     )
-    shared = weights.shared_layout.views(weights.shared.buffer.to(device))
+    shared = layout.shared.views(weights.block(None).to(device))
     rows = RowBuilder(RopeTable(config, device), device)
     return Assembled(ModelRunner(Decoder(config, shared), streamer, cache, rows, shape), engine, weights, tuple(rings))
 

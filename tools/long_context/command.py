@@ -1,29 +1,34 @@
-"""The sweeps over a long context: their options, and one runtime for all rows that can share it."""
+"""The sweeps over a long context: their models and options, and one runtime for all rows that can share it."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import script
+import harness
 import torch
 from long_context.needle import NeedleTest
-from long_context.options import add_common_options, sources
 from long_context.rig import Rig
 from long_context.rows import Lengths, RowMeasurement
 from long_context.session import Session
 from long_context.sweeps import SWEEPS, Point, Setting, points_of
-from long_context.table import print_row
-from sweeping.mode import Family, Work, refuse_idle
+from sweeping.family import Family, Work, print_cells, refuse_idle
+from widening.checkpoint import in_shape
+from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.memory import resolve_device
 from offload_runtime.plan import VerifierPlan
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights import CheckpointSource, open_checkpoint
 
+STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
+STRETCHED_TOKENS = 131072
 # Of a needle's answer, its window of the target at least.
 _LEAST_MAX_GAMMA = 63
 _UNUSED = {
@@ -37,6 +42,39 @@ _UNUSED = {
     "starts": frozenset({"needle"}),
     "chain_gamma": frozenset(SWEEPS) - {"policy"},
 }
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Models, text, placement and the hierarchy's options."""
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--delta", type=Path, nargs="*", default=[])
+    parser.add_argument("--shape", default="llama2-7b", help="or none: the stretched source itself")
+    parser.add_argument("--noise", type=float, default=0.05)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--context", type=int, default=122880)
+    parser.add_argument("--kv", default="host")
+    parser.add_argument("--vram")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--draft", default="model", choices=("model", "none"))
+    parser.add_argument("--draft-cache", default="streaming")
+    parser.add_argument("--recent", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--chunk-size", type=int, default=SpeculationOptions.chunk_size)
+    parser.add_argument("--policy", default="retrieval")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--plain-tokens", type=int, default=8)
+
+
+def sources(arguments: argparse.Namespace) -> tuple[CheckpointSource, CheckpointSource]:
+    """Target and draft: the stretched source widened in memory, and the stretched source itself.
+
+    Raises:
+        CheckpointError, OptionError: The files do not go together, or there is no such shape.
+    """
+    small = StretchedCheckpoint(
+        open_checkpoint(arguments.source), arguments.delta, rope=STRETCH, max_position_embeddings=STRETCHED_TOKENS
+    )
+    return in_shape(small, arguments.shape, arguments.noise, device=resolve_device(arguments.device)), small
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +104,7 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         why = "with --draft none: drop it, or take --draft model"
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
     refuse_idle(idle, given)
-    script.check_machine(arguments.vram, emulate=None)
+    harness.check_machine(arguments.vram, emulate=None)
     if arguments.plain_tokens is None:
         arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
 
@@ -140,7 +178,7 @@ def read_text(arguments: argparse.Namespace, small: CheckpointSource, needed_tok
     Raises:
         OptionError: It is shorter than what is measured.
     """
-    tokens: list[int] = small.tokenizer().encode(script.read_text(arguments.text, "--text"))
+    tokens: list[int] = small.tokenizer().encode(harness.read_text(arguments.text, "--text"))
     if len(tokens) < needed_tokens:
         raise OptionError(
             f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "
@@ -202,6 +240,29 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     for file, missing in work:
         for point in missing if file.sweep == "batch" else ():
             run_points(arguments, [(file, [point])], text)
+
+
+def print_row(sweep: str, row: Mapping[str, Any], *, heading: bool) -> None:
+    """Print a row at once, below the columns' names where asked.
+
+    Times are of plain decoding and of a token; `accepted` is the share of what the target was proposed; of a needle
+    the log-probability of its number and each policy's agreement with the full cache.
+    """
+    if sweep == "needle":
+        agreed = {name: _share(found["agreement"]) for name, found in row["policies"].items()}
+        cells = {"found": str(row["found"]), "log p": f"{row['number_log_probability']:.2f}", **agreed}
+    else:
+        cells = {
+            "plain ms": f"{1e3 * row['plain_s_per_token']:.2f}", "ms/token": f"{1e3 * row['s_per_token']:.2f}",
+            "times": f"{row['times_plain']:.2f}", "bound": f"{row['bound_times_plain']:.2f}",
+            "tok/pass": f"{row['tokens_per_pass']:.2f}", "accepted": _share(row["acceptance"]),
+            "draft's/step": _share(row["draft_accepted_per_step"]),
+        }  # fmt: skip
+    print_cells(sweep, row["value"], {**cells, "identical": str(row["identical_to_plain"])}, heading=heading)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 LONG_CONTEXT = Family("Over a long context", SWEEPS, add_options, _UNUSED, settle, sweep_points, measure)

@@ -165,7 +165,7 @@ def detach_policies(runtime: Runtime, num_reservations: int) -> None:
     cache = target_cache(runtime)
     cache.observers.clear()
     if isinstance(cache, HostKVCache):
-        cache.lender = None
+        cache.borrow_workspace = lambda nbytes: None
     reserved = budget_of(runtime).reservations
     for name in list(reserved)[num_reservations:]:
         del reserved[name]
@@ -197,11 +197,11 @@ def _full_blocks(
     elif layer in cache._resident:
         yield KVBlocks(cache._resident[layer]), sequence, range(count)
     else:
-        place, shape = cache._place[layer], block_shape(runtime.config)
+        slot, shape = cache._layer_slot[layer], block_shape(runtime.config)
         for run in cache.blocks.runs(sequence, 0, count, cache._piece_blocks):
-            host = cache.blocks.block(place, sequence, run.first_block, run.num_blocks)
+            host = cache.blocks.block(slot, *run)
             piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
-            yield KVBlocks(piece, run.first_block), 0, range(run.first_block, run.first_block + run.num_blocks)
+            yield KVBlocks(piece, run.first_block), 0, run.blocks
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench_report import percentiles
+from harness import percentiles
 from long_context.decoding import Decoding, compare, together
 from long_context.rig import Rig
 from long_context.session import Session

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import cycle, islice
 
 import torch
-from bench_report import percentiles
+from harness import percentiles
 from long_context.decoding import Decoding
 from long_context.internals import Levels, assign_sampling, levels_of, middle_passes, runner_of, slot_sampling
 

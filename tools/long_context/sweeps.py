@@ -1,9 +1,11 @@
-"""What is swept: the values of each sweep, and what one row is measured under."""
+"""What is swept over a long context: the values of each sweep, and what one row is measured under."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from sweeping.family import Sweep, tokens
 
 from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
 from offload_runtime.errors import OptionError
@@ -52,19 +54,6 @@ def _number(text: str) -> float:
         raise OptionError(f"{text!r} is not a number") from None
 
 
-def tokens(text: str) -> int:
-    """`4K` is 4096.
-
-    Raises:
-        OptionError: It is no whole number of tokens.
-    """
-    scale = 1024 if text[-1:] in ("K", "k") else 1
-    try:
-        return scale * int(text[:-1] if scale > 1 else text)
-    except ValueError:
-        raise OptionError(f"{text!r} is not a number of tokens: write it like 4096 or 4K") from None
-
-
 def _at_temperature(base: Setting, text: str) -> Setting:
     return replace(base, temperature=_number(text))
 
@@ -103,26 +92,24 @@ def _at_depth(base: Setting, text: str) -> Setting:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """One thing that is varied: the values that the paper, or good sense, gives it, and what a value means."""
+class Varied(Sweep):
+    """A sweep, and what a value of it means."""
 
-    axis: str
-    values: tuple[str, ...]
     apply: Callable[[Setting, str], Setting]
 
 
 SWEEPS = {
-    "temperature": Sweep("temperature", ("0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"), _at_temperature),
-    "budget": Sweep("retrieved tokens a layer and head", ("1K", "2K", "3K", "4K", "6K", "8K"), _with_budget),
-    "chunk": Sweep("tokens in a chunk", ("2", "4", "8", "16", "32", "64"), _with_chunks),
-    "context": Sweep("tokens of context", ("120K", "64K", "32K", "16K", "8K", "4K"), _in_context),
-    "gamma": Sweep(
+    "temperature": Varied("temperature", ("0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"), _at_temperature),
+    "budget": Varied("retrieved tokens a layer and head", ("1K", "2K", "3K", "4K", "6K", "8K"), _with_budget),
+    "chunk": Varied("tokens in a chunk", ("2", "4", "8", "16", "32", "64"), _with_chunks),
+    "context": Varied("tokens of context", ("120K", "64K", "32K", "16K", "8K", "4K"), _in_context),
+    "gamma": Varied(
         "tokens proposed to a pass of the target",
         ("4", "8", "12", "16", "24", "32", "48", "d1", "d2", "d3", "d4", "d5", "d6", "d7", "d8"), _with_gamma,
     ),
-    "batch": Sweep("sequences x tokens of context", ("2x56K", "6x19K", "10x12K"), _in_batch),
-    "policy": Sweep("who chooses the chunks; chain: no middle level", (*CHUNK_POLICIES, CHAIN), _with_policy),
-    "needle": Sweep("depth of the needle, as a share of the context", ("0.9", "0.5", "0.1"), _at_depth),
+    "batch": Varied("sequences x tokens of context", ("2x56K", "6x19K", "10x12K"), _in_batch),
+    "policy": Varied("who chooses the chunks; chain: no middle level", (*CHUNK_POLICIES, CHAIN), _with_policy),
+    "needle": Varied("depth of the needle, as a share of the context", ("0.9", "0.5", "0.1"), _at_depth),
 }  # fmt: skip
 
 

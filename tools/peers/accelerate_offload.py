@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
-from models import fill_resident, make_meta_model, require_whole_model, resident_layers
-from sources import NamedWeights
+from models import NamedWeights, fill_resident, make_meta_model, require_whole_model, resident_layers
 from torch import nn
 
 from offload_runtime.errors import OffloadError

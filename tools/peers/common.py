@@ -1,7 +1,7 @@
-"""What the measured peers share before anything is measured: options, the model and the prompts, the VRAM cap.
+"""What the measured peers share before anything is measured: options, the model and the prompts.
 
-Every peer reads the same weights through the same reader (see `sources`), lets its system page the decoder layers from
-host memory, and hands the model to `measurement.run_peer`.
+Every peer reads the same weights through the same reader, lets its system page the decoder layers from host memory, and
+hands the model to `measurement.run_peer`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 # The peers are run as plain scripts: the rest of the tools is in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import script
 import torch
-from checks import check_prefill_chunk, check_short_warmups
-from sources import SHAPES, random_source, widened_source
+from harness import DTYPES, Parser, add_report_options
+from widening.checkpoint import WidenedCheckpoint
+from widening.shapes import WideShape, shape_named
+from widening.untrained import UntrainedLlama, random_llama
 
 from offload_runtime.config import SamplingParams, parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -32,7 +32,40 @@ WARMUPS = 2
 # Beyond this prompt transformers reads it in chunks unless told otherwise: the activations of 120K tokens at once leave
 # no room for layers beside them in 24 GB.
 LONG_PROMPT_TOKENS, DEFAULT_PREFILL_CHUNK = 8192, 4096
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with a vocabulary and a context of its own; `--layers` may cut the decoder."""
+
+    decoder: WideShape
+    vocab_size: int
+    max_position_embeddings: int
+
+
+SHAPES = {
+    "tiny": Shape(shape_named("tiny", 4), 256, 1024),
+    "llama-68m": Shape(shape_named("llama-68m"), 32000, 2048),
+    "llama2-7b": Shape(shape_named("llama2-7b"), 32000, 4096),
+    "llama2-13b": Shape(shape_named("llama2-13b"), 32000, 4096),
+    "llama3-8b": Shape(shape_named("llama3-8b"), 128256, 8192),
+}
+
+
+def random_source(name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
+    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`. Raises `OptionError`."""
+    shape = SHAPES[name]
+    return random_llama(
+        _decoder(name, layers), seed, vocab_size=shape.vocab_size, context_tokens=shape.max_position_embeddings,
+        reference=f"random {name}", device=device,
+    )  # fmt: skip
+
+
+def _decoder(name: str, layers: int | None) -> WideShape:
+    if layers is None:
+        return SHAPES[name].decoder
+    require_positive("layers", layers)
+    return replace(SHAPES[name].decoder, num_layers=layers)
 
 
 @dataclass(frozen=True)
@@ -81,11 +114,11 @@ class PeerOptions:
             )
         if not self.prompts or not all(self.prompts):
             raise OptionError("a prompt has no tokens: name files with text, or more --prompt-tokens")
-        check_short_warmups(
-            self.warmup_prompt_tokens, self.warmup_new_tokens, new_tokens=self.new_tokens,
-            shortest_tokens=min(len(prompt) for prompt in self.prompts),
-        )  # fmt: skip
-        check_prefill_chunk(self.prefill_chunk_asked)
+        self._check_warmups(shortest_tokens=min(len(prompt) for prompt in self.prompts))
+        if self.prefill_chunk_asked is not None and self.prefill_chunk_asked < 0:
+            raise OptionError(
+                f"prefill_chunk must be at least 1, or 0 for whole prompts at once, not {self.prefill_chunk_asked}"
+            )
         needed, limit = self.context_tokens, self.source.config().max_position_embeddings
         if needed > limit:
             raise ContextLengthError(
@@ -93,6 +126,20 @@ class PeerOptions:
                 "--prompt-tokens or --new-tokens"
             )
         SamplingParams(temperature=self.temperature, seed=self.seed)
+
+    def _check_warmups(self, *, shortest_tokens: int) -> None:
+        """Refuse warm-ups that would be longer than what is measured, or of nothing."""
+        tokens, count = self.warmup_prompt_tokens, self.warmup_new_tokens
+        if tokens is not None:
+            require_positive("warmup_prompt_tokens", tokens)
+            if tokens > shortest_tokens:
+                raise OptionError(
+                    f"warmup_prompt_tokens is {tokens}, the shortest prompt has {shortest_tokens}: lower it"
+                )
+        if count is not None and not 2 <= count <= self.new_tokens:
+            raise OptionError(
+                f"warmup_new_tokens must be at least 2 and at most the {self.new_tokens} of new_tokens, not {count}"
+            )
 
     @property
     def layers(self) -> int:
@@ -140,42 +187,62 @@ def model_name(reference: str | None) -> str | None:
     return None if reference is None else Path(reference).name
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """What turns a shape of random weights into one with a language."""
+def check_context(context: int | None, name: str, needed: int) -> None:
+    """Refuse a prompt that takes, with its answer, `needed` tokens where fewer are reserved. Raises `OptionError`."""
+    if context is not None and needed > context:
+        raise OptionError(
+            f"{name} and the answer are {needed} tokens, --context is {context}: raise it, or lower --prompt-tokens"
+        )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every system is told, by its own script or by one that compares them."""
+    parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
     parser.add_argument("--source", help="of the shape: a small model whose language it speaks, made in memory")
     parser.add_argument("--noise", type=float, help="of the shape with --source: relative, on its matrices (0)")
-
-
-def peer_parser(description: str) -> argparse.ArgumentParser:
-    """The options that every peer takes; a script adds those of its own system."""
-    parser = script.Parser(description=description)
-    parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
-    add_source_options(parser)
-    parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
-    parser.add_argument("--prompts", type=Path, help="JSON file with a list of lists of token ids")
-    parser.add_argument("--prompt-tokens", type=int, help="instead: one prompt of so many random tokens (512)")
+    parser.add_argument("--prompt-tokens", type=int, help="so many random tokens (512), or of each text the first ones")
     parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2, help="generations discarded before the measured ones")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vram", default="24GB", help="cap of a process on the device with CUDA's context, or all")
+    parser.add_argument("--resident-layers", default="0", help="layers kept on the device: a number, all or auto")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script without a GPU")
+    parser.add_argument("--warmup", type=int, default=WARMUPS, help="generations discarded before the measured ones")
     parser.add_argument("--warmup-prompt-tokens", type=int, help="these read only so much of a prompt (default: all)")
     parser.add_argument("--warmup-new-tokens", type=int, help="and generate only so much (default: --new-tokens)")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--vram", default="24GB", help="cap of this process on the device with CUDA's context, or all")
-    parser.add_argument("--resident-layers", default="0", help="layers kept on the device: a number, all or auto")
-    parser.add_argument("--kv-cache", choices=("device", "offloaded"), default="device", help="of transformers")
+    parser.add_argument("--draft", help="draft model, whole on the device; ours takes n-grams without one")
     parser.add_argument(
         "--prefill-chunk", type=int,
         help="tokens of a prompt that transformers reads at a time, 0 for all of it (default: "
         f"{DEFAULT_PREFILL_CHUNK} of prompts beyond {LONG_PROMPT_TOKENS})",
     )  # fmt: skip
-    parser.add_argument("--draft", help="draft model, whole on the device")
+    add_report_options(parser)
+
+
+# Of these, what goes on to every script as it was given.
+PASSED_ON = (
+    "layers", "source", "noise", "new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device",
+    "warmup", "warmup_prompt_tokens", "warmup_new_tokens", "repeats", "commit",
+)  # fmt: skip
+
+
+def as_words(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Options as they are typed, but for those that were not given."""
+    given = [(name, getattr(arguments, name)) for name in names]
+    return [word for name, value in given if value is not None for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def peer_parser(description: str) -> Parser:
+    """The options that every peer takes; a script adds those of its own system."""
+    parser = Parser(description=description)
+    parser.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead: random weights of this shape (llama2-7b)")
+    parser.add_argument("--prompts", type=Path, help="JSON file with a list of lists of token ids")
+    add_run_options(parser)
+    parser.add_argument("--kv-cache", choices=("device", "offloaded"), default="device", help="of transformers")
     parser.add_argument("--assistant-tokens", default="auto", help="numbers of proposals to try: auto,4,8")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script without a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="commit to report when the tree has no git")
-    parser.add_argument("--out", type=Path, help="also write the JSON line here")
     return parser
 
 
@@ -188,27 +255,14 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
     source = _source(arguments, device)
-    return PeerOptions(
-        source=source,
-        prompts=_prompts(arguments, source),
-        new_tokens=arguments.new_tokens,
-        warmup=arguments.warmup,
-        repeats=arguments.repeats,
-        dtype_name=arguments.dtype,
-        vram_bytes=None if arguments.vram == "all" else parse_bytes(arguments.vram),
-        resident_layers=_resident_layers(arguments.resident_layers, source),
-        device=device,
-        seed=arguments.seed,
-        temperature=arguments.temperature,
-        kv_cache=arguments.kv_cache,
-        draft=arguments.draft,
-        assistant_tokens=_assistant_tokens(arguments.assistant_tokens),
-        commit=arguments.commit,
-        out=arguments.out,
-        warmup_prompt_tokens=arguments.warmup_prompt_tokens,
-        warmup_new_tokens=arguments.warmup_new_tokens,
-        prefill_chunk_asked=arguments.prefill_chunk,
-    )
+    given = vars(arguments) | {
+        "source": source, "prompts": _prompts(arguments, source), "dtype_name": arguments.dtype, "device": device,
+        "vram_bytes": None if arguments.vram == "all" else parse_bytes(arguments.vram),
+        "resident_layers": _resident_layers(arguments.resident_layers, source),
+        "assistant_tokens": _assistant_tokens(arguments.assistant_tokens),
+        "prefill_chunk_asked": arguments.prefill_chunk,
+    }  # fmt: skip
+    return PeerOptions(**{field.name: given[field.name] for field in fields(PeerOptions) if field.name in given})
 
 
 def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
@@ -216,15 +270,15 @@ def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSo
         if any(one is not None for one in (arguments.shape, arguments.layers, arguments.source, arguments.noise)):
             raise OptionError("--target is a whole model: leave out --shape, --layers, --source and --noise")
         return open_checkpoint(arguments.target)
-    shape = arguments.shape or "llama2-7b"
+    shape, layers = arguments.shape or "llama2-7b", arguments.layers
     if arguments.source is not None:
-        return widened_source(
-            shape, arguments.source, layers=arguments.layers, noise=arguments.noise or 0.0, seed=arguments.seed,
+        return WidenedCheckpoint(
+            open_checkpoint(arguments.source), _decoder(shape, layers), arguments.noise or 0.0, arguments.seed,
             device=device,
         )  # fmt: skip
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
-    return random_source(shape, layers=arguments.layers, seed=arguments.seed, device=device)
+    return random_source(shape, layers=layers, seed=arguments.seed, device=device)
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:
@@ -257,14 +311,3 @@ def _assistant_tokens(text: str) -> tuple[int | None, ...]:
     for count in found:
         require_positive("assistant_tokens", 1 if count is None else count)
     return tuple(found)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let modules built inside make parameters of `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

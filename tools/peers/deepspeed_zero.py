@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
-from models import fill_rotary, make_module, resident_layers, transformers_config
-from sources import NamedWeights, layer_elements
+from models import NamedWeights, fill_rotary, layer_elements, make_module, resident_layers, transformers_config
 from transformers import PreTrainedModel
 
 from offload_runtime.config import require_positive

@@ -1,4 +1,4 @@
-"""Timing of a prepared peer: generations, one time stamp per round, and the JSON line in the end."""
+"""Timing of a peer that generates by transformers: one time stamp per round, and the JSON line in the end."""
 
 from __future__ import annotations
 
@@ -6,27 +6,131 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from bench_report import emit, measure_link_gbps, provenance
 from common import PeerOptions, options_from
-from generations import Asked, asked_generations, num_differing_of
-from long_prompts import read_in_chunks
-from mended_cache import NOTE, MendedCache
-from models import load_draft
-from offloaded_cache import offloaded_traffic, require_host_memory, return_outgrown_blocks
-from runs import KVTraffic, NextToken, Run, answers, expectations, figures
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from vram import open_device
-from watching import BehindPrompt, RoundClock
+from harness import emit, provenance
+from models import load_draft, open_device
+from offloaded_cache import (
+    NOTE,
+    MendedCache,
+    offloaded_traffic,
+    require_host_memory,
+    return_outgrown_blocks,
+)
+from runs import (
+    Asked,
+    KVTraffic,
+    NextToken,
+    Run,
+    answers,
+    asked_generations,
+    expectations,
+    figures,
+    num_differing_of,
+)
+from timing import measure_link_gbps
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
 
 # What a process says by its exit code: an error, or that there is not enough memory for what was asked.
 ERROR_CODE, NO_ROOM_CODE = 2, 3
+
+
+@dataclass
+class RoundClock:
+    """A streamer of transformers' `generate`: it notes when the tokens of each round are there, and how many.
+
+    `generate` hands it the prompt first, then after every pass of the target what that pass added: one token, or under
+    assisted generation the accepted ones and the target's own. They come as CPU tensors, so the device is done with
+    them. (Stopping criteria would not do: some versions also ask them about what is only proposed.)
+
+    `sample_memory` also notes the bytes in use on the device beyond the `others_bytes` of other programs, a query too
+    slow for a measured generation.
+    """
+
+    device: torch.device
+    sample_memory: bool
+    others_bytes: int = 0
+    stamps_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    driver_bytes: int = 0
+    _prompt_seen: bool = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes int64 tokens on the CPU, of batch 1, in any shape."""
+        assert value.device.type == "cpu"
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.stamps_s.append(time.perf_counter())
+        self.counts.append(value.numel())
+        if self.sample_memory and self.device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            self.driver_bytes = max(self.driver_bytes, total_bytes - free_bytes - self.others_bytes)
+
+    def end(self) -> None:
+        """Nothing is kept back."""
+
+
+class BehindPrompt(LogitsProcessor):
+    """A logits processor of transformers' `generate` that changes nothing: it notes the row behind the prompt.
+
+    An assistant is handed it as well, and is asked first: the target's row is the last of that length.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self.logits: torch.Tensor | None = None  # [V]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Tokens [1, T] and logits [1, V]; returns the latter."""
+        if input_ids.shape[1] == self._prompt_tokens:
+            self.logits = scores[0].clone()
+        return scores
+
+
+def read_in_chunks(model: PreTrainedModel, chunk: int) -> None:
+    """From now on split longer inputs of the model into passes of `chunk` tokens over the same cache.
+
+    transformers' own `prefill_chunk_size` does not reach assisted generation (5.17 and 5.23): there the target's first
+    pass reads the whole prompt whatever the configuration says, and an assistant that is given the same configuration
+    reads the whole text again before each of its proposals in 5.17.
+
+    Only batch 1 without padding, and with a cache: as `generate` calls it. Each pass is a call of its own, so that what
+    pages the weights sees as many passes. The last one is as long as the logits that are asked for, at least.
+    """
+
+    def split(module: PreTrainedModel, _: tuple[()], inputs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+        count = inputs["input_ids"].shape[1]
+        if count <= chunk:
+            return None
+        past = inputs["past_key_values"].get_seq_length()
+        rest = max(inputs.get("logits_to_keep") or count, (count - 1) % chunk + 1)
+        for start in range(0, count - rest, chunk):
+            piece = _piece(inputs, past, start, min(start + chunk, count - rest))
+            module(**piece | {"logits_to_keep": 1})
+        return (), _piece(inputs, past, count - rest, count)
+
+    # First of all hooks: those of a system that pages weights must see passes one by one, not one inside another.
+    model.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
+
+
+def _piece(inputs: dict[str, Any], past: int, start: int, end: int) -> dict[str, Any]:
+    """The model's inputs for some of the new tokens, of which `past` are before the first."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if name == "attention_mask" and value is not None:
+            found[name] = value[:, : past + end]  # [1, S] int64
+        elif name in ("input_ids", "position_ids") and value is not None:
+            found[name] = value[:, start:end].clone(memory_format=torch.contiguous_format)  # [1, T] int64
+        else:
+            assert not isinstance(value, torch.Tensor), f"{name} may have one row per token, too"
+    return found
 
 
 @dataclass(frozen=True)

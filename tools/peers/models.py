@@ -1,25 +1,114 @@
-"""The target and the draft as transformers' own modules, filled with the weights that every system gets."""
+"""The target and the draft as transformers' own modules, filled with the weights that every system gets, and the device
+memory that a peer may take."""
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
-from common import PeerOptions, default_dtype
-from sources import NamedWeights
+from common import PeerOptions
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from vram import free_bytes
 
 from offload_runtime.config import ModelConfig, format_bytes
-from offload_runtime.errors import BudgetError
-from offload_runtime.weights import CheckpointSource, layer_layout, open_checkpoint, packed_bytes
+from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.memory import device_memory_used_by_others
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, layer_layout, open_checkpoint, packed_bytes
 
 # Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.
 _RESERVE_BYTES = 1_000_000_000
+
+
+def open_device(options: PeerOptions) -> tuple[PeerOptions, int]:
+    """Make the device current and cap torch's allocator so that the process as a whole stays within `vram_bytes`.
+
+    Comes before anything else touches the GPU: afterwards others' memory could not be told from its own, and all that
+    is in use would count.
+
+    Returns:
+        The options with what other programs hold, and the bytes of VRAM that this one has in use already, those of
+        CUDA's context (0 on the CPU).
+
+    Raises:
+        DeviceError: There is no such device.
+        BudgetError: CUDA's context alone exceeds the cap.
+    """
+    if options.device.type == "cpu":
+        return options, 0
+    if options.device.type != "cuda" or not torch.cuda.is_available():
+        raise DeviceError(f"{options.device} is not there: run on a machine with a CUDA GPU, or try with --device cpu")
+    index, count = options.device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(f"{options.device} is not there: this machine has {count} CUDA devices, numbered from 0")
+    others_bytes = device_memory_used_by_others(index) or 0
+    torch.cuda.set_device(index)
+    torch.cuda.synchronize()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    in_use_bytes = max(0, total_bytes - free_bytes - others_bytes)
+    limit_bytes = total_bytes - others_bytes
+    if options.vram_bytes is not None:
+        limit_bytes = min(options.vram_bytes, limit_bytes)
+    if limit_bytes <= in_use_bytes:
+        raise BudgetError(
+            f"{format_bytes(in_use_bytes)} of VRAM is in use before any weight is loaded, the cap is "
+            f"{format_bytes(limit_bytes)}: raise --vram or free the GPU"
+        )
+    torch.cuda.set_per_process_memory_fraction((limit_bytes - in_use_bytes) / total_bytes)
+    return replace(options, others_bytes=others_bytes), in_use_bytes
+
+
+def free_bytes(options: PeerOptions) -> int:
+    """Device memory that this process may still take; on a CPU the free RAM, within the same cap."""
+    if options.device.type == "cpu":
+        free = psutil.virtual_memory().available
+        return free if options.vram_bytes is None else min(free, options.vram_bytes)
+    free, total = torch.cuda.mem_get_info(options.device)
+    return free if options.vram_bytes is None else free - max(0, total - options.others_bytes - options.vram_bytes)
+
+
+class NamedWeights:
+    """The tensors of a checkpoint by transformers' names, for models that are laid out otherwise than ours."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Read one tensor into `out`: contiguous, of its shape, on any device; converted to `out`'s dtype.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        if out.device.type == "cpu":
+            self._fills[name](out)
+            return
+        host = torch.empty(out.shape, dtype=out.dtype)
+        self._fills[name](host)
+        out.copy_(host)
+
+
+def layer_elements(config: ModelConfig) -> int:
+    """Weights in the matrices of one decoder layer."""
+    tensors = [tensor for tensor in checkpoint_tensors(config).values() if tensor.layer == 0]
+    return sum(math.prod(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let modules built inside make parameters of `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def transformers_config(source: CheckpointSource, dtype: torch.dtype) -> Any:

@@ -1,6 +1,8 @@
 """Measure this runtime as a user loads it, with a draft or without one, on the model and the prompts of the peers.
 
-python tools/peers/ours_runtime.py --target wide-13b --draft SmolLM2.gguf --gamma 12 --out ours.json
+    python tools/peers/ours_runtime.py --target wide-13b --draft SmolLM2.gguf --gamma 12 --out ours.json
+
+`--windows` also times single passes over wider windows, and how long the host needs to launch them.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from checks import check_context
-from common import PeerOptions, model_name, options_from, peer_parser
-from generations import Asked, asked_generations, num_differing_of
+from common import PeerOptions, check_context, model_name, options_from, peer_parser
 from long_context.decoding import target_acceptance
 from long_context.internals import (
     budget_of,
@@ -33,14 +34,26 @@ from long_context.internals import (
 )
 from measurement import refused
 from our_options import OurOptions, add_our_options, our_options
-from runs import KVTraffic, NextToken, Run, answers, expectations, figures
+from runs import (
+    Asked,
+    KVTraffic,
+    NextToken,
+    Run,
+    answers,
+    asked_generations,
+    expectations,
+    figures,
+    num_differing_of,
+)
 
-from bench_report import emit, provenance  # isort: skip (`common` sets the path)
+from harness import emit, integers, percentiles, provenance  # isort: skip (`common` sets the path)
+from timing import measure_link_gbps  # isort: skip
 
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.config import GB, GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.model import Window
 from offload_runtime.plan import longest_context
 from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
 from offload_runtime.weights import open_checkpoint
@@ -48,6 +61,7 @@ from offload_runtime.weights import open_checkpoint
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.
 _ROOM_TOKENS = 256
+_WARMUP_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,8 @@ class Played:
     levels: tuple[Acceptance, ...]
 
 
-def load(options: PeerOptions, own: OurOptions) -> Runtime:
-    """The runtime, within the peers' memory and with as many resident layers as they have."""
+def load(options: PeerOptions, own: OurOptions, *, widest: int = 1) -> Runtime:
+    """The runtime, within the peers' memory and with as many resident layers; its windows may be `widest` tokens."""
     return Runtime.load(
         options.source,
         draft=own.draft,
@@ -69,10 +83,10 @@ def load(options: PeerOptions, own: OurOptions) -> Runtime:
         dtype=options.dtype_name,
         vram=options.vram_bytes,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
-        context=reserved_tokens(options, own),
+        context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0),
         kv=own.kv,
         speculation=own.as_speculation(),
-        max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA),
+        max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
         tree_nodes=own.tree_nodes,
     )
 
@@ -120,6 +134,33 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     return Played(run, tuple(rounds), tally.windows, levels)
 
 
+def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int, peak_gbps: float | None) -> Any:
+    """Passes over windows of `width` tokens, each followed by reading one token back, as decoding does."""
+    runner = runner_of(runtime)
+    runner.cache.truncate(0, 0)
+    runner.prefill(0, list(prompt))
+    window = Window(tuple(islice(cycle(prompt), width)))
+    passes_s, launches_s, before_s = list[float](), list[float](), 0.0
+    for number in range(_WARMUP_PASSES + passes):
+        launched_s = time.perf_counter()
+        logits = runner.verify([window], [0])
+        launch_s = time.perf_counter() - launched_s
+        logits.argmax(-1).tolist()
+        runner.cache.commit(0, 1)
+        ended_s = time.perf_counter()
+        if number >= _WARMUP_PASSES:
+            passes_s.append(ended_s - before_s)
+            launches_s.append(launch_s)
+        before_s = ended_s
+    pass_s, launch = percentiles(passes_s), percentiles(launches_s)
+    gbps = runner.streamer.bytes_per_pass / pass_s.median / GB
+    return {
+        "window_tokens": width, "pass_s": pass_s.as_dict(), "host_launch_s": launch.as_dict(),
+        "host_launch_share": launch.median / pass_s.median, "link_gbps": gbps, "link_peak_gbps": peak_gbps,
+        "link_share": gbps / peak_gbps if peak_gbps else None,
+    }  # fmt: skip
+
+
 def link_bytes(runtime: Runtime) -> KVTraffic:
     """Bytes so far: of all passes begun, weights included, and of what was written to the host."""
     return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(target_cache(runtime)))
@@ -155,19 +196,26 @@ def added(one: Acceptance, other: Acceptance) -> Acceptance:
     )
 
 
-def measure(options: PeerOptions, own: OurOptions) -> dict[str, Any]:
-    """Load, time and report."""
+def measure(options: PeerOptions, own: OurOptions, windows: Sequence[int] = (), *, passes: int = 1) -> dict[str, Any]:
+    """Load, time and report; of every one of `windows` so many passes."""
+    memcpy_gbps = measure_link_gbps(options.device) if windows else None
     started_s = time.perf_counter()
-    with load(options, own) as runtime:
+    with load(options, own, widest=max(windows, default=1)) as runtime:
         setup_s = time.perf_counter() - started_s
         with device_errors(runtime.device):
+            peaks = [gbps for gbps in (link_peak_gbps(runtime), memcpy_gbps) if gbps is not None]
+            rows = [
+                time_window(runtime, options.prompts[0], width, passes, max(peaks, default=None)) for width in windows
+            ]
             played = [generate(runtime, options, own, asked) for asked in asked_generations(options)]
         runs, counted = [one.run for one in played], played[options.warmup :]
         measured = [one.run for one in counted]
         budget, weight_bytes = budget_of(runtime), runner_of(runtime).streamer.bytes_per_pass
         vram = {"driver": budget.peak_bytes(), "reserved": budget.reserved_bytes}
+        single = {"windows": rows, "bytes_per_token": weight_bytes, "memcpy_gbps": memcpy_gbps} if windows else {}
         return {
             "system": "offload_runtime",
+            **single,
             **figures(measured, weight_bytes=weight_bytes, peak_gbps=link_peak_gbps(runtime)),
             "speculation": speculation_figures(counted),
             "peak_vram_bytes": vram if options.device.type == "cuda" else None,
@@ -206,11 +254,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = peer_parser("Measure offload_runtime on the peers' model and prompts.")
     add_our_options(parser)
+    parser.add_argument("--windows", type=integers, default=(), help="widths of windows to time, comma-separated")
+    parser.add_argument("--passes", type=int, default=8, help="timed passes of each")
     try:
         arguments = parser.parse_args(argv)
         own = own_options(arguments)
         options = options_from(arguments)
-        emit(measure(options, own), options.out)
+        emit(measure(options, own, arguments.windows, passes=arguments.passes), options.out)
     except OffloadError as error:
         return refused(error)
     return 0

@@ -1,27 +1,26 @@
-"""What the front door needs of sweeps that go together: their values, their options, and who measures their rows."""
+"""Sweeps that go together: their values, their options, who measures their rows, and what a command asked for."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from harness import Parser, add_report_options
 from sweeping.results import ResultFile
 
 from offload_runtime.errors import OptionError
 
 
-class Sweep(Protocol):
-    """One thing that is varied."""
+@dataclass(frozen=True)
+class Sweep:
+    """One thing that is varied: what the values are, with their unit, and those that are measured where nothing else is
+    asked for, in the order of the file."""
 
-    @property
-    def axis(self) -> str:
-        """What the values are, with their unit."""
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """What is measured where nothing else is asked for, in the order of the file."""
+    axis: str
+    values: tuple[str, ...]
 
 
 class Point(Protocol):
@@ -58,24 +57,68 @@ class Family:
     points: Callable[[str, argparse.Namespace], Sequence[Point]]
     measure: Callable[[argparse.Namespace, Sequence[Work]], None]
 
+    def parser(self) -> Parser:
+        """The options."""
+        made = Parser(
+            prog="sweep.py", usage="sweep.py SWEEP [SWEEP ...] [options]", allow_abbrev=False,
+            description=f"{self.title}: {', '.join(self.sweeps)}",
+        )  # fmt: skip
+        made.add_argument("--device", default="cuda")
+        self.add_options(made)
+        made.add_argument("--values", type=lambda text: text.split(","), help="of the sweep, instead of all")
+        made.add_argument("--plot", type=Path, help="pictures of the rows, as .png and as .svg; needs matplotlib")
+        add_report_options(made)
+        return made
+
+    def parse(self, sweeps: Sequence[str], words: Sequence[str]) -> argparse.Namespace:
+        """The options of a command.
+
+        Raises:
+            OptionError: One is unknown, would be ignored by all of the sweeps, or the family refuses it.
+        """
+        arguments = self.parser().parse_args(words)
+        given = self._given(vars(arguments), words)
+        for option in sorted(given):
+            if set(sweeps) <= self.unused.get(option, frozenset()):
+                users = [name for name in self.sweeps if name not in self.unused[option]]
+                raise OptionError(
+                    f"{flag(option)} would be ignored by {' and '.join(sweeps)}: drop it; it is used by "
+                    f"{', '.join(users)}"
+                )
+        self.settle(arguments, given)
+        return arguments
+
+    def _given(self, options: Iterable[str], words: Sequence[str]) -> frozenset[str]:
+        """Names of the options that stand among the words."""
+        bare, absent = self.parser(), object()
+        bare.set_defaults(**dict.fromkeys(options, absent))
+        return frozenset(name for name, value in vars(bare.parse_args(words)).items() if value is not absent)
+
+
+def family_of(sweeps: Sequence[str], families: Sequence[Family]) -> Family:
+    """The family that all of these sweeps belong to.
+
+    Raises:
+        OptionError: None was named, one is unknown or named twice, or they do not go together.
+    """
+    by_name = {name: family for family in families for name in family.sweeps}
+    if not sweeps:
+        raise OptionError(f"name a sweep first, then its options: {', '.join(by_name)}; or draw")
+    family = by_name.get(sweeps[0])
+    for name in sweeps:
+        if name not in by_name:
+            raise OptionError(f"{name!r} is no sweep: take {', '.join(by_name)}; or draw")
+        if sweeps.count(name) > 1:
+            raise OptionError(f"{name} is asked for twice: name it once")
+        if by_name[name] is not family:
+            raise OptionError(f"{sweeps[0]} and {name} take different models: ask for them one after the other")
+    assert family is not None
+    return family
+
 
 def flag(option: str) -> str:
     """The option as it is typed."""
     return "--" + option.replace("_", "-")
-
-
-def refuse_unused(family: Family, sweeps: Sequence[str], given: frozenset[str]) -> None:
-    """Refuse options that none of the sweeps would look at.
-
-    Raises:
-        OptionError: There is one; the message names it.
-    """
-    for option in sorted(given):
-        if set(sweeps) <= family.unused.get(option, frozenset()):
-            users = [name for name in family.sweeps if name not in family.unused[option]]
-            raise OptionError(
-                f"{flag(option)} would be ignored by {' and '.join(sweeps)}: drop it; it is used by {', '.join(users)}"
-            )
 
 
 def refuse_idle(idle: Mapping[str, str], given: frozenset[str]) -> None:
@@ -90,3 +133,24 @@ def refuse_idle(idle: Mapping[str, str], given: frozenset[str]) -> None:
     """
     for option in sorted(given & set(idle)):
         raise OptionError(f"{flag(option)} would be ignored {idle[option]}")
+
+
+def tokens(text: str) -> int:
+    """`4K` is 4096.
+
+    Raises:
+        OptionError: It is no whole number of tokens.
+    """
+    scale = 1024 if text[-1:] in ("K", "k") else 1
+    try:
+        return scale * int(text[:-1] if scale > 1 else text)
+    except ValueError:
+        raise OptionError(f"{text!r} is not a number of tokens: write it like 4096 or 4K") from None
+
+
+def print_cells(sweep: str, value: str, cells: Mapping[str, str], *, heading: bool) -> None:
+    """A row of a table, at once, for whoever waits for it; below the columns' names where asked."""
+    widths = {name: max(9, len(name) + 2) for name in cells}
+    if heading:
+        print(f"{sweep:>12}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
+    print(f"{value:>12}" + "".join(f"{cell:>{widths[name]}}" for name, cell in cells.items()), flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_report import write_report
+from harness import write_report
 
 from offload_runtime.errors import OptionError
 
@@ -63,6 +63,7 @@ class ResultFile:
         self.report: dict[str, Any] = {"benchmark": BENCHMARK, "sweep": sweep, **origin, **conditions}
         self.rows: dict[str, dict[str, Any]] = {}
         self.num_outdated = 0  # rows of the file that were measured under other conditions
+        self.num_added = 0
         if path is not None and path.exists():
             self._read(path, conditions)
 
@@ -88,6 +89,7 @@ class ResultFile:
             StorageError: It cannot be written.
         """
         self.rows[row["value"]] = dict(row)
+        self.num_added += 1
         if self._path is None:
             return
         write_report(self.as_dict(), self._path, indent=1)

@@ -16,17 +16,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from widening.gaussian import fill_gaussian, named_generator
+from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.rope import widened_rope, with_context_rope
-from widening.shapes import WideShape, check_architecture, check_fits, place_heads
+from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
-from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
+from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors
 from offload_runtime.weights.architectures import model_config_from_transformers
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -48,7 +46,7 @@ class _Part:
     silent_rows: torch.Tensor | None = None
 
 
-class WidenedCheckpoint:
+class WidenedCheckpoint(MadeCheckpoint):
     """A `CheckpointSource` of the large shape that speaks the small model's language.
 
     Args:
@@ -83,8 +81,8 @@ class WidenedCheckpoint:
         self._device = device or torch.device("cpu")
         self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
         self._small_fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
-        self._hf_config = self._widened_config()
-        self._config = model_config_from_transformers(self._hf_config)
+        described = self._widened_config()
+        super().__init__(f"{source.reference} (widened)", described, model_config_from_transformers(described), source)
         self._parts = self._make_parts()
 
     def _widened_config(self) -> LlamaConfig:
@@ -170,32 +168,6 @@ class WidenedCheckpoint:
         else:
             out[: values.shape[0], :width] = values
 
-    @property
-    def reference(self) -> str:
-        """What was widened, for messages."""
-        return f"{self._source.reference} (widened)"
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """The small model's."""
-        return self._source.native_dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the large model."""
-        return self._config
-
-    def small_config(self) -> ModelConfig:
-        """Shape and flags of the small model, with the context's rope."""
-        return self._small
-
-    def hf_config(self) -> LlamaConfig:
-        """The transformers configuration object of the large model."""
-        return self._hf_config
-
-    def total_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the packed weights in `dtype`."""
-        return packed_bytes(self._config, dtype)
-
     def shards(self) -> Iterator[Shard]:
         """One shard for what all layers share and one per layer; nothing is held between fills."""
         by_layer: dict[int | None, list[str]] = {}
@@ -205,14 +177,24 @@ class WidenedCheckpoint:
         for names in by_layer.values():
             yield Shard(path, tuple((name, partial(self._fill, name)) for name in names))
 
-    def tokenizer(self) -> Any:
-        """The small model's tokenizer."""
-        return self._source.tokenizer()
 
-    def generation_settings(self) -> dict[str, Any]:
-        """The small model's."""
-        return self._source.generation_settings()
+def in_shape(
+    small: CheckpointSource, shape: str, noise: float = 0.0, *, layers: int | None = None,
+    device: torch.device | None = None,
+) -> CheckpointSource:  # fmt: skip
+    """The small model in a shape by its name, cut to so many `layers`; the small model itself for `none`.
 
-    def generation_eos(self) -> tuple[int, ...]:
-        """The small model's."""
-        return self._source.generation_eos()
+    Raises:
+        OptionError: There is no such shape; errors as of `WidenedCheckpoint`.
+    """
+    return small if shape == "none" else WidenedCheckpoint(small, shape_named(shape, layers), noise, device=device)
+
+
+def noisy_copy(small: CheckpointSource, noise: float, *, device: torch.device | None = None) -> CheckpointSource:
+    """The small model with noise on its matrices: a draft that is right less often."""
+    config = small.config()
+    same = WideShape(
+        config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+        config.head_dim,
+    )  # fmt: skip
+    return WidenedCheckpoint(small, same, noise, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,20 +34,22 @@ SHAPES = {
     "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128),
     "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128),
     "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
+    "tiny": WideShape(64, 160, 8, 4, 2, 16),  # for trying a benchmark out; too small to hold a real language
 }
-# For trying a benchmark out; too small to hold a language.
-TINY = WideShape(64, 160, 8, 4, 2, 16)
 
 
-def shape_named(name: str) -> WideShape:
-    """The shape of a known model.
+def shape_named(name: str, layers: int | None = None) -> WideShape:
+    """The shape of a known model, cut to so many layers.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: There is none of that name, or `layers` is no number of layers.
     """
     if name not in SHAPES:
         raise OptionError(f"shape {name!r} is not known: use one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    if layers is None:
+        return SHAPES[name]
+    require_positive("layers", layers)
+    return replace(SHAPES[name], num_layers=layers)
 
 
 def check_architecture(config: ModelConfig) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from widening.made import MadeCheckpoint
 from widening.rope import frequencies
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
-from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, packed_bytes
+from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors
 from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
 from offload_runtime.weights.safetensors import DTYPES, StoredTensor, file_shards, read_header, shortened
 
@@ -110,7 +110,7 @@ def _find_deltas(paths: Sequence[Path], source: CheckpointSource) -> dict[str, S
     return found
 
 
-class StretchedCheckpoint:
+class StretchedCheckpoint(MadeCheckpoint):
     """A `CheckpointSource` with the named tensors of delta files, all others of the source, and another RoPE.
 
     Args:
@@ -136,29 +136,8 @@ class StretchedCheckpoint:
     ) -> None:
         self._source = source
         self._deltas = _find_deltas(deltas, source)
-        self._hf_config, self._config = _stretched_config(source, rope, max_position_embeddings)
-
-    @property
-    def reference(self) -> str:
-        """What was stretched, for messages."""
-        return f"{self._source.reference} (stretched)"
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """The source's."""
-        return self._source.native_dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags, with the new rotary embedding."""
-        return self._config
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def total_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the packed weights in `dtype`."""
-        return packed_bytes(self._config, dtype)
+        described, config = _stretched_config(source, rope, max_position_embeddings)
+        super().__init__(f"{source.reference} (stretched)", described, config, source)
 
     def shards(self) -> Iterator[Shard]:
         """The source's files without what is replaced, then the delta files."""
@@ -173,11 +152,3 @@ class StretchedCheckpoint:
         tokenizer = self._source.tokenizer()
         tokenizer.model_max_length = max(tokenizer.model_max_length, self._config.max_position_embeddings)
         return tokenizer
-
-    def generation_settings(self) -> dict[str, Any]:
-        """The source's."""
-        return self._source.generation_settings()
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """The source's."""
-        return self._source.generation_eos()

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from widening.gaussian import fill_gaussian, named_generator
+from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.shapes import WideShape
 
-from offload_runtime.config import ModelConfig
-from offload_runtime.weights import (
-    CheckpointSource,
-    Shard,
-    checkpoint_tensors,
-    model_config_from_transformers,
-    packed_bytes,
-)
+from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, model_config_from_transformers
 
 _BLOCK_ELEMENTS = 1 << 20
 _VOCAB_SIZE = 32000
 
 
-class UntrainedLlama:
+class UntrainedLlama(MadeCheckpoint):
     """A `CheckpointSource` of which just the cost of passes is measured.
 
     Args:
@@ -34,16 +26,16 @@ class UntrainedLlama:
         vocab_size: Rows of embedding and head.
         context_tokens: Longest context.
         reference: What it is, for messages.
-        words: Gives the tokenizer and the tokens that end an answer; without it there is no text and no end.
+        words: As of `MadeCheckpoint`.
     """
 
     def __init__(
         self, shape: WideShape, fill: Callable[[str, torch.Tensor], None], *, vocab_size: int, context_tokens: int,
         reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
-        self._fill, self._reference, self._words = fill, reference, words
+        self._fill = fill
         described = None if words is None else words.hf_config()
-        self._hf_config = LlamaConfig(
+        hf_config = LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
             num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
@@ -52,59 +44,25 @@ class UntrainedLlama:
             eos_token_id=getattr(described, "eos_token_id", None),
             pad_token_id=getattr(described, "pad_token_id", None),
         )  # fmt: skip
-        self._config = model_config_from_transformers(self._hf_config)
-
-    @property
-    def reference(self) -> str:
-        """For messages."""
-        return self._reference
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """bf16: there is nothing to keep."""
-        return torch.bfloat16
-
-    def config(self) -> ModelConfig:
-        """Shape and flags."""
-        return self._config
-
-    def hf_config(self) -> LlamaConfig:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def total_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the packed weights in `dtype`."""
-        return packed_bytes(self._config, dtype)
+        super().__init__(reference, hf_config, model_config_from_transformers(hf_config), words)
 
     def shards(self) -> Iterator[Shard]:
         """All tensors as one shard, which is no file; nothing is held between fills."""
-        names = checkpoint_tensors(self._config)
-        yield Shard(Path(self._reference), tuple((name, partial(self._fill, name)) for name in names))
-
-    def tokenizer(self) -> Any:
-        """That of `words`, or None."""
-        return None if self._words is None else self._words.tokenizer()
-
-    def generation_settings(self) -> dict[str, Any]:
-        """Those of `words`, or none."""
-        return {} if self._words is None else self._words.generation_settings()
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Those of `words`; otherwise nothing ends an answer."""
-        return () if self._words is None else self._words.generation_eos()
+        names = checkpoint_tensors(self.config())
+        yield Shard(Path(self.reference), tuple((name, partial(self._fill, name)) for name in names))
 
 
 def random_llama(
-    source: CheckpointSource, shape: WideShape, seed: int = 0, *, device: torch.device | None = None
-) -> UntrainedLlama:
-    """Random weights under a real vocabulary: a draft whose steps cost what a known small model's cost.
+    shape: WideShape, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
+    words: CheckpointSource | None = None, device: torch.device | None = None,
+) -> UntrainedLlama:  # fmt: skip
+    """Random weights: a target, or a draft whose steps cost what a known small model's cost.
 
     Args:
-        source: Gives the vocabulary, the tokenizer and the longest context, so that the result drafts for whatever
-            shares them; none of its weights is read.
         shape: What is made.
-        seed: Each tensor is seeded by its name.
-        device: Where the numbers are drawn. A GPU draws others.
+        seed: Each tensor is seeded by its name, in whatever order it is read.
+        vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
+        device: Where the numbers are drawn: a CPU core needs minutes for 7B of them. A GPU draws others.
     """
 
     def fill(name: str, out: torch.Tensor) -> None:
@@ -112,9 +70,8 @@ def random_llama(
         fill_gaussian(out, named_generator(device or torch.device("cpu"), seed, "random", name), mean=mean)
 
     return UntrainedLlama(
-        shape, fill, vocab_size=source.config().vocab_size, context_tokens=source.config().max_position_embeddings,
-        reference=f"random weights under the vocabulary of {source.reference}", words=source,
-    )  # fmt: skip
+        shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
+    )
 
 
 def repeated_llama(shape: WideShape, *, context_tokens: int) -> UntrainedLlama:

@@ -1,6 +1,4 @@
-"""Time attention over the cache: decoding windows, trees, prefill, pieces, at the shapes of 7B and 70B Llamas.
-
-    python tools/bench_attention.py [--commit HASH]
+"""Attention over the cache: decoding windows, trees, prefill, pieces, at the shapes of 7B and 70B Llamas.
 
 The bound is reading the keys and values once, or the operations on the keys that each query sees. The reference is
 torch's SDPA under a dense mask. It is given the tree as a chain: the work is the same, and finding the tree's slots
@@ -10,11 +8,11 @@ over as many keys in one row.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
-import script  # noqa: F401 (finds the package, installed or not)
 import torch
-from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
+from kernel_cases.case import DEVICE, HEAD_DIM, Case, num_inputs, random_bf16
 from offload_runtime_kernels.attention import (
     AttentionState,
     KeySource,
@@ -27,7 +25,6 @@ from offload_runtime_kernels.attention import (
 )
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 
 
@@ -136,19 +133,15 @@ def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int,
     )  # fmt: skip
 
 
-if __name__ == "__main__":
+def attention() -> Iterator[Callable[[], Case]]:
+    """All cases."""
     shapes = [
         *((mode, queries, context) for context in (4096, 32768) for mode, queries in (
             ("window", 1), ("window", 17), ("window", 64), ("tree", 64), ("window", 512))),
         ("prefill", 2048, 0),
         ("prefill", 2048, 14336),
     ]  # fmt: skip
-    run_benchmark(
-        "attention",
-        [
-            *(partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes),
-            partial(make_case, "window", 17, 122880, 32, 32),
-            partial(make_pieces_case, 17, 122880, 8192, 32, 32),
-            *(partial(make_sources_case, queries, 4096, 600, 32, 32) for queries in (1, 5, 17)),
-        ],
-    )
+    yield from (partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes)
+    yield partial(make_case, "window", 17, 122880, 32, 32)
+    yield partial(make_pieces_case, 17, 122880, 8192, 32, 32)
+    yield from (partial(make_sources_case, queries, 4096, 600, 32, 32) for queries in (1, 5, 17))

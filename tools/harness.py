@@ -1,10 +1,13 @@
-"""What every benchmark prints beside its numbers: machine, versions, commit, percentiles, the link's own peak.
+"""What every command of this folder shares: the package, installed or not, options, errors of one line, and reports.
 
-A benchmark ends with one JSON line (`emit`), so that a run can be compared with another machine's or last month's.
+A benchmark ends with one JSON line (`emit`) that says where its figures come from: machine, versions, commit and
+configuration (`provenance`), medians with percentiles. So a run can be compared with another machine's or last month's.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.metadata
 import json
 import math
@@ -12,19 +15,123 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, ParamSpec
 
 import psutil
 import torch
 
-from offload_runtime.config import GB
-from offload_runtime.errors import StorageError
+_TOOLS = Path(__file__).resolve().parent
+# Last: nothing in them shadows an installed package.
+sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kernels", _TOOLS.parent)]
 
+from offload_runtime.config import parse_bytes, require_positive  # noqa: E402 (found where the lines above say)
+from offload_runtime.errors import OffloadError, OptionError, StorageError  # noqa: E402
+from offload_runtime.hardware import load_profile  # noqa: E402
+
+_Options = ParamSpec("_Options")
 REPORTED_PACKAGES = ("torch", "transformers", "triton", "accelerate", "deepspeed", "offload-runtime")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's own, but for what it does about a wrong option: no page of usage, one line as of every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `OptionError`: a script's `main` says it."""
+        raise OptionError(f"{message}; --help lists the options")
+
+
+def make_parser(doc: str | None) -> Parser:
+    """A parser that shows a script's docstring as it is written."""
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark's report takes: `--commit` and `--out`."""
+    parser.add_argument("--commit", help="commit to report where the tree has no git")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+
+
+def bench_parser(doc: str | None, *, device: str = "cuda") -> Parser:
+    """The parser of a benchmark: `make_parser` with `--device`, and the options of its report."""
+    parser = make_parser(doc)
+    parser.add_argument("--device", default=device)
+    add_report_options(parser)
+    return parser
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """`1,17` of the command line; nothing is none."""
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+def floats(text: str) -> tuple[float, ...]:
+    """`0,0.6` of the command line; nothing is none."""
+    return tuple(float(part) for part in text.split(",") if part)
+
+
+def require_all_positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuse options, numbers or lists of them, that are not at least 1. Raises `OptionError`."""
+    for name in names:
+        value = getattr(options, name)
+        for number in value if isinstance(value, Sequence) else (value,):
+            require_positive(f"--{name.replace('_', '-')}", number)
+
+
+def settings_of(options: argparse.Namespace, *, without: Sequence[str] = ("out", "commit")) -> dict[str, str]:
+    """The options as text for a report, of files the name alone."""
+    lists = {key: value if isinstance(value, list | tuple) else [value] for key, value in vars(options).items()}
+    return {
+        key: ", ".join(part.name if isinstance(part, Path) else str(part) for part in parts)
+        for key, parts in lists.items()
+        if key not in without
+    }
+
+
+def read_text(path: Path, option: str) -> str:
+    """The UTF-8 text of a file that `option` names.
+
+    Raises:
+        OptionError: It cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read ({error.strerror or error}): name another {option}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset {error.start}): convert it, or "
+            f"name another {option}"
+        ) from error
+
+
+def check_machine(vram: str | None, emulate: str | None) -> None:
+    """Refuse before anything is loaded what `Runtime.load` would of these two; None is nothing.
+
+    Raises:
+        OptionError: `vram` is no size; ProfileError: there is no machine `emulate`.
+    """
+    if vram is not None:
+        parse_bytes(vram)
+    if emulate is not None:
+        load_profile(emulate)
+
+
+def one_line_errors(main: Callable[_Options, int]) -> Callable[_Options, int]:
+    """A `main` that says in one line on stderr what the user can mend, and then returns 2."""
+
+    @functools.wraps(main)
+    def run(*args: _Options.args, **kwargs: _Options.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except OffloadError as error:
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            return 2
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -141,37 +248,6 @@ def git_commit(directory: Path | None = None) -> str:
     except OSError:
         return "unknown"
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
-
-
-def best_time_s(action: Callable[[], object], *, repeats: int, synchronize: Callable[[], object]) -> float:
-    """Shortest of `repeats` timings of `action`, each ended by `synchronize`; one untimed call comes first."""
-    action()
-    synchronize()
-    best_s = math.inf
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        action()
-        synchronize()
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s
-
-
-def measure_link_gbps(device: torch.device, *, size_bytes: int = 256 << 20, repeats: int = 5) -> float | None:
-    """Peak of a pinned host-to-device memcpy in GB/s, the bound of everything streamed; None without a CUDA device.
-
-    The best of a few: a peak is wanted, and other tenants of the host only ever slow a copy down. The pinned buffer is
-    filled first, because a page that was never touched maps to the kernel's one zero page.
-    """
-    if device.type != "cuda":
-        return None
-    source_pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).fill_(1)  # [size_bytes] uint8, pinned
-    target_gpu = torch.empty(size_bytes, dtype=torch.uint8, device=device)  # [size_bytes] uint8, on the GPU
-    seconds = best_time_s(
-        lambda: target_gpu.copy_(source_pinned, non_blocking=True),
-        repeats=repeats,
-        synchronize=lambda: torch.cuda.synchronize(device),
-    )
-    return size_bytes / seconds / GB
 
 
 def provenance(device: torch.device, *, commit: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Blocks of keys and values in host memory, growing with their sequences.
+"""Blocks of keys and values in host memory, growing with their sequences, and the copies that bring them there.
 
 One extent holds consecutive blocks of one layer of one sequence, contiguous, so that a run of blocks is one copy. It is
 page-locked as a whole or, where it is staged, not at all.
@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from offload_runtime.config import format_bytes, size_option_down
+from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig, format_bytes, size_option_down
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
+from offload_runtime.kv.device import block_bytes, num_blocks
 from offload_runtime.memory import CountedRegistrar, HostArena, PageableMemory, check_host_memory
+
+# Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
+KV_RING_SLOTS = 4
+_PIECE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,17 @@ class BlockLocking:
         assert self.pageable is not None or not self.staged_layers
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive blocks of a sequence, contiguous in host memory in every layer."""
 
     sequence: int
     first_block: int
     num_blocks: int
+
+    @property
+    def blocks(self) -> range:
+        """Their numbers."""
+        return range(self.first_block, self.first_block + self.num_blocks)
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,6 @@ class HostBlocks:
         self._staged = frozenset(staged)
         self._step_blocks = step_blocks
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
-        self._entered: set[int] = set()  # addresses of arenas that are staged
 
     @property
     def nbytes(self) -> int:
@@ -140,13 +148,10 @@ class HostBlocks:
                 f"--pinned {size_option_down(registrar.locked_bytes)}, which stages the rest from pageable memory"
             )
         pageable.enter(arena.buffer)
-        self._entered.add(arena.buffer.data_ptr())
 
     def _give_back(self, arenas: Sequence[HostArena]) -> None:
         for arena in arenas:
-            if arena.buffer.data_ptr() in self._entered:
-                self._entered.remove(arena.buffer.data_ptr())
-                assert self._locking.pageable is not None
+            if self._locking.pageable is not None:
                 self._locking.pageable.forget(arena.buffer)
             arena.close()
 
@@ -180,15 +185,6 @@ class HostBlocks:
             extents.clear()
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A write of blocks up to `end` of a sequence to the host; `ready` fires when it is done."""
-
-    sequence: int
-    end: int
-    ready: Any
-
-
 class HostWrites:
     """Keeps account of the writes of blocks that have become full.
 
@@ -200,7 +196,9 @@ class HostWrites:
     def __init__(self, engine: CopyEngine, batch: int) -> None:
         self.arrived = [0] * batch  # leading blocks of a sequence that are on the host, their writes finished
         self._engine = engine
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[tuple[int, int, Any]] = (
+            deque()
+        )  # sequence, end of its blocks, event that says they are there
         self._failure: CopyError | None = None
 
     def send(self, sequence: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
@@ -224,15 +222,15 @@ class HostWrites:
 
     def expect(self, sequence: int, end: int, ready: Any) -> None:
         """Blocks before `end` of a sequence are on their way; they are there when `ready` fires."""
-        self._writes.append(_Write(sequence, end, ready))
+        self._writes.append((sequence, end, ready))
 
     def collect(self) -> None:
         """Count what has arrived on the host; never waits. Raises `CopyError` when a write has failed."""
         if self._failure is not None:
             raise CopyError(str(self._failure)) from self._failure
-        while self._writes and self._engine.is_done(self._writes[0].ready):
-            write = self._writes.popleft()
-            self.arrived[write.sequence] = max(self.arrived[write.sequence], write.end)
+        while self._writes and self._engine.is_done(self._writes[0][2]):
+            sequence, end, _ = self._writes.popleft()
+            self.arrived[sequence] = max(self.arrived[sequence], end)
 
     def drain(self) -> None:
         """Wait for all of them."""
@@ -241,9 +239,21 @@ class HostWrites:
 
     def settle(self, sequence: int, block: int) -> None:
         """Wait if blocks of a sequence from `block` on are on their way."""
-        if any(write.sequence == sequence and write.end > block for write in self._writes):
+        if any(whose == sequence and end > block for whose, end, _ in self._writes):
             self.drain()
 
     def forget(self, sequence: int, block: int) -> None:
         """Blocks of a sequence from `block` on will be written anew."""
         self.arrived[sequence] = min(self.arrived[sequence], block)
+
+
+def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int) -> int:
+    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are."""
+    block = block_bytes(config, dtype)
+    return max(1, min(_PIECE_BYTES // block, num_blocks(context_tokens))) * block
+
+
+def ring_blocks(window_tokens: int) -> int:
+    """Blocks of the open ring: the window, with what a retrieval verifier may write beyond it, the block it begins in,
+    and two that may still be on their way out."""
+    return num_blocks(window_tokens + MOST_GAMMA_DRAFT + 1) + 3

@@ -1,40 +1,33 @@
-"""Time the fused products of few rows at the shapes of Llama-2-7B, SmolLM2-135M and a Llama of 68M.
-
-    python tools/bench_few_row_linear.py [--commit HASH]
-    python tools/bench_few_row_linear.py --tune [--models 7b 135m] [--rows 1 17] [--commit HASH]
+"""The fused products of few rows at the shapes of Llama-2-7B, SmolLM2-135M and a Llama of 68M, and ways to cut them.
 
 The reference is what the same part of a pass was before: cuBLAS, with the kernels of RMSNorm and SwiGLU around it; the
-residual is added by the norm that comes next. The bound is reading the weights once. `--tune` tries ways to cut each
-product instead and shows the best five, beside the reference and, where a residual is added, cuBLAS adding it itself.
+residual is added by the norm that comes next. The bound is reading the weights once.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from statistics import median
 from typing import Any
 
-import script  # noqa: F401 (finds the package, installed or not)
 import torch
-from bench_gumbel_argmax import graph_times_ms, measure_copy_gbps
-from bench_kernels_common import DEVICE, Case, num_inputs, random_bf16, run_benchmark
-from bench_report import emit, provenance
+from kernel_cases.case import Case, num_inputs, random_bf16
 from offload_runtime_kernels.few_row_linear import LANE_ROWS, LinearConfig, RowNorm, few_row_linear_triton
 from offload_runtime_kernels.rms_norm import add_rms_norm
 from offload_runtime_kernels.swiglu import swiglu
+from timing import graph_times_ms
 from triton.runtime.errors import OutOfResources
 
 from offload_runtime.config import GB
-from offload_runtime.model.linear import tiled_linear
+from offload_runtime.weights import PlainWeight
 
-EPS = 1e-5
-COMPILING_THREADS = 8
-SHOWN = 5
+_EPS = 1e-5
+_COMPILING_THREADS = 8
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Inputs:
         self._weight = random_bf16(self.count, product.m, product.k).mul_(product.k**-0.5)
         self._x = random_bf16(rows, product.k)
         self._delta = random_bf16(rows, product.k)
-        self._norm = RowNorm(random_bf16(product.k), EPS)
+        self._norm = RowNorm(random_bf16(product.k), _EPS)
         self._residual = random_bf16(rows, product.m)
 
     def fused(self, index: int, config: LinearConfig | None = None) -> torch.Tensor:
@@ -94,8 +87,8 @@ class Inputs:
         """cuBLAS and the kernels around it."""
         x = self._x
         if self.product.normed:
-            x = add_rms_norm(x, self._delta, self._norm.weight, EPS)
-        y = tiled_linear(x, self._weight[index], None, self.rows)
+            x = add_rms_norm(x, self._delta, self._norm.weight, _EPS)
+        y = PlainWeight(self._weight[index]).linear(x, self.rows)
         return swiglu(y) if self.product.gated else y
 
     def added_by_cublas(self, index: int) -> torch.Tensor:
@@ -104,7 +97,7 @@ class Inputs:
 
     def time_ms(self, run: Callable[[int], object]) -> float:
         """Median of one `run` in a CUDA graph of at least 16."""
-        turn = iter(range(1 << 62))
+        turn = count()
         return median(graph_times_ms(lambda: run(next(turn) % self.count), calls=max(16, self.count), repeats=5))
 
 
@@ -119,6 +112,13 @@ def make_case(product: Product, rows: int) -> Case:
         moved_bytes=inputs.moved_bytes,
         operations=2 * rows * product.m * product.k,
     )
+
+
+def few_row_linear() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    for products, model_rows in PRODUCTS.values():
+        for rows in model_rows:
+            yield from (partial(make_case, product, rows) for product in products)
 
 
 def lane_configs(k: int) -> Iterator[LinearConfig]:
@@ -154,11 +154,11 @@ def tune(product: Product, rows: int, copy_gbps: float) -> dict[str, Any]:
 
     configs = list(lane_configs(product.k) if rows <= LANE_ROWS else dot_configs())
     # Compiling takes longer than timing, and mostly outside of Python.
-    with ThreadPoolExecutor(COMPILING_THREADS) as pool:
+    with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
         fitting = [config for config, fits in zip(configs, pool.map(runs, configs), strict=True) if fits]
     torch.cuda.synchronize()
     times = [(inputs.time_ms(partial(inputs.fused, config=config)), config) for config in fitting]
-    best = [{**asdict(config), "ms": time} for time, config in sorted(times, key=lambda pair: pair[0])[:SHOWN]]
+    best = [{**asdict(config), "ms": time} for time, config in sorted(times, key=lambda pair: pair[0])[:_SHOWN]]
     result = {
         "model": product.model, "product": product.name, "rows": rows, "m": product.m, "k": product.k, "best": best,
         "default_ms": inputs.time_ms(inputs.fused), "unfused_ms": inputs.time_ms(inputs.unfused),
@@ -169,52 +169,15 @@ def tune(product: Product, rows: int, copy_gbps: float) -> dict[str, Any]:
     return result
 
 
-def _show(result: dict[str, Any]) -> None:
-    times = ", ".join(f"{key} {value:.4f}" for key, value in result.items() if key.endswith("_ms"))
-    print(f"{result['model']} {result['product']}, {result['rows']} rows: {times}")
-    for way in result["best"]:
-        cut = ", ".join(f"{way[key]}" for key in ("block_m", "block_k", "num_warps", "num_stages"))
-        print(f"    ({cut}): {way['ms']:.4f} ms", flush=True)
-
-
-def run_tuning() -> None:
-    """Tune every shape asked for, show the best, and print one JSON line last."""
-    parser = argparse.ArgumentParser(description="Time ways to cut products of few rows.")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--models", choices=PRODUCTS, nargs="+", default=list(PRODUCTS))
-    parser.add_argument("--rows", type=int, nargs="+", help="default: those of the benchmark")
-    parser.add_argument("--commit", help="commit to report where the tree has no git")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
-    copy_gbps, results = measure_copy_gbps(), []
-    for model in arguments.models:
-        products, model_rows = PRODUCTS[model]
-        for rows in arguments.rows or model_rows:
+def tuned(copy_gbps: float) -> Iterator[dict[str, Any]]:
+    """Every product with the best ways to cut it, each printed when it is there."""
+    for products, model_rows in PRODUCTS.values():
+        for rows in model_rows:
             for product in products:
-                results.append(tune(product, rows, copy_gbps))
-                _show(results[-1])
-    emit(
-        {
-            "benchmark": "few_row_linear tuning",
-            **provenance(DEVICE, commit=arguments.commit),
-            "configuration": {"dtype": "bf16", "timing": "CUDA graph, inputs taken in turn"},
-            "copy_gbps": copy_gbps,
-            "cases": results,
-        }
-    )
-
-
-if __name__ == "__main__":
-    if "--tune" in sys.argv[1:]:
-        run_tuning()
-    else:
-        run_benchmark(
-            "few_row_linear",
-            [
-                partial(make_case, product, rows)
-                for products, model_rows in PRODUCTS.values()
-                for rows in model_rows
-                for product in products
-            ],
-        )
+                result = tune(product, rows, copy_gbps)
+                times = ", ".join(f"{key} {value:.4f}" for key, value in result.items() if key.endswith("_ms"))
+                print(f"{result['model']} {result['product']}, {rows} rows: {times}")
+                for way in result["best"]:
+                    cut = ", ".join(f"{way[key]}" for key in ("block_m", "block_k", "num_warps", "num_stages"))
+                    print(f"    ({cut}): {way['ms']:.4f} ms", flush=True)
+                yield result

@@ -1,0 +1,119 @@
+"""Time kernels: each Triton kernel beside its torch reference, and beside its bound.
+
+    python tools/bench_kernels.py attention [--out FILE] [--commit HASH]
+    python tools/bench_kernels.py few_row_linear --tune
+
+The bound of a case is the larger of its bytes over the device's own copy bandwidth (the link's, if it brings them)
+and its operations over a matrix product's own speed, all measured in the same call. Kernels run in a CUDA graph, over
+inputs that are taken in turn. Prints a line a case, then one JSON line. `--tune` tries ways to cut each product of few
+rows instead, and shows the best five beside the reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import harness
+import torch
+from harness import check_out, emit, percentiles, provenance
+from kernel_cases import kv, rows
+from kernel_cases.attention import attention
+from kernel_cases.case import DEVICE, Case
+from kernel_cases.linear import few_row_linear, tuned
+from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
+
+from offload_runtime.config import GB
+from offload_runtime.errors import DeviceError, OptionError
+
+OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
+    "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
+    "compact_rows": kv.compact_rows, "few_row_linear": few_row_linear, "gather_chunks": kv.gather_chunks_cases,
+    "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
+    "swiglu": rows.swiglu,
+}  # fmt: skip
+
+
+def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, Any]:
+    """Times of kernel and reference (median, 20/80), the bound and the share of it that the kernel reaches."""
+    bound_ms = 1e3 * max(case.moved_bytes / (bytes_gbps * GB), case.operations / matmul_flops)
+    kernel_turn, reference_turn = count(), count()
+
+    def kernel() -> object:
+        return case.kernel(next(kernel_turn) % case.num_inputs)
+
+    def reference() -> object:
+        return case.reference(next(reference_turn) % case.num_inputs)
+
+    kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
+    if case.reference_in_graph:
+        reference_ms = percentiles(graph_times_ms(reference, calls=2, repeats=10))
+    else:
+        reference_ms = percentiles(event_times_ms(reference, repeats=10))
+    return {
+        **case.configuration,
+        "triton_ms": kernel_ms.as_dict(),
+        "reference_ms": reference_ms.as_dict(),
+        "reference_in_graph": case.reference_in_graph,
+        "moved_bytes": case.moved_bytes,
+        "bound_ms": bound_ms,
+        "share_of_bound": bound_ms / kernel_ms.median,
+    }
+
+
+def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float) -> Iterator[dict[str, Any]]:
+    """A row a case, each printed when it is there; only one case's inputs are in memory."""
+    for make_case in OPERATIONS[operation]():
+        case = make_case()
+        row = measure(case, bytes_gbps=link_gbps if case.over_link else copy_gbps, matmul_flops=matmul_flops)
+        if case.close is not None:
+            case.close()
+        shown = ", ".join(f"{key} {value}" for key, value in case.configuration.items())
+        print(
+            f"{shown}: {row['triton_ms']['median']:.4f} ms, {row['share_of_bound']:.0%} of the bound; "
+            f"reference {row['reference_ms']['median']:.4f} ms",
+            flush=True,
+        )
+        yield row
+
+
+@harness.one_line_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one kernel's cases."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("--tune", action="store_true", help="few_row_linear: try ways to cut each product")
+    harness.add_report_options(parser)
+    options = parser.parse_args(argv)
+    if options.tune and options.operation != "few_row_linear":
+        raise OptionError(f"--tune does nothing for {options.operation}: only few_row_linear is tuned")
+    check_out(options.out)
+    if not torch.cuda.is_available():
+        raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
+    copy_gbps, link_gbps = measure_copy_gbps(DEVICE), measure_link_gbps(DEVICE)
+    matmul_flops = measure_matmul_flops(DEVICE, torch.bfloat16)
+    assert link_gbps is not None
+    name = options.operation
+    if options.tune:
+        name, cases = f"{name} tuning", list(tuned(copy_gbps))
+    else:
+        cases = list(measure_all(name, copy_gbps=copy_gbps, link_gbps=link_gbps, matmul_flops=matmul_flops))
+    emit(
+        {
+            "benchmark": name,
+            **provenance(DEVICE, commit=options.commit),
+            "configuration": {"dtype": "bf16", "timing": "CUDA graph, inputs taken in turn"},
+            "copy_gbps": copy_gbps,
+            "link_gbps": link_gbps,
+            "matmul_tflops": matmul_flops / 1e12,
+            "cases": cases,
+        },
+        options.out,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

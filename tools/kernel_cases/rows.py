@@ -1,0 +1,110 @@
+"""Kernels that go over rows: norms, gates, rotations, the choice of tokens, at the shapes of 7B and 70B Llamas.
+
+Bounds are: of RMSNorm reading residual and delta and writing residual and result once; of SwiGLU reading gate and up
+and writing the result; of the rotation reading the fused projection and writing queries, keys and values; of the choice
+reading the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from kernel_cases.case import DEVICE, HEAD_DIM, Case, num_inputs, random_bf16
+from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton
+from offload_runtime_kernels.rope_store import RopeRows, rope_store_reference, rope_store_triton
+from offload_runtime_kernels.swiglu import swiglu_reference, swiglu_triton
+
+_ROWS = (1, 64, 512, 4096)
+
+
+def make_rms_norm(rows: int, width: int) -> Case:
+    """`rows` rows of `width` channels."""
+    moved_bytes = 4 * rows * width * 2
+    count = num_inputs(moved_bytes)
+    residual, delta, weight = random_bf16(count, rows, width), random_bf16(count, rows, width), random_bf16(width)
+    return Case(
+        configuration={"rows": rows, "width": width},
+        kernel=lambda i: add_rms_norm_triton(residual[i], delta[i], weight, 1e-5),
+        reference=lambda i: add_rms_norm_reference(residual[i], delta[i], weight, 1e-5),
+        num_inputs=count,
+        moved_bytes=moved_bytes,
+    )
+
+
+def make_swiglu(rows: int, width: int) -> Case:
+    """`rows` rows of `width` gates and as many ups."""
+    moved_bytes = 3 * rows * width * 2
+    count = num_inputs(moved_bytes)
+    gate_up = random_bf16(count, rows, 2 * width)
+    return Case(
+        configuration={"rows": rows, "width": width},
+        kernel=lambda i: swiglu_triton(gate_up[i]),
+        reference=lambda i: swiglu_reference(gate_up[i]),
+        num_inputs=count,
+        moved_bytes=moved_bytes,
+    )
+
+
+def make_rope_store(rows: int, num_heads: int, num_kv_heads: int) -> Case:
+    """`rows` rows of one sequence. The reference selects them with a boolean index, which waits for the device."""
+    channels = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+    moved_bytes = 2 * rows * channels * 2 + rows * HEAD_DIM * 4
+    count = num_inputs(moved_bytes)
+    qkv = random_bf16(count, rows, channels)
+    kv = KVBlocks(random_bf16(1, -(-rows // BLOCK_TOKENS), 2, num_kv_heads, BLOCK_TOKENS, HEAD_DIM))
+    angle = torch.rand(rows, HEAD_DIM // 2, device=DEVICE)
+    places = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    where = RopeRows(angle.cos(), angle.sin(), places, places, torch.zeros_like(places))
+    return Case(
+        configuration={"rows": rows, "num_heads": num_heads, "num_kv_heads": num_kv_heads},
+        kernel=lambda i: rope_store_triton(qkv[i], where, kv, None),
+        reference=lambda i: rope_store_reference(qkv[i], where, kv, None),
+        num_inputs=count,
+        moved_bytes=moved_bytes,
+        reference_in_graph=False,
+    )
+
+
+def make_gumbel_argmax(rows: int, vocab: int, temperature: float) -> Case:
+    """A token for each of `rows` rows of logits.
+
+    Greedy shows how near the memory side comes to the bound; the difference to a temperature is the price of the noise.
+    """
+    count = num_inputs(rows * vocab * 2)
+    logits = random_bf16(count, rows, vocab).mul_(3)
+    positions = torch.arange(rows, device=DEVICE)
+    slots, keys = torch.zeros_like(positions), noise_keys([(temperature, 1, 0)]).to(DEVICE)
+    return Case(
+        configuration={"rows": rows, "vocab": vocab, "temperature": temperature},
+        kernel=lambda i: gumbel_argmax_triton(logits[i], positions, slots, keys),
+        reference=lambda i: gumbel_argmax_reference(logits[i], positions, slots, keys),
+        num_inputs=count,
+        moved_bytes=logits[0].nbytes,
+        reference_in_graph=False,
+    )
+
+
+def rms_norm() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    yield from (partial(make_rms_norm, rows, width) for width in (4096, 8192) for rows in _ROWS)
+
+
+def swiglu() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    yield from (partial(make_swiglu, rows, 11008) for rows in _ROWS)
+
+
+def rope_store() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    yield from (partial(make_rope_store, rows, *heads) for heads in ((32, 32), (64, 8)) for rows in _ROWS)
+
+
+def gumbel_argmax() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    for vocab in (32_000, 151_936):
+        for rows in (1, 17, 64, 512):
+            yield from (partial(make_gumbel_argmax, rows, vocab, temperature) for temperature in (0.0, 0.7))
