@@ -123,10 +123,8 @@ class PassTime:
     @property
     def bound_by(self) -> str:
         """What takes all of it."""
-        by_cause = {self.link_s: "link", self.staging_s: "staging", self.launch_s: "launches"}
-        if self.seconds == self.link_s:
-            return "link"
-        return by_cause.get(self.seconds, _slower(self.hbm_s, self.arithmetic_s))
+        causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
+        return _longest({**causes, _slower(self.hbm_s, self.arithmetic_s): self.compute_s})
 
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
@@ -163,7 +161,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         hbm_s += count * (matrices[0] + attention[0])
         arithmetic_s += count * (matrices[1] + attention[1])
         compute_s += count * (max(matrices) + max(attention))
-    head = _head_bytes(target) / attained_hbm, _head_operations(target, height) / flops
+    head_bytes, head_operations = _head(target, height)
+    head = head_bytes / attained_hbm, head_operations / flops
     link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     launch_s = config.num_layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
@@ -191,16 +190,19 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
     return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
 
 
-def _head_bytes(model: ModelPlan) -> int:
-    return model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
-
-
-def _head_operations(model: ModelPlan, rows: int) -> int:
-    return 2 * model.config.vocab_size * model.config.hidden_size * rows
+def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
+    """Bytes of the head, and operations of its product with `rows` rows."""
+    elements = model.config.vocab_size * model.config.hidden_size
+    return elements * model.dtype.itemsize, 2 * elements * rows
 
 
 def _slower(hbm_s: float, arithmetic_s: float) -> str:
     return "HBM" if hbm_s >= arithmetic_s else "arithmetic"
+
+
+def _longest(causes: Mapping[str, float]) -> str:
+    """The name of what takes the most seconds; the first of equals."""
+    return max(causes, key=lambda cause: causes[cause])
 
 
 # --- drafting
@@ -216,12 +218,12 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    layers = draft.config.num_layers
+    layers, (head_bytes, head_operations) = draft.config.num_layers, _head(draft, draft.batch)
     return _graph_s(
         machine, draft.dtype,
         hbm_bytes=sum(draft.layout.layer_bytes) + layers * draft.batch * kept * _kv_token_bytes(draft)
-        + _head_bytes(draft),
-        operations=2 * draft.batch * layers * draft.layer_elements + _head_operations(draft, draft.batch),
+        + head_bytes,
+        operations=2 * draft.batch * layers * draft.layer_elements + head_operations,
         launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
     )  # fmt: skip
 
@@ -234,6 +236,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         return 0.0
     options, layers, batch = plan.verifier.options, target.config.num_layers, target.batch
     rows = batch * (1 + gamma_draft(plan))
+    head_bytes, head_operations = _head(target, rows)
     held_bytes = batch * layers * options.budget_tokens * _kv_token_bytes(target)
     scored_bytes = summaries_bytes(
         target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
@@ -242,9 +245,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
     return _graph_s(
         machine, target.dtype,
-        hbm_bytes=sum(target.layout.layer_bytes) + _head_bytes(target) + held_bytes + recent_bytes
+        hbm_bytes=sum(target.layout.layer_bytes) + head_bytes + held_bytes + recent_bytes
         + scored_bytes // options.refresh_steps,
-        operations=2 * rows * layers * target.layer_elements + _head_operations(target, rows),
+        operations=2 * rows * layers * target.layer_elements + head_operations,
         launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
         fetched_bytes=round(fetched_bytes),
     )  # fmt: skip
@@ -505,10 +508,6 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    work_s = max(link_s, staging_s, compute_s)
-    bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)
-    if staging_s > max(link_s, compute_s):
-        bound_by = "staging"
-    if growth_s > work_s:
-        bound_by = "host memory"
-    return PrefillTime(link_bytes, link_s, compute_s, growth_s, growth_s + work_s, bound_by, staging_s)
+    causes = {_slower(hbm_s, arithmetic_s): compute_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
+    seconds = growth_s + max(compute_s, link_s, staging_s)
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, _longest(causes), staging_s)
