@@ -14,49 +14,45 @@ from offload_runtime.plan.cost import (
     drafting_s,
     expected_tokens,
     expected_tree_tokens,
-    link_times,
     pass_time,
-    predict_step,
     prefill_time,
-    step_time,
-    tok_per_s,
-    verification,
     verifier_step_s,
 )
 from offload_runtime.plan.forecast import (
     RunForecast,
-    Upgrade,
     describe_draft_cache,
     describe_speculation,
     describe_staging,
     forecast,
-    second_card,
-    upgrades,
+    link_times,
+    predict_step,
+    step_time,
+    tok_per_s,
+    verification,
 )
-from offload_runtime.plan.machine import (
+from offload_runtime.plan.memory import RunPlan, VerifierPlan
+from offload_runtime.plan.models import MemoryPart, ModelPlan, Placement
+from offload_runtime.plan.placement import place_staged, staging_rings
+from offload_runtime.plan.request import (
     COMMON_PROFILE,
+    DTYPE_NAMES,
     PROCESS_BYTES,
     MachineFigures,
     MemoryLimits,
-    common_figures,
-    known_figures,
-    limits_here,
-    machine_figures,
-)
-from offload_runtime.plan.memory import MemoryPart, ModelPlan, Placement, RunPlan, VerifierPlan
-from offload_runtime.plan.placement import place_staged, staging_rings
-from offload_runtime.plan.request import (
-    DTYPE_NAMES,
     PlanRequest,
     check_window,
+    common_figures,
     describe_pair,
+    known_figures,
+    limits_here,
     longest_context,
+    machine_figures,
     require_dtype,
     resolve_context,
     resolve_dtype,
 )
 from offload_runtime.plan.search import check_host_memory, find_plan, plan_run
-from offload_runtime.plan.suggest import Refusal, plan_or_refuse
+from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, second_card, upgrades
 
 __all__ = [
     "COMMON_PROFILE", "DTYPE_NAMES", "PROCESS_BYTES", "USUAL_ACCEPTANCE", "MachineFigures", "MemoryLimits",

@@ -18,7 +18,8 @@ from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv import block_bytes
 from offload_runtime.memory import PAGE_BYTES
-from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, all_resident
+from offload_runtime.plan.memory import RunPlan
+from offload_runtime.plan.models import ModelPlan, Placement, all_resident
 
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 RING_SLOTS = 3

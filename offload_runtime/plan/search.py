@@ -16,18 +16,11 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.machine import PROCESS_BYTES, MachineFigures, MemoryLimits, limits_of
-from offload_runtime.plan.memory import (
-    MemoryPart,
-    RunPlan,
-    VerifierPlan,
-    all_resident,
-    make_plan,
-    with_streaming_cache,
-)
+from offload_runtime.plan.forecast import tok_per_s
+from offload_runtime.plan.memory import RunPlan, VerifierPlan, make_plan
+from offload_runtime.plan.models import MemoryPart, all_resident, with_streaming_cache
 from offload_runtime.plan.placement import least_pinned_bytes, place_staged, placements
-from offload_runtime.plan.request import TREE_ROOMS, PlanRequest
+from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, PlanRequest, limits_of
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.

@@ -1,4 +1,4 @@
-"""When a run does not fit: the nearest settings that do, each of them planned to be sure."""
+"""What a run could have instead: settings that fit where it does not, and what a larger machine would bring."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload_runtime.config import (
+    GB,
     SpeculationOptions,
     format_bytes,
     format_bytes_up,
@@ -16,10 +17,10 @@ from offload_runtime.config import (
     size_option_down,
 )
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
-from offload_runtime.plan.machine import MachineFigures, limits_of
+from offload_runtime.plan.forecast import RunForecast, forecast
 from offload_runtime.plan.memory import RunPlan, make_plan
 from offload_runtime.plan.placement import least_pinned_bytes
-from offload_runtime.plan.request import PlanRequest, longest_context, resolve_context
+from offload_runtime.plan.request import MachineFigures, PlanRequest, limits_of, longest_context, resolve_context
 from offload_runtime.plan.search import find_candidates, plan_run
 
 _CONTEXT_STEP = 256
@@ -269,3 +270,48 @@ def _without_idle_options(change: str, request: PlanRequest) -> tuple[str, PlanR
         names, request = [*names, "gamma"], replace(request, gamma=None)
     dropped = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     return f"{change} without {dropped}" if names else change, request
+
+
+# --- what would make it faster
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What a change of the machine would bring: tokens per second before and after, at the usual acceptance."""
+
+    what: str
+    before_tok_per_s: float
+    after_tok_per_s: float
+    note: str = ""
+
+
+def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
+    """One more GB of device memory, and a second card."""
+    second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
+    offers = (
+        ("1 GB more device memory", *_with_vram(plan.request, machine, GB), ""),
+        ("a second card", *second_card(plan.request, machine), second),
+    )
+    found: list[Upgrade] = []
+    for what, request, better, note in offers:
+        try:
+            faster = forecast(plan_run(request, better), better)
+        except (BudgetError, OptionError):
+            continue
+        found.append(Upgrade(what, current.usual_tok_per_s, faster.usual_tok_per_s, note))
+    return tuple(found)
+
+
+def _with_vram(request: PlanRequest, machine: MachineFigures, more_bytes: int) -> tuple[PlanRequest, MachineFigures]:
+    limit = request.vram_bytes
+    larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
+    return replace(request, vram_bytes=None if limit is None else limit + more_bytes), larger
+
+
+def second_card(request: PlanRequest, machine: MachineFigures) -> tuple[PlanRequest, MachineFigures]:
+    """The same run where every layer's bytes are split over two cards and links, and neither waits for the other: a
+    bound of what tensor parallelism could bring."""
+    limit = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
+    request, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
+    twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}
+    return request, replace(larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice)
