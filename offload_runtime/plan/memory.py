@@ -14,7 +14,7 @@ from offload_runtime.kv import (
     block_bytes,
     kv_cache_bytes,
 )
-from offload_runtime.kv.retrieval import chunk_policy_bytes, retrieved_bytes
+from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.plan.models import MemoryPart, ModelPlan, Placement, draft_plan, target_plan
 from offload_runtime.plan.request import (
     KV_PLACES,
@@ -31,8 +31,8 @@ from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 
 @dataclass(frozen=True)
 class VerifierPlan:
-    """The retrieval verifier between draft and target, in bytes of the device: retrieved chunks, what the policy keeps
-    to choose them by, and what steps need."""
+    """The retrieval verifier between draft and target, in bytes of the device: retrieved chunks, what they are
+    chosen by, and what steps need."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -47,16 +47,15 @@ class VerifierPlan:
         return self.step_bytes + retrieved_bytes(
             self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
             batch=self.batch,
-        ) + chunk_policy_bytes(
-            self.config, self.dtype, options.policy, chunk_size=options.chunk_size,
-            capacity_tokens=self.context_tokens, batch=self.batch,
+        ) + summaries_bytes(
+            self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
         )  # fmt: skip
 
     @property
     def step_bytes(self) -> int:
         """The window and what a step computes on its way, of all sequences."""
         options = self.options
-        far_chunks = 0 if options.policy == "streaming" else self.context_tokens // options.chunk_size
+        far_chunks = self.context_tokens // options.chunk_size
         return verifier_step_bytes(
             self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1, far_chunks=far_chunks
         )

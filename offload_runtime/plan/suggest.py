@@ -263,7 +263,7 @@ def _without_draft(request: PlanRequest) -> tuple[str, PlanRequest]:
 def _without_idle_options(change: str, request: PlanRequest) -> tuple[str, PlanRequest]:
     """A change and its request without what nothing looks at any more: on the command line it would be refused."""
     options, usual = request.speculation, SpeculationOptions()
-    idle = idle_options(request.draft is not None, options.mode, options.draft_cache, options.policy)
+    idle = idle_options(request.draft is not None, options.mode, options.draft_cache)
     names = [name for name in idle if getattr(options, name) != getattr(usual, name)]
     request = replace(request, speculation=replace(options, **{name: getattr(usual, name) for name in names}))
     if options.mode == "none" and request.gamma is not None:
