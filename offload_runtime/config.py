@@ -252,7 +252,6 @@ class GenerationParams:
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
 DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
-CHUNK_POLICIES = ("retrieval", "topk", "streaming")
 # With the known token 32 rows, the most that chunks are scored by.
 MOST_GAMMA_DRAFT = 31
 
@@ -266,7 +265,7 @@ class SpeculationOptions:
     `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
     `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
     tokens and `retrieval` beyond them, by what is predicted as well. Of the middle level: `budget_tokens` per layer and
-    KV head in chunks of `chunk_size`, chosen by `policy` every `refresh_steps` of its steps; the draft proposes
+    KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps; the draft proposes
     `gamma_draft` tokens to each step. A draft that retrieves does so with the same `budget_tokens` and `chunk_size`.
     """
 
@@ -278,13 +277,11 @@ class SpeculationOptions:
     budget_tokens: int = 4096
     gamma_draft: int = 4
     refresh_steps: int = 1
-    policy: str = "retrieval"
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("speculation", self.mode, SPECULATION_MODES),
             ("draft_cache", self.draft_cache, DRAFT_CACHES),
-            ("policy", self.policy, CHUNK_POLICIES),
         ):
             if value not in allowed:
                 raise OptionError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
@@ -299,19 +296,19 @@ class SpeculationOptions:
         chunks_of_budget(self.budget_tokens, self.chunk_size)
 
 
-def idle_options(has_draft: bool, mode: str, draft_cache: str, policy: str | None) -> dict[str, str]:
+def idle_options(has_draft: bool, mode: str, draft_cache: str) -> dict[str, str]:
     """Fields of `SpeculationOptions` that nothing would look at, and why, with the way out.
 
-    `has_draft` says whether a model drafts; the others are such fields, `policy` None where it was not given.
+    `has_draft` says whether a model drafts; the others are such fields.
     """
     idle: dict[str, str] = {}
     if mode in ("none", "chain"):
         why = f"with --speculation {mode}, which has no middle level: drop it, or take --speculation triforce"
-        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps", "gamma_draft"), why)
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "refresh_steps", "gamma_draft"), why)
     elif mode == "auto" and not has_draft:
         why = "without a draft model, because auto takes no middle level then: name one with --draft, or take "
         why += "--speculation triforce --draft none"
-        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "policy", "refresh_steps"), why)
+        idle |= dict.fromkeys(("chunk_size", "budget_tokens", "refresh_steps"), why)
     if has_draft and mode != "none" and draft_cache in ("auto", "retrieval"):  # a draft's own cache may be of chunks
         idle = {name: why for name, why in idle.items() if name not in ("chunk_size", "budget_tokens")}
     if draft_cache not in ("auto", "streaming"):
@@ -320,8 +317,6 @@ def idle_options(has_draft: bool, mode: str, draft_cache: str, policy: str | Non
     if not has_draft:
         why = "without a draft model: drop it, or name one with --draft"
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "sink_tokens", "recent_tokens"), why)
-    if policy == "streaming" and "policy" not in idle:  # it keeps as many sinks as the draft would
-        idle.pop("sink_tokens", None)
     return idle
 
 

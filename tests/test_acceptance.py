@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv.host_io import HostWrites
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, StreamingPolicy, TopKPolicy
+from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup
 from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, decode, replay
@@ -27,7 +27,7 @@ PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(740)]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
 Shared = dict[SamplingParams, tuple[list[int], DenseLlama]]
 Levels = tuple[Acceptance, Acceptance]  # of the draft, of the middle level
-Book = Callable[[str, int, SamplingParams, ModelConfig], Levels]
+Book = Callable[[int, SamplingParams, ModelConfig], Levels]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,8 @@ def generate(runtime: Runtime, params: SamplingParams, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def make_policy(name: str, config: ModelConfig) -> ChunkPolicy:
-    if name == "streaming":
-        return StreamingPolicy(config, budget_tokens=BUDGET, chunk_size=CHUNK, sink_tokens=SINKS)
-    made = RetrievalPolicy if name == "retrieval" else TopKPolicy
-    return made(
+def make_policy(config: ModelConfig) -> RetrievalPolicy:
+    return RetrievalPolicy(
         config, torch.float32, budget_tokens=BUDGET, chunk_size=CHUNK, capacity_tokens=CAPACITY, batch=1,
         budget=DeviceBudget(torch.device("cpu"), None),
     )  # fmt: skip
@@ -85,17 +82,17 @@ def prompt_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
-    """What both levels accept, by policy, refreshing and sampling; wherever keys and values lie."""
+    """What both levels accept, by refreshing and sampling; wherever keys and values lie."""
 
-    found: dict[tuple[str, int, SamplingParams], Levels] = {}
+    found: dict[tuple[int, SamplingParams], Levels] = {}
 
-    def find(policy: str, refresh_steps: int, params: SamplingParams, config: ModelConfig) -> Levels:
-        if (known := found.get((policy, refresh_steps, params))) is not None:
+    def find(refresh_steps: int, params: SamplingParams, config: ModelConfig) -> Levels:
+        if (known := found.get((refresh_steps, params))) is not None:
             return known
         truth, full = plain[params]
         guesser = DenseDraft(dense(draft), params)
         middle = DenseMiddle(
-            full, dense(target), make_policy(policy, config), chunk_size=CHUNK, refresh_steps=refresh_steps,
+            full, dense(target), make_policy(config), chunk_size=CHUNK, refresh_steps=refresh_steps,
             params=params,
         )  # fmt: skip
         outer = replay(
@@ -103,7 +100,7 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
             gamma=GAMMA, proposed_by="middle",
         )  # fmt: skip
         inner = Acceptance("draft", "middle", middle.steps, middle.steps * GAMMA_DRAFT, middle.accepted)
-        found[policy, refresh_steps, params] = inner, outer
+        found[refresh_steps, params] = inner, outer
         return inner, outer
 
     return find
@@ -111,22 +108,16 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
 
 @pytest.mark.usefixtures("prompt_writes")
 @pytest.mark.parametrize(
-    ("policy", "refresh_steps", "kv"),
-    [
-        ("retrieval", 1, "gpu"), ("topk", 1, "gpu"), ("streaming", 1, "gpu"), ("retrieval", 1, "host"),
-        ("retrieval", 4, "host"),
-    ],
+    ("refresh_steps", "kv"), [(1, "gpu"), (1, "host"), (4, "host")]
 )  # fmt: skip
-def test_triforce(
-    target: Path, draft: Path, plain: Shared, by_the_book: Book, policy: str, refresh_steps: int, kv: str
-) -> None:
+def test_triforce(target: Path, draft: Path, plain: Shared, by_the_book: Book, refresh_steps: int, kv: str) -> None:
     options = SpeculationOptions(
         "triforce", "full", SINKS, chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT,
-        refresh_steps=refresh_steps, policy=policy,
+        refresh_steps=refresh_steps,
     )  # fmt: skip
     with load(target, draft=draft, context=CAPACITY, kv=kv, speculation=options) as runtime:
         for params in SAMPLINGS:
-            expected = by_the_book(policy, refresh_steps, params, runtime.config)
+            expected = by_the_book(refresh_steps, params, runtime.config)
             result = generate(runtime, params)
             assert result.tokens == plain[params][0][len(PROMPT) :]
             assert result.stats.acceptance == expected

@@ -67,7 +67,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
-        "policy": "topk", "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
+        "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
         "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
@@ -82,7 +82,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     assert runtime.loads == [
         RuntimeConfig(
             "some/model", "some/draft", "cuda", "bf16", 24_000_000_000, 60_000_000_000, 30_000_000_000, 2, 64, "host",
-            SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2, "topk"), max_gamma=90, gamma=90,
+            SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), max_gamma=90, gamma=90,
             tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, 
     assert runtime.loads == []
 
 
-MIDDLE = ("--budget-tokens 64", "--chunk-size 4", "--policy topk", "--refresh-steps 2")
+MIDDLE = ("--budget-tokens 64", "--chunk-size 4", "--refresh-steps 2")
 KEPT = ("--sink-tokens 4", "--recent-tokens 9")
 IDLE = [
     *(("--speculation none --draft some/draft", option) for option in (*MIDDLE, "--gamma-draft 2")),
@@ -216,7 +216,6 @@ IDLE = [
     *((f"--draft some/draft --draft-cache {cache}", option) for cache in ("full", "retrieval") for option in KEPT),
     *(("--speculation triforce --draft none", option) for option in (*KEPT, "--gamma-draft 2", "--draft-cache full")),
     ("--draft ngram", "--draft-cache streaming"),
-    ("--speculation triforce --draft none --policy streaming", "--recent-tokens 9"),
 ]
 BUSY = [
     *(("--speculation triforce --draft some/draft", option) for option in (*MIDDLE, *KEPT, "--gamma-draft 2")),
@@ -224,8 +223,6 @@ BUSY = [
     *(("--speculation triforce --draft none", option) for option in (*MIDDLE, "--gamma 3")),
     *(("--speculation chain --draft some/draft", option) for option in (*MIDDLE[:2], *KEPT, "--draft-cache full")),
     *(("--speculation chain --draft some/draft --draft-cache retrieval", option) for option in MIDDLE[:2]),
-    ("--speculation triforce --draft none --policy streaming", "--sink-tokens 4"),
-    ("--speculation triforce --draft some/draft --draft-cache full --policy streaming", "--sink-tokens 4"),
 ]
 
 

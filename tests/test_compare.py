@@ -13,9 +13,9 @@ from typing import Any
 import accelerate_offload
 import compare
 import pytest
+import systems
 import torch
 from common import options_from, peer_parser
-from comparing import systems
 from measurement import measure, measure_peer
 from models import load_draft
 

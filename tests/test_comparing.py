@@ -10,9 +10,9 @@ from typing import Any
 import bench_streaming
 import compare
 import pytest
+import systems
 import torch
 from common import options_from, peer_parser
-from comparing import report, systems
 from measurement import RoundClock
 from models import fitting_layers, require_whole_model
 from runs import NextToken, Run, answers, expectations, figures, num_differing
@@ -108,10 +108,10 @@ def test_a_system_that_expects_other_tokens_behind_a_prompt_is_suspect(temperatu
         name: result(2, system=name, next_token=[expected(said["ours-plain"]), expected(one)], tokens=[[1], [2]])
         for name, one in said.items()
     }
-    found = report.agreements(results, greedy=temperature == 0)
+    found = systems.agreements(results, greedy=temperature == 0)
     assert found is not None
     assert found["in_common"] == {"ours-plain": [1, 1], "near": [1, 0.5], "far": [1, pytest.approx(1 / 3)]}
-    lines = report.table(make_report(results, greedy=temperature == 0)).splitlines()
+    lines = systems.table(make_report(results, greedy=temperature == 0)).splitlines()
     (suspect,) = (number for number, line in enumerate(lines) if "SUSPECT" in line)
     assert lines[suspect - 1].startswith("far ") and "it expects 33 % as ours-plain does" in lines[suspect]
 
@@ -120,24 +120,24 @@ def test_a_system_that_expects_other_tokens_behind_a_prompt_is_suspect(temperatu
     ("said", "count"), [([1, 2, 3], 3), ([1, 2, 9], 2), ([9, 2, 3], 0), ([1, 2], 2), ([1, 9, 3], 1), ([], 0)]
 )
 def test_leading_tokens_that_agree_are_counted(said: list[int], count: int) -> None:
-    assert report.leading_agreement([1, 2, 3], said) == count
+    assert systems.leading_agreement([1, 2, 3], said) == count
 
 
 def test_the_reference_is_our_plain_decoding_or_else_the_resident_model() -> None:
     results = {"resident": result(9, [[1, 2], [3, 4]]), "ours": result(3, [[1, 9], [3, 4]]), "gone": {"missing": "x"}}
-    found = report.agreements(results, greedy=True)
+    found = systems.agreements(results, greedy=True)
     assert found is not None and found["reference"] == "resident"
     assert found["systems"]["ours"] == {"leading": [1, 2], "of": [2, 2]} and "gone" not in found["systems"]
     plain = {"ours-plain": result(2, [[1, 9], [3, 4]]), **results}
-    found = report.agreements(plain, greedy=True)
+    found = systems.agreements(plain, greedy=True)
     assert found is not None and found["reference"] == "ours-plain"
     assert [sum(row["leading"]) for row in found["systems"].values()] == [4, 3, 4]
-    assert report.agreements({"ours": result(3)}, greedy=True) is None
+    assert systems.agreements({"ours": result(3)}, greedy=True) is None
 
 
 def test_sampled_answers_are_compared_only_where_the_noise_is_the_same() -> None:
     results = {name: result(1, system="offload_runtime") for name in ("ours", "ours-plain")}
-    found = report.agreements({**results, "resident": result(1)}, greedy=False)
+    found = systems.agreements({**results, "resident": result(1)}, greedy=False)
     assert found is not None and set(found["systems"]) == {"ours", "ours-plain"}
 
 
@@ -146,17 +146,17 @@ def test_the_bound_is_bytes_over_the_fastest_link_that_was_seen() -> None:
         "ours-plain": result(9, bytes_per_pass=5 * 10**9), "deepspeed": result(8, bound={"link_gbps": 60.0}),
         "resident": result(30, bytes_per_pass=0, bound=None), "accelerate": {"error": "x"},
     }  # fmt: skip
-    assert report.link_bound(results) == {"bytes_per_pass": 5 * 10**9, "link_gbps": 60.0, "tok_per_s": 12.0}
+    assert systems.link_bound(results) == {"bytes_per_pass": 5 * 10**9, "link_gbps": 60.0, "tok_per_s": 12.0}
     del results["ours-plain"]
-    bound = report.link_bound(results)
+    bound = systems.link_bound(results)
     assert bound is not None and bound["tok_per_s"] == 60.0
-    assert report.link_bound({"resident": results["resident"]}) is None
+    assert systems.link_bound({"resident": results["resident"]}) is None
 
 
 def make_report(results: dict[str, dict[str, Any]], *, greedy: bool = True) -> dict[str, Any]:
     return {
-        "title": "a title", "results": results, "times_ours_over": report.times_ours_over(results),
-        "bound": report.link_bound(results), "agreement": report.agreements(results, greedy=greedy),
+        "title": "a title", "results": results, "times_ours_over": systems.times_ours_over(results),
+        "bound": systems.link_bound(results), "agreement": systems.agreements(results, greedy=greedy),
     }  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_the_table_says_what_was_measured_and_why_something_was_not() -> None:
         "deepspeed": {"missing": "deepspeed is not installed: pip"}, "resident": {"skipped": "does not fit"},
         "accelerate": result(1.6, [[1, 9, 9]], notes=["SUSPECT: one", "another"]), "other": {"error": "first\nlast"},
     }  # fmt: skip
-    lines = [line.split() for line in report.table(make_report(results)).splitlines()]
+    lines = [line.split() for line in systems.table(make_report(results)).splitlines()]
     plain, ours, deepspeed, resident, accelerate, suspect, other, bound = lines[1:]
     assert plain == [
         "ours-plain",
@@ -191,9 +191,9 @@ def test_the_table_says_what_was_measured_and_why_something_was_not() -> None:
 
 
 def test_only_a_failure_or_nothing_measured_is_no_success() -> None:
-    assert report.succeeded({"ours": result(1), "deepspeed": {"missing": "x"}, "resident": {"skipped": "x"}})
-    assert not report.succeeded({"ours": result(1), "accelerate": {"error": "x"}})
-    assert not report.succeeded({"deepspeed": {"missing": "x"}})
+    assert systems.succeeded({"ours": result(1), "deepspeed": {"missing": "x"}, "resident": {"skipped": "x"}})
+    assert not systems.succeeded({"ours": result(1), "accelerate": {"error": "x"}})
+    assert not systems.succeeded({"deepspeed": {"missing": "x"}})
 
 
 def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: P
             lambda self, *args, **options: (saved.append(self), save(self, *args, **options)),
         )
         results = {"ours": result(110.0), "accelerate": result(2.0), "deepspeed": {"missing": "x"}}
-        paths = report.draw(make_report(results), tmp_path / "new" / "bars.json")
+        paths = systems.draw(make_report(results), tmp_path / "new" / "bars.json")
     assert [path.name for path in paths] == ["bars.png", "bars.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG") and "<svg" in paths[1].read_text()
     (axes,) = saved[0].axes
@@ -217,13 +217,13 @@ def test_the_chart_has_a_bar_for_each_speed_and_a_line_for_the_bound(tmp_path: P
     assert list(line.get_xdata()) == [55.0, 55.0]
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be drawn"):
-        report.draw(make_report(results), tmp_path / "file" / "bars")
+        systems.draw(make_report(results), tmp_path / "file" / "bars")
 
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(systems, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"offload-runtime\[plots\]"):
-        report.require_matplotlib()
+        systems.require_matplotlib()
 
 
 def test_what_cannot_run_is_left_out_with_the_reason() -> None:
@@ -336,7 +336,7 @@ def test_the_bench_of_streaming_judges_what_was_measured() -> None:
     window = {"window_tokens": 1, "link_share": 0.98, "host_launch_share": 0.05}
     ours = result(4.0, windows=[window], vram_limit_bytes=24 * 10**9, differing_generations=0)
     results = {"ours": ours, "deepspeed": result(3.8), "accelerate": {"missing": "x"}}
-    assert report.times_ours_over(results) == {"deepspeed": 4.0 / 3.8}
+    assert systems.times_ours_over(results) == {"deepspeed": 4.0 / 3.8}
     verdicts = {check.claim: check.holds for check in bench_streaming.checks(results)}
     assert verdicts == {
         "link share of the peak, window 1": True, "host launch share of a pass, window 1": True,

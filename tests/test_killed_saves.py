@@ -45,7 +45,7 @@ from offload_runtime.trace.chrome import write_trace
 write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_NOISY_COPY = """
-from noisy_draft import write_noisy_copy
+from widening.checkpoint import write_noisy_copy
 write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
 """
 

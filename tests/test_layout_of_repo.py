@@ -34,10 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "copy": {"memory", "trace", KERNELS},
     "sampling": {KERNELS},
     "weights": {"memory", KERNELS},
-    "model": {"weights", KERNELS},
+    "model": {"memory", "weights", KERNELS},
     "kv": {"copy", "memory", KERNELS},
     "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
-    "runners": {"copy", "model", "kv", "sampling", "trace", KERNELS},
+    "runners": {"copy", "memory", "model", "kv", "sampling", "trace", KERNELS},
     "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows
     "engine": {
         "copy", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",

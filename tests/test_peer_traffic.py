@@ -12,9 +12,9 @@ import measurement
 import offloaded_cache
 import ours_runtime
 import pytest
+import systems
 import torch
 from common import options_from, peer_parser
-from comparing import report
 from measurement import measure_peer
 from models import load_draft
 from offloaded_cache import MendedCache, offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
@@ -181,10 +181,10 @@ def test_keys_and_values_count_for_the_link_and_its_bound_where_they_are_known()
 def test_the_bound_leaves_out_systems_whose_keys_and_values_are_unknown_and_the_table_says_so() -> None:
     note = "GB/s and bound: weights only, because x"
     results = {"a": one_result(2.0, 3 * 10**9, None, (note, "another")), "b": one_result(1.0, 12 * 10**9, 10**9)}
-    bound = report.link_bound(results)
+    bound = systems.link_bound(results)
     assert bound is not None and bound["bytes_per_pass"] == 12 * 10**9 and bound["tok_per_s"] == 5.0
-    assert report.link_bound({"a": results["a"]}) is None
-    lines = report.table({"results": results, "times_ours_over": {}, "bound": bound, "agreement": None}).splitlines()
+    assert systems.link_bound({"a": results["a"]}) is None
+    lines = systems.table({"results": results, "times_ours_over": {}, "bound": bound, "agreement": None}).splitlines()
     assert lines[2].strip() == note and lines[3].startswith("b ") and "another" not in "".join(lines)
 
 

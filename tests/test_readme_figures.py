@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparing.report import agreements
+from systems import agreements
 
 from offload_runtime.hardware import load_profile
 

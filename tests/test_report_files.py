@@ -9,7 +9,7 @@ from typing import Any
 import compare
 import harness
 import pytest
-from comparing import systems
+import systems
 
 from offload_runtime.errors import OffloadError, StorageError
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_context.policies import StreamingPolicy, TopKPolicy, far_keys_bytes
 from offload_runtime_kernels.chunk_scores import SPREAD_WEIGHT
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -17,9 +18,6 @@ from offload_runtime.kv.retrieval import (
     ChunkPolicy,
     RetrievalPolicy,
     RetrievedChunks,
-    StreamingPolicy,
-    TopKPolicy,
-    far_keys_bytes,
     retrieved_bytes,
     summaries_bytes,
 )
@@ -64,9 +62,9 @@ def _tell(policy: ChunkPolicy, context: torch.Tensor) -> None:
 
 
 def _policy(
-    kind: type[RetrievalPolicy] | type[TopKPolicy], config: ModelConfig, *, budget_tokens: int = 96,
-    chunk_size: int = 8, budget: DeviceBudget | None = None,
-) -> RetrievalPolicy | TopKPolicy:  # fmt: skip
+    kind: Callable[..., ChunkPolicy], config: ModelConfig, *, budget_tokens: int = 96, chunk_size: int = 8,
+    budget: DeviceBudget | None = None,
+) -> ChunkPolicy:  # fmt: skip
     return kind(
         config, torch.float32, budget_tokens=budget_tokens, chunk_size=chunk_size,
         capacity_tokens=NUM_BLOCKS * BLOCK_TOKENS - 5, batch=2, budget=budget or DeviceBudget(DEVICE, None),
@@ -152,7 +150,7 @@ def test_what_is_held_is_kept_unless_another_is_clearly_better() -> None:
 
 
 def test_streaming_takes_the_first_and_the_last_chunks() -> None:
-    policy = StreamingPolicy(_config(), budget_tokens=40, chunk_size=8, sink_tokens=16)
+    policy = _policy(StreamingPolicy, _config(), budget_tokens=40)
     q = _random(4, 1, 4, 16, seed=4)
     selected = policy.select(0, q, [9, 5, 2, 0], scale=SCALE)
     rows = [[0, 1, 6, 7, 8], [0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [-1] * 5]
@@ -236,7 +234,7 @@ def test_sequences_are_updated_one_by_one(host_table: HostTable) -> None:
     config = _config()
     context, chunks = _context(config), _retrieved(config)
     table = host_table(context, 1)
-    policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=8)
+    policy = _policy(StreamingPolicy, config)
     q = _random(1, 1, 4, 16, seed=7)
     first, second = (policy.select(1, q, [count], scale=SCALE) for count in (30, 4))
     chunks.update(1, second, table, sequence=1)
@@ -250,9 +248,8 @@ def test_sequences_are_updated_one_by_one(host_table: HostTable) -> None:
 def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again(host_table: HostTable) -> None:
     config = _config()
     context, chunks = _context(config), _retrieved(config)
-    policy = StreamingPolicy(config, budget_tokens=96, chunk_size=8, sink_tokens=48)
-    q = _random(2, 1, 4, 16, seed=8)
-    selected = policy.select(0, q, [40, 40], scale=SCALE)  # chunks 0 to 5 and 34 to 39
+    one = torch.tensor([*range(6), *range(34, 40)], dtype=torch.int32, device=DEVICE)
+    selected = one.expand(2, 2, 12).contiguous()
     chunks.update(0, selected, host_table(context, 0))
     context[0, :, 1:] += 1.0  # both sequences go on differently behind token 256 + 3 * 8 + 1
     context[0, :, 0] += 5.0  # and this must not be looked at: it was not cut
@@ -312,6 +309,3 @@ def test_options_that_make_no_sense_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(OptionError, match=message):
             chunks_of_budget(budget_tokens, chunk_size)
-    for sink_tokens in (4, 104, -8):
-        with pytest.raises(OptionError, match="sink tokens"):
-            StreamingPolicy(_config(), budget_tokens=96, chunk_size=8, sink_tokens=sink_tokens)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stretch_model
 import torch
 import widen_model
 from safetensors.torch import save_file
-from stretch_model import parse_rope
 from transformers import AutoModelForCausalLM
+from widen_model import parse_rope
 from widening.shapes import SHAPES
 from widening.stretched import StretchedCheckpoint
 
@@ -286,8 +285,8 @@ def test_rope_parameters_of_the_command_line():
 
 
 def run_command(source: Path, out: Path, *others: str) -> subprocess.CompletedProcess[str]:
-    """`stretch_model.py` as a process."""
-    command = [sys.executable, str(ROOT / "tools" / "stretch_model.py"), "--source", str(source), "--out", str(out)]
+    """`widen_model.py` as a process."""
+    command = [sys.executable, str(ROOT / "tools" / "widen_model.py"), "--source", str(source), "--out", str(out)]
     return subprocess.run([*command, *others], capture_output=True, text=True)
 
 
@@ -299,8 +298,8 @@ def test_the_command_writes_all_or_nothing(source_dir, deltas, tmp_path, monkeyp
     )
     for others, words in refused:
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process are pytest's
-        monkeypatch.setattr(sys, "argv", ["stretch_model", "--source", str(source_dir), "--out", str(out), *others])
-        assert stretch_model.main() == 2
+        monkeypatch.setattr(sys, "argv", ["widen_model", "--source", str(source_dir), "--out", str(out), *others])
+        assert widen_model.main() == 2
         assert words in capsys.readouterr().err.strip().splitlines()[-1]
     assert not any(path.name not in ("source", *(path.name for path in deltas)) for path in tmp_path.iterdir())
 
@@ -318,8 +317,8 @@ def test_what_was_stretched_on_disk_can_be_widened_on_disk(source_dir, deltas, t
     monkeypatch.setitem(SHAPES, "tiny", HEADS_OF_128)
     small, wide = tmp_path / "small", tmp_path / "wide"
     given = ["--source", str(source_dir), "--delta", *map(str, deltas), "--rope", json.dumps(YARN), "--out", str(small)]
-    monkeypatch.setattr(sys, "argv", ["stretch_model", *given, "--max-position", "1024", "--dtype", "fp32"])
-    assert stretch_model.main() == 0
+    monkeypatch.setattr(sys, "argv", ["widen_model", *given, "--max-position", "1024", "--dtype", "fp32"])
+    assert widen_model.main() == 0
     given = ["--source", str(small), "--shape", "tiny", "--noise", "0.05", "--device", "cpu", "--out", str(wide)]
     monkeypatch.setattr(sys, "argv", ["widen_model", *given, "--dtype", "fp32"])
     assert widen_model.main() == 0 and capsys.readouterr().out.split() == [str(small), str(wide)]

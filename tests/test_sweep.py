@@ -271,8 +271,13 @@ def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtim
     session = Session(runtime)
     expected = session.decode(start, proposer_of(runtime), params, gamma=8, count=24)
     rig = Rig(runtime, "model")
-    for options in (replace(OPTIONS, policy="topk", chunk_size=16), replace(OPTIONS, mode="chain"), OPTIONS):
-        proposer = rig.build(options)
+    others = [
+        (replace(OPTIONS, chunk_size=16), "topk"),
+        (OPTIONS, "streaming"),
+        (replace(OPTIONS, mode="chain"), "topk"),
+    ]
+    for options, policy in (*others, (OPTIONS, "retrieval")):
+        proposer = rig.build(options, policy)
         found = session.decode(start, proposer, params, gamma=8, count=24)
         assert compare(expected.texts, found.texts).identical
     assert found.rounds == expected.rounds
@@ -325,7 +330,7 @@ def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
     gc.collect()
     assert not any(ref() for ref in (loaded, *policies))
     without = runtime._parts.budget.reserved_bytes
-    rig.build(replace(OPTIONS, policy="topk"))
+    rig.build(OPTIONS, "topk")
     rig.build(OPTIONS)
     assert len(target_cache(runtime).observers) == 1
     assert without < before == runtime._parts.budget.reserved_bytes

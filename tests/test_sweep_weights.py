@@ -118,7 +118,7 @@ def test_another_text_than_plain_decoding_fails_the_command(
 
 
 def test_the_bound_is_the_longest_of_three() -> None:
-    from widening.untrained import repeated_llama
+    from widening.made import repeated_llama
 
     config = repeated_llama(shape_named("llama2-7b"), context_tokens=4096).config()
     layer = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096)

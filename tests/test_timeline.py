@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import timeline
-from timelines import picture, spans
+import trace_spans
 
 from offload_runtime.errors import OptionError, TraceError
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -80,9 +80,9 @@ def test_a_picture_says_what_is_what(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert word in words
     assert not {"weights for this pass", "link back", "verify 3: 10 tokens, 3 accepted"} & set(words)
-    told = spans.read_trace(write_made_up(tmp_path / "older.json.gz", about={"emulated": "rtx4090"})).machine()
+    told = trace_spans.read_trace(write_made_up(tmp_path / "older.json.gz", about={"emulated": "rtx4090"})).machine()
     assert told == "emulating rtx4090"
-    assert spans.read_trace(write_made_up(tmp_path / "silent.json.gz", about={})).machine() == ""
+    assert trace_spans.read_trace(write_made_up(tmp_path / "silent.json.gz", about={})).machine() == ""
 
 
 def test_passes_are_drawn_with_their_totals(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_passes_are_drawn_with_their_totals(trace: Path, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert printed.endswith(f"{out}\n") and "link " in printed
     words = words_of(out)
-    told = spans.read_trace(trace)
+    told = trace_spans.read_trace(trace)
     assert told.about["device"] == "cpu" and told.about["device_name"] is None
     assert told.machine() in words and "cpu, float32; 1 of " in words
     assert printed.splitlines()[0].removeprefix("verify 2 to verify 3, ") in words
@@ -134,7 +134,7 @@ def test_a_cut_out_draws_and_counts_like_the_whole_trace(trace: Path, tmp_path: 
     assert again.read_bytes() == cut.read_bytes()
     assert timeline.main([str(cut), "--passes", "1-9", "--out", str(out)]) == 2
     # A compressed trace's picture is named like that of the trace itself.
-    assert picture.picture_path(cut, None) == tmp_path / "cut.png"
+    assert timeline.picture_path(cut, None) == tmp_path / "cut.png"
 
 
 def test_the_documented_pictures_are_what_their_commands_draw(tmp_path: Path) -> None:
@@ -152,37 +152,37 @@ def test_the_documented_pictures_are_what_their_commands_draw(tmp_path: Path) ->
 
 def test_copies_are_told_apart_by_the_pass_that_they_are_for(trace: Path) -> None:
     events = [
-        spans.Event("passes", "verify 1", 10.0, 14.0, {"pass": 1, "kind": "verify", "tokens": [1]}),
-        spans.Event("passes", "verify 2", 15.0, 18.0, {"pass": 2, "kind": "verify", "tokens": [1]}),
-        spans.Event("link", "weights of layer 1", 9.0, 11.0, {"layer": 1, "kind": "weights", "bytes": 1}),
-        spans.Event("link", "kv of layer 1", 11.0, 11.5, {"layer": 1, "kind": "kv", "bytes": 1}),
-        spans.Event("link", "weights of layer 3", 11.5, 11.7, {"layer": 3, "kind": "weights", "bytes": 1}),
-        spans.Event("compute", "layer 1", 11.2, 11.8, {"layer": 1}),
-        spans.Event("stalls", "wait for the link", 11.3, 11.5, {}),
-        spans.Event("compute", "layer 3", 12.0, 12.5, {"layer": 3}),
-        spans.Event("link", "weights of layer 1", 11.7, 14.5, {"layer": 1, "kind": "weights", "bytes": 1}),
-        spans.Event("compute", "layer 1", 16.0, 16.5, {"layer": 1}),
-        spans.Event("link", "weights of layer 3", 16.0, 17.0, {"layer": 3, "kind": "weights", "bytes": 1}),
-        spans.Event("link", "measurement", 17.5, 18.0, {"kind": "measurement", "bytes": 1}),
+        trace_spans.Event("passes", "verify 1", 10.0, 14.0, {"pass": 1, "kind": "verify", "tokens": [1]}),
+        trace_spans.Event("passes", "verify 2", 15.0, 18.0, {"pass": 2, "kind": "verify", "tokens": [1]}),
+        trace_spans.Event("link", "weights of layer 1", 9.0, 11.0, {"layer": 1, "kind": "weights", "bytes": 1}),
+        trace_spans.Event("link", "kv of layer 1", 11.0, 11.5, {"layer": 1, "kind": "kv", "bytes": 1}),
+        trace_spans.Event("link", "weights of layer 3", 11.5, 11.7, {"layer": 3, "kind": "weights", "bytes": 1}),
+        trace_spans.Event("compute", "layer 1", 11.2, 11.8, {"layer": 1}),
+        trace_spans.Event("stalls", "wait for the link", 11.3, 11.5, {}),
+        trace_spans.Event("compute", "layer 3", 12.0, 12.5, {"layer": 3}),
+        trace_spans.Event("link", "weights of layer 1", 11.7, 14.5, {"layer": 1, "kind": "weights", "bytes": 1}),
+        trace_spans.Event("compute", "layer 1", 16.0, 16.5, {"layer": 1}),
+        trace_spans.Event("link", "weights of layer 3", 16.0, 17.0, {"layer": 3, "kind": "weights", "bytes": 1}),
+        trace_spans.Event("link", "measurement", 17.5, 18.0, {"kind": "measurement", "bytes": 1}),
     ]
     window = 9.0, 18.0
-    assert picture._bars_of("link", events, window) == {
+    assert timeline.bars_of("link", events, window) == {
         "weights for the next pass": [(9.0, 11.0), (11.7, 14.5), (16.0, 17.0)],
         "kv for this pass": [(11.0, 11.5)],
         "weights for this pass": [(11.5, 11.7)],
         "measurement": [(17.5, 18.0)],
         "link idle": [(14.5, 16.0), (17.0, 17.5)],
     }
-    assert picture._bars_of("target", events, window) == {
+    assert timeline.bars_of("target", events, window) == {
         "target waits for the link": [(11.3, 11.5)],
         "target computes": [(11.2, 11.3), (11.5, 11.8), (12.0, 12.5), (16.0, 16.5)],
     }
 
 
 def test_totals_are_those_of_the_trace(trace: Path) -> None:
-    events = spans.read_trace(trace).events
+    events = trace_spans.read_trace(trace).events
     passes = [event for event in events if event.row == "passes"]
-    everything = spans.totals_of(events, passes, (0.0, max(event.end_s for event in events)))
+    everything = trace_spans.totals_of(events, passes, (0.0, max(event.end_s for event in events)))
     copies = [event for event in events if event.row == "link"]
     assert everything.link_bytes == pytest.approx(sum(event.args["bytes"] for event in copies))
     assert everything.link_s == pytest.approx(sum(event.end_s - event.start_s for event in copies))
@@ -194,7 +194,7 @@ def test_totals_are_those_of_the_trace(trace: Path) -> None:
 
 
 def test_totals_are_clipped_and_counted_once() -> None:
-    event = spans.Event
+    event = trace_spans.Event
     passes = [event("passes", "verify 1", 10.0, 14.0, {"pass": 1, "kind": "verify", "tokens": [4], "accepted": [2]})]
     events = [
         *passes,
@@ -207,10 +207,10 @@ def test_totals_are_clipped_and_counted_once() -> None:
         event("stalls", "wait for the link", 11.0, 11.5, {}),
     ]
     events.append(event("passes", "verify 0", 7.5, 8.5, {"pass": 0, "kind": "verify", "tokens": [1]}))
-    window = spans.window_of(events, passes)
+    window = trace_spans.window_of(events, passes)
     assert window == (9.0, 14.0)
-    totals = spans.totals_of(events, passes, window)
-    assert totals == spans.Totals(
+    totals = trace_spans.totals_of(events, passes, window)
+    assert totals == trace_spans.Totals(
         seconds=5.0, link_bytes=400.0, link_s=4.0, compute_s=1.5, stall_s=0.5, draft_s=1.5, hidden_draft_s=1.5,
         checked_tokens=4, accepted_tokens=2,
     )  # fmt: skip
@@ -219,12 +219,12 @@ def test_totals_are_clipped_and_counted_once() -> None:
 
 def test_where_nothing_is_streamed_no_link_is_idle() -> None:
     passes = [
-        spans.Event("passes", "verify 1", 1.0, 2.0, {"pass": 1, "kind": "verify", "tokens": [4], "accepted": [2]})
+        trace_spans.Event("passes", "verify 1", 1.0, 2.0, {"pass": 1, "kind": "verify", "tokens": [4], "accepted": [2]})
     ]
-    events = [*passes, spans.Event("draft", "propose", 0.2, 0.7, {})]
-    totals = spans.totals_of(events, passes, (0.1, 2.0))
+    events = [*passes, trace_spans.Event("draft", "propose", 0.2, 0.7, {})]
+    totals = trace_spans.totals_of(events, passes, (0.1, 2.0))
     assert totals.caption().startswith("1900 ms: nothing streamed; compute 0.0 %") and "0 % hidden" in totals.caption()
-    assert "-0" not in totals.caption() and picture._bars_of("link", events, (0.1, 2.0)) == {}
+    assert "-0" not in totals.caption() and timeline.bars_of("link", events, (0.1, 2.0)) == {}
 
 
 def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,26 +247,26 @@ def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path, capsys: pytest
     for name, content in {**{name: text.encode() for name, text in files.items()}, "flipped": bytes(packed)}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=words[name]):
-            spans.read_trace(tmp_path / name)
+            trace_spans.read_trace(tmp_path / name)
         assert timeline.main([str(tmp_path / name)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
     with pytest.raises(TraceError, match="No such file"):
-        spans.read_trace(tmp_path / "absent")
+        trace_spans.read_trace(tmp_path / "absent")
     assert not list(tmp_path.glob("*.png"))
 
 
 def test_passes_and_places_that_are_not_there_are_refused(trace: Path, tmp_path: Path) -> None:
-    events = spans.read_trace(trace).events
+    events = trace_spans.read_trace(trace).events
     for asked in ("3-2", "a", "-1", "1-2-3", ""):
         with pytest.raises(OptionError, match="is no range"):
-            spans.choose_passes(events, asked)
+            trace_spans.choose_passes(events, asked)
     with pytest.raises(TraceError, match=r"the trace has the passes 0 to \d+"):
-        spans.choose_passes(events, "1-999")
+        trace_spans.choose_passes(events, "1-999")
     with pytest.raises(TraceError, match="has no passes"):
-        spans.choose_passes([], None)
+        trace_spans.choose_passes([], None)
     with pytest.raises(OptionError, match="must end in one of"):
-        picture.picture_path(trace, str(tmp_path / "picture.doc"))
+        timeline.picture_path(trace, str(tmp_path / "picture.doc"))
     assert timeline.main([str(trace), "--out", str(tmp_path / "absent" / "p.png")]) == 2
 
 

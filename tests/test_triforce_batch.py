@@ -28,10 +28,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 SMALL = {"budget_tokens": 96, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": GAMMA_DRAFT}
 COMBINATIONS = [
-    ("full", "retrieval", "mha", "gpu"), ("full", "topk", "gqa", "host"), ("full", "streaming", "mha", "gpu"),
-    ("streaming", "retrieval", "gqa", "host"), ("streaming", "topk", "mha", "gpu"),
-    ("streaming", "streaming", "gqa", "host"), ("retrieval", "retrieval", "gqa", "gpu"),
-    ("retrieval", "topk", "gqa", "gpu"), ("retrieval", "streaming", "mha", "host"),
+    ("full", "mha", "gpu"), ("full", "gqa", "host"), ("streaming", "gqa", "host"), ("streaming", "mha", "gpu"),
+    ("retrieval", "gqa", "gpu"), ("retrieval", "mha", "host"),
 ]  # fmt: skip
 CACHES = ("full", "streaming", "retrieval")
 
@@ -71,12 +69,12 @@ def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
             assert said == tokens[:size]
 
 
-@pytest.mark.parametrize(("cache", "policy", "heads", "kv"), COMBINATIONS)
+@pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_triforce_says_what_plain_decoding_says(
-    models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, policy: str,
-    heads: str, kv: str,
+    models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, heads: str,
+    kv: str,
 ) -> None:  # fmt: skip
-    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models[heads]
     with load(target, draft=draft, context=CONTEXT, kv=kv, speculation=options, max_batch=6) as runtime:
         check(runtime, expected[heads])
@@ -108,19 +106,18 @@ TASKS = {
 
 
 @pytest.mark.parametrize(
-    ("cache", "policy", "params"),
+    ("cache", "params"),
     [
-        ("full", "retrieval", SamplingParams(0.6, seed=3)), ("streaming", "topk", SamplingParams(0.6, seed=3)),
-        ("retrieval", "retrieval", SamplingParams()), ("retrieval", "retrieval", SamplingParams(0.6, seed=3)),
-        ("full", "streaming", SamplingParams()),
+        ("full", SamplingParams(0.6, seed=3)), ("streaming", SamplingParams(0.6, seed=3)),
+        ("retrieval", SamplingParams()), ("retrieval", SamplingParams(0.6, seed=3)), ("full", SamplingParams()),
     ],
     ids=str,
 )  # fmt: skip
 def test_each_sequence_is_proposed_what_it_is_proposed_alone(
-    models: dict[str, tuple[Path, Path]], cache: str, policy: str, params: SamplingParams
+    models: dict[str, tuple[Path, Path]], cache: str, params: SamplingParams
 ) -> None:
     """Round by round, and every level accepts the same, though all others work in the same steps."""
-    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models["mha"]
     loaded: dict[str, Any] = {"draft": draft, "context": CONTEXT, "kv": "gpu", "speculation": options, "max_batch": 6}
     with load(target, **loaded) as runtime:
@@ -200,13 +197,10 @@ def test_levels_that_always_agree_take_no_step_too_many(
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
 
-@pytest.mark.parametrize("policy", ["retrieval", "topk", "streaming"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_nothing_of_a_sequence_that_waits_is_touched(
-    models: dict[str, tuple[Path, Path]], cache: str, policy: str
-) -> None:
+def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Path, Path]], cache: str) -> None:
     """While others are proposed for; and of one that has enough only what it would have done alone."""
-    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=3) as runtime:
         parts, params = runtime._parts, SamplingParams(0.6, seed=3)
@@ -311,13 +305,13 @@ def expected_on_gpu(models: dict[str, tuple[Path, Path]]) -> dict[str, list[list
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cache", "policy", "heads", "kv"), COMBINATIONS)
+@pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_replays_say_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected_on_gpu: dict[str, list[list[list[list[int]]]]], cache: str,
-    policy: str, heads: str, kv: str,
+    heads: str, kv: str,
 ) -> None:  # fmt: skip
     """On a GPU, where all but the first steps are replays, in batches of changing sizes."""
-    options = SpeculationOptions("triforce", cache, policy=policy, **SMALL)
+    options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models[heads]
     truth = expected_on_gpu[heads]
     with Runtime.load(target, draft=draft, kv=kv, speculation=options, **ON_GPU) as runtime:

@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"context": 1024, "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)}, [{}],
     ),
     "TriForce without a draft": (
-        {"draft": "none", "kv": "host", "speculation": SpeculationOptions("triforce", policy="topk", **LEVELS)},
+        {"draft": "none", "kv": "host", "speculation": SpeculationOptions("triforce", **LEVELS)},
         [{"gamma": 12}],
     ),
     "n-grams without trees": ({"draft": "ngram", "tree_nodes": 0}, [{}, {"tree_nodes": 7}]),

@@ -142,6 +142,11 @@ def test_a_random_draft_has_the_shape_and_the_vocabulary(source_dir, tmp_path, m
 
 
 def test_a_random_draft_ignores_no_option(refusal):
-    for others in (("--noise", "0.1"), ("--context-rope", "yarn:4")):
+    for others in (("--noise", "0.1"), ("--max-position", "4096")):
         said = refusal("--shape", "llama-68m", "--random", *others)
-        assert "--random has no use for --noise and --context-rope" in said
+        assert "--random has no use for --noise, --delta, --rope and --max-position" in said
+
+
+def test_a_command_that_would_make_nothing_is_refused(refusal):
+    assert "nothing would be made" in refusal()
+    assert "--noise and --random are of a --shape" in refusal("--max-position", "256", "--noise", "0.1")

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from widening.rope import frequencies, widened_rope
 from widening.shapes import SHAPES, check_fits, place_heads, rotary_channels, shape_named
+from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
@@ -107,12 +108,12 @@ def test_scaled_rotary_embeddings(name, tmp_path, monkeypatch):
     assert error(our_logits(out, TOKENS[:24]), all_logits(model, TOKENS[:24])) < 1e-5
 
 
-def test_context_rope_is_the_small_model_under_yarn(tmp_path, monkeypatch):
+def test_a_stretched_model_is_the_small_model_under_yarn(tmp_path, monkeypatch):
     model = small_model()
     source = opened(model, tmp_path / "small")
-    widened = WidenedCheckpoint(source, MHA, context_rope="yarn:4")
-    out = write(widened, tmp_path / "wide", monkeypatch)
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
+    widened = WidenedCheckpoint(StretchedCheckpoint(source, rope=yarn), MHA)
+    out = write(widened, tmp_path / "wide", monkeypatch)
     stretched = small_model(rope_parameters=yarn, max_position_embeddings=2048)
     wide = AutoModelForCausalLM.from_pretrained(out)
     assert widened.config().max_position_embeddings == wide.config.max_position_embeddings == 2048
@@ -290,8 +291,3 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
     for noise in (-0.1, float("nan"), float("inf")):
         with pytest.raises(OptionError, match="noise must be 0 or a positive"):
             WidenedCheckpoint(source, MHA, noise)
-    for text in ("yarn", "yarn:1", "linear:4", "yarn:x", "yarn:inf"):
-        with pytest.raises(OptionError, match="write it like yarn:16"):
-            WidenedCheckpoint(source, MHA, context_rope=text)
-    with pytest.raises(OptionError, match="scaling of type linear already"):
-        WidenedCheckpoint(source, MHA, context_rope="yarn:4")

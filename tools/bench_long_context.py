@@ -153,7 +153,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
         gamma_draft=max([variant[0] for variant in arguments.variants] + [rows - 1 for rows in arguments.step_rows]),
-        policy=arguments.policy,
         recent_tokens=arguments.recent,
     )  # fmt: skip
     started = time.perf_counter()

@@ -23,8 +23,8 @@ import torch
 from harness import check_out, emit, percentiles, provenance
 from long_context.internals import budget_of
 from long_context.session import Session
+from widening.made import UntrainedLlama, repeated_llama
 from widening.shapes import SHAPES, WideShape, shape_named
-from widening.untrained import UntrainedLlama, repeated_llama
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime

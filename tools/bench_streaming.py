@@ -16,10 +16,9 @@ from typing import Any
 
 import harness
 from common import PASSED_ON, add_run_options, as_words
-from comparing.report import times_ours_over
-from comparing.systems import SYSTEMS as COMPARED
-from comparing.systems import System, measured, outcome, run_system
 from harness import check_out, emit
+from systems import SYSTEMS as COMPARED
+from systems import System, measured, outcome, run_system, times_ours_over
 
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device

@@ -21,7 +21,7 @@ from typing import Any
 import harness
 import torch
 from harness import check_out, emit, provenance
-from noisy_draft import write_noisy_copy
+from widening.checkpoint import write_noisy_copy
 
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.memory import resolve_device

@@ -32,19 +32,22 @@ from common import (
     options_from,
     peer_parser,
 )
-from comparing.report import (
+from harness import check_out, emit, provenance, write_unfinished
+from our_options import NO_MODEL, add_our_options, our_options
+from systems import (
     FORMATS,
+    SYSTEMS,
     agreements,
     draw,
     link_bound,
+    measured,
+    outcome,
     require_matplotlib,
+    run_system,
     succeeded,
     table,
     times_ours_over,
 )
-from comparing.systems import SYSTEMS, measured, outcome, run_system
-from harness import check_out, emit, provenance, write_unfinished
-from our_options import NO_MODEL, add_our_options, our_options
 
 from offload_runtime.config import require_positive
 from offload_runtime.engine.load_model import open_sources

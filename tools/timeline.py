@@ -9,12 +9,248 @@ Several ranges become panels on one scale. `--cut` writes a trace of nothing but
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import harness
-from timelines.picture import draw, picture_path
-from timelines.spans import Event, check_apart, choose_passes, read_trace, write_cut
+from trace_spans import (
+    Event,
+    Totals,
+    check_apart,
+    choose_passes,
+    clipped,
+    read_trace,
+    totals_of,
+    window_of,
+    write_cut,
+)
+
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
+
+Interval = tuple[float, float]
+_TARGET, _HERE, _AHEAD, _IDLE, _BACK = "target", " for this pass", " for the next pass", "link idle", "kv to the host"
+_COMPUTING, _WAITING = "target computes", "target waits for the link"
+_STEPS, _PROPOSING = "steps of the draft", "proposing, host included"
+# In the order of the legend; neighbours differ in lightness as well as in hue.
+_COLOURS = {
+    f"weights{_HERE}": "#1f5fa8", f"weights{_AHEAD}": "#86b6e6", f"kv{_HERE}": "#0b7f7a", f"kv{_AHEAD}": "#7fcfc9",
+    _BACK: "#b8860b", "measurement": "#9a9a9a", _IDLE: "#d62728", _COMPUTING: "#1b7a2b", _WAITING: "#f7dcc4",
+    _STEPS: "#6a3d9a", _PROPOSING: "#d5c1ee",
+}  # fmt: skip
+_LETTER = 1 / 180  # of a panel's width, in the size of the passes' words
+_FRAMED = 0.5  # height of a bar that another one, of 0.7, may lie behind
+_LABELS = {PASSES: "passes", LINK: "link to the GPU", LINK_BACK: "link back", _TARGET: "target", DRAFT: "draft"}
+# Of a picture's width: what is narrower is not told from its neighbours, or is not seen at all.
+_EDGED, _SEEN = 1 / 300, 1 / 2000
+_WIDTH_INCHES, _ROW_INCHES, _AROUND_INCHES, _HEAD_INCHES = 12, 0.42, 0.95, 1.0
+
+
+def picture_path(trace: Path, out: str | None) -> Path:
+    """Where to draw to, before anything is read.
+
+    Raises:
+        OptionError: matplotlib is not installed, or the ending is none of its formats.
+    """
+    path = trace.with_name(trace.name.removesuffix(".gz")).with_suffix(".png") if out is None else Path(out)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise OptionError("drawing needs matplotlib: pip install 'offload-runtime[plots]'") from error
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise OptionError(f"--out {path} must end in one of {', '.join(sorted(formats))}")
+    return path
+
+
+def draw(
+    events: Sequence[Event], ranges: Sequence[Sequence[Event]], path: Path, *, title: str, machine: str
+) -> list[Totals]:
+    """Draw ranges of passes below each other, on one scale, into a file whose ending chooses the format.
+
+    The same spans give the same file: nothing in it depends on when or how often it is drawn.
+
+    Args:
+        events: All spans of the trace.
+        ranges: The passes of each panel.
+        path: The file.
+        title: Above everything.
+        machine: What ran where, below the title.
+
+    Returns:
+        The totals below each panel.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    windows = [window_of(events, passes) for passes in ranges]
+    totals = [totals_of(events, passes, window) for passes, window in zip(ranges, windows, strict=True)]
+    shown = [_shown_rows(events, window) for window in windows]
+    inches = _HEAD_INCHES + sum(_AROUND_INCHES + _ROW_INCHES * len(rows) for rows in shown)
+    figure = Figure(figsize=(_WIDTH_INCHES, inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    heights = [len(rows) for rows in shown]
+    panels = figure.subplots(len(ranges), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    longest_ms = 1e3 * max(one.seconds for one in totals)
+    for axes, rows, window, one in zip(panels, shown, windows, totals, strict=True):
+        _draw_panel(axes, rows, events, window, longest_ms)
+        axes.set_xlabel(f"ms\n{one.caption()}", fontsize=9)
+    figure.suptitle(f"{title}\n{machine}" if machine else title, fontsize=10)
+    handles = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = [name for name in _COLOURS if name in handles]
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center", ncols=min(len(names), 5), fontsize=9,
+        frameon=False,
+    )  # fmt: skip
+    vector = {"Date": None, "Creator": None} if path.suffix.lower() == ".svg" else None
+    try:
+        with rc_context({"svg.hashsalt": "offload_runtime", "svg.fonttype": "none"}):
+            figure.savefig(path, dpi=150, metadata=vector)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror or error}): name another --out") from error
+    return totals
+
+
+def _shown_rows(events: Sequence[Event], window: Interval) -> list[str]:
+    """Passes, link and target always; what else happened."""
+    rows = [PASSES, LINK, LINK_BACK, _TARGET, DRAFT]
+    return [row for row in rows if row not in (LINK_BACK, DRAFT) or clipped(events, row, window)]
+
+
+def _draw_panel(axes: Any, rows: Sequence[str], events: Sequence[Event], window: Interval, longest_ms: float) -> None:
+    """One range of passes: a row for each stream, time from the window's beginning on."""
+    for place, row in enumerate(rows):
+        if row == PASSES:
+            _draw_passes(axes, place, events, window, longest_ms)
+            continue
+        for kind, spans in bars_of(row, events, window).items():
+            _draw_bars(axes, place, kind, spans, window[0], longest_ms)
+    axes.set_yticks(range(len(rows)), [_LABELS[row] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, longest_ms)
+    axes.grid(axis="x", linewidth=0.4, alpha=0.5)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_passes(axes: Any, place: int, events: Sequence[Event], window: Interval, longest_ms: float) -> None:
+    """A box for each pass with its number and what came of it, and a line through all rows where it begins."""
+    inside = [one for one in events if one.row == PASSES and one.end_s > window[0] and one.start_s < window[1]]
+    boxes = [[1e3 * (max(window[0], moment) - window[0]) for moment in (one.start_s, one.end_s)] for one in inside]
+    # Neighbours share the room between them.
+    shared = [(before[1] + after[0]) / 2 for before, after in pairwise(boxes)]
+    limits = list(pairwise([0.0, *shared, longest_ms]))
+    for one, (start_ms, end_ms), limit in zip(inside, boxes, limits, strict=True):
+        axes.broken_barh([(start_ms, end_ms - start_ms)], (place - 0.35, 0.7), facecolors="#e4e4e4", edgecolors="black",
+                         linewidth=0.5)  # fmt: skip
+        axes.axvline(start_ms, color="black", linewidth=0.7, linestyle=":")
+        words = _outcome(one)
+        half_ms = len(words) * _LETTER * longest_ms / 2
+        # A narrow box may borrow the room beside it; without any its number has to do.
+        least_ms, most_ms = limit[0] + half_ms, limit[1] - half_ms
+        middle_ms = (start_ms + end_ms) / 2
+        if least_ms <= most_ms:
+            middle_ms = min(max(middle_ms, least_ms), most_ms)
+        else:
+            words = f"#{one.args['pass']}"
+        axes.text(middle_ms, place, words, fontsize=8, ha="center", va="center")
+
+
+def _outcome(one: Event) -> str:
+    """A pass in a few words: its number, its window, what was accepted."""
+    tokens = sum(one.args["tokens"])
+    words = f"{one.name}: {tokens} token{'s' if tokens != 1 else ''}"
+    return words + (f", {sum(one.args['accepted'])} accepted" if tokens > 1 and "accepted" in one.args else "")
+
+
+def bars_of(row: str, events: Sequence[Event], window: Interval) -> dict[str, list[Interval]]:
+    """The bars of a row by what they show, in the order in which they are drawn; seconds."""
+    if row == _TARGET:
+        stalls = clipped(events, STALLS, window)
+        working = _gaps(stalls, window)
+        # A layer waits for its pieces of the KV cache while it computes.
+        computing = [overlap for layer in clipped(events, COMPUTE, window) for overlap in _overlaps(layer, working)]
+        return {_WAITING: stalls, _COMPUTING: computing}
+    inside = [one for one in events if one.row == row and one.end_s > window[0] and one.start_s < window[1]]
+    kinds: dict[str, list[Event]] = {}
+    if row == DRAFT:
+        kinds = {_PROPOSING: [], _STEPS: []}
+    starts = dict(_passes_that_use(events, inside)) if row == LINK else {}
+    for one in inside:
+        if row == DRAFT:
+            kind = _PROPOSING if one.name in ("propose", "prepare") else _STEPS
+        else:
+            kind = one.args["kind"] if row == LINK else _BACK
+            if id(one) in starts:
+                kind += _AHEAD if one.start_s < starts[id(one)] else _HERE
+        kinds.setdefault(kind, []).append(one)
+    bars = {kind: clipped(spans, row, window) for kind, spans in kinds.items()}
+    if row == LINK and inside:
+        bars[_IDLE] = [gap for gap in _gaps(clipped(events, LINK, window), window) if gap[1] - gap[0] > 1e-3]
+    return bars
+
+
+def _passes_that_use(events: Sequence[Event], copies: Iterable[Event]) -> Iterable[tuple[int, float]]:
+    """Of each copy, by its `id`, when the pass began that it was made for: seconds; infinity for none that is here."""
+    uses: dict[int, list[float]] = {}
+    for one in events:
+        if one.row == COMPUTE:
+            # What is copied in pieces arrives while its layer computes.
+            uses.setdefault(one.args["layer"], []).append(one.end_s)
+    begins = sorted(one.start_s for one in events if one.row == PASSES)
+    for copy in copies:
+        if "layer" not in copy.args:
+            continue
+        used_s = min((use for use in uses.get(copy.args["layer"], ()) if use >= copy.end_s), default=None)
+        if used_s is None:
+            yield id(copy), float("inf")
+        else:
+            yield id(copy), max((begin for begin in begins if begin <= used_s), default=used_s)
+
+
+def _gaps(busy: Iterable[Interval], window: Interval) -> list[Interval]:
+    """The rest of a window."""
+    found, reached = [], window[0]
+    for start_s, end_s in [*sorted(busy), (window[1], window[1])]:
+        if start_s > reached:
+            found.append((reached, start_s))
+        reached = max(reached, end_s)
+    return found
+
+
+def _overlaps(one: Interval, others: Iterable[Interval]) -> list[Interval]:
+    """What an interval has in common with others."""
+    return [(max(one[0], start), min(one[1], end)) for start, end in others if start < one[1] and end > one[0]]
+
+
+def _draw_bars(
+    axes: Any, place: int, kind: str, spans: Sequence[Interval], from_s: float, longest_ms: float
+) -> None:  # fmt: skip
+    """Bars of one colour; what touches and is too narrow to tell apart becomes one."""
+    bars: list[Interval] = []
+    for start_s, end_s in sorted(spans):
+        start_ms, end_ms = 1e3 * (start_s - from_s), 1e3 * (end_s - from_s)
+        if bars and start_ms - bars[-1][1] < _SEEN * longest_ms and end_ms - start_ms < _EDGED * longest_ms:
+            bars[-1] = bars[-1][0], max(end_ms, bars[-1][1])
+        else:
+            bars.append((start_ms, end_ms))
+    if not bars:
+        return
+    colour, height = _COLOURS[kind], _FRAMED if kind == _STEPS else 0.7
+    # A white edge tells neighbours apart and would cover a bar that is hardly wider.
+    plain = kind in (_WAITING, _IDLE)
+    edges = ["white" if end_ms - start_ms > _EDGED * longest_ms and not plain else colour for start_ms, end_ms in bars]
+    axes.broken_barh(
+        [(start_ms, end_ms - start_ms) for start_ms, end_ms in bars], (place - height / 2, height),
+        facecolors=colour, edgecolors=edges, linewidth=0.1 if plain else 0.5, label=kind,
+    )  # fmt: skip
 
 
 @harness.one_line_errors

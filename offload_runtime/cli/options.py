@@ -31,7 +31,6 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 KVPlace = Literal["auto", "gpu", "host"]
 SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
-ChunkPolicy = Literal["retrieval", "topk", "streaming"]
 
 _model, _sampling, _machine, _output, _proposing = (
     partial(typer.Option, rich_help_panel=panel)
@@ -91,10 +90,6 @@ class RunOptions:
     budget_tokens: int | None = _tuning(
         SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.", "--budget-tokens", "--retrieval-budget"
     )
-    policy: ChunkPolicy | None = _tuning(
-        SpeculationOptions.policy,
-        "What the middle level sees. topk (exact scores) and streaming (first and newest) are for comparing.",
-    )
     refresh_steps: int | None = _tuning(
         SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the middle level."
     )
@@ -139,7 +134,7 @@ class RunOptions:
         """How tokens are proposed; raises `OptionError` for an option that would do nothing beside the others."""
         asked = {field.name: getattr(self, field.name, None) for field in fields(SpeculationOptions)}
         given = {name: value for name, value in asked.items() if value not in (None, "auto")}
-        idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache, self.policy)
+        idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache)
         for name, why in idle.items():
             if name in given:
                 raise OptionError(f"--{name.replace('_', '-')} {given[name]} does nothing {why}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, StreamingPolicy, TopKPolicy
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks
 from offload_runtime.kv.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import VerifierPlan
@@ -36,6 +36,7 @@ from offload_runtime.trace import TraceRecorder
 def make_proposer(
     draft: str, models: LoadedModels, middle: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
     recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
+    make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
@@ -47,9 +48,10 @@ def make_proposer(
         batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
         link: How long it is busy with passes, and behind them; None for nothing streamed.
+        make_policy: Makes what chooses the chunks of the middle level; takes the arguments of `RetrievalPolicy`.
     """
     if middle is not None:
-        hierarchy = _make_triforce(models, middle, budget, recorder)
+        hierarchy = _make_triforce(models, middle, budget, recorder, make_policy)
         extra_ngrams = link is not None and link.most_rows > 1
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if extra_ngrams else hierarchy
     if models.draft is None:
@@ -73,8 +75,9 @@ def make_proposer(
 
 
 def _make_triforce(
-    models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None
-) -> Proposer:
+    models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
+    make_policy: Callable[..., ChunkPolicy],
+) -> Proposer:  # fmt: skip
     options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
     assert layers is not None, "refused when it was planned"
@@ -82,7 +85,10 @@ def _make_triforce(
         plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=batch,
         budget=budget,
     )  # fmt: skip
-    policy = _make_policy(plan, budget)
+    policy = make_policy(
+        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+        capacity_tokens=plan.context_tokens, batch=batch, budget=budget,
+    )  # fmt: skip
     source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     source.observers.append(policy)
@@ -148,17 +154,3 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         target.prefill(0, [0] * (length - 1))
         play(DIFFERENT_WAYS[:1], length)
         target.cache.truncate(0, 0)
-
-
-def _make_policy(plan: VerifierPlan, budget: DeviceBudget) -> ChunkPolicy:
-    options = plan.options
-    if options.policy == "streaming":
-        sinks = min(options.budget_tokens, -(-options.sink_tokens // options.chunk_size) * options.chunk_size)
-        return StreamingPolicy(
-            plan.config, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, sink_tokens=sinks
-        )
-    made = RetrievalPolicy if options.policy == "retrieval" else TopKPolicy
-    return made(
-        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-        capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
-    )  # fmt: skip

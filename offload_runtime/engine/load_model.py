@@ -1,9 +1,9 @@
-"""The KV cache of one model, as it was planned, and the memory that it is streamed through."""
+"""From opened checkpoints and a plan to models that are ready to run, weights and KV caches in their places."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,15 @@ def make_cache(
             chunk_size=plan.options.chunk_size, batch=plan.batch, budget=budget, name=f"{name}: KV cache",
         ), []  # fmt: skip
     if not plan.on_host:
-        cache = DeviceKVCache(
+        return DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget,
             name=f"{name}: KV cache", spare_slots=plan.tree_slots,
-        )  # fmt: skip
-        return cache, []
+        ), []  # fmt: skip
     assert registrar is not None or budget.device.type == "cpu", "what a GPU copies from is page-locked or staged"
     assert writeback is not None, "what is kept on the host has to get there"
     slots: list[torch.Tensor] = []
     if plan.kv_layers_on_host:
-        slots = _split(budget.allocate(f"{name}: KV ring", plan.kv_ring_bytes), KV_RING_SLOTS)
+        slots = list(budget.allocate(f"{name}: KV ring", plan.kv_ring_bytes).view(KV_RING_SLOTS, -1))
     locking = BlockLocking(registrar)
     if staged is not None:
         locking = BlockLocking(registrar, staged.pageable, staged.placement.staged_kv_layers)
@@ -232,9 +231,11 @@ def connect_model(
     slots: list[torch.Tensor] = []
     if placement.num_slots:
         ring = budget.allocate(f"{name}: ring", placement.num_slots * max(layout.layer_bytes))
-        slots = _split(ring, placement.num_slots)
-    shared = _on_device(weights.block(None), budget, f"{name}: embedding and head")
-    resident = _resident_layers(layers_host, placement, budget, f"{name}: resident layers")
+        slots = list(ring.view(placement.num_slots, -1))
+    (shared,) = _on_device([weights.block(None)], budget, f"{name}: embedding and head")
+    staying = [layers_host[index] for index in placement.resident_layers]
+    buffers = _on_device(staying, budget, f"{name}: resident layers")
+    resident = dict(zip(placement.resident_layers, buffers, strict=True))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         weights.shared.close()
@@ -265,7 +266,7 @@ def _measure_link(
     layers_host: Sequence[torch.Tensor], placement: Placement, slots: Sequence[torch.Tensor],
     kv_slots: Sequence[torch.Tensor], engine: CopyEngine, staged: StagedMemory | None,
 ) -> float | None:  # fmt: skip
-    """Peak of the link into a slot, from page-locked memory that is there; None when nothing is streamed."""
+    """Peak of the link into a slot, from page-locked memory; None when nothing is streamed."""
     if not slots and not kv_slots:
         return None
     slot = (*slots, *kv_slots)[0]
@@ -273,50 +274,26 @@ def _measure_link(
     if pinned or staged is not None:
         source = pinned[0] if pinned or staged is None else staged.h2d.pieces[0][: slot.nbytes]
         return measure_link_gbps(engine, slot[: source.nbytes], source)
-    return _measure_kv_link(slot, engine)
-
-
-def _measure_kv_link(slot: torch.Tensor, engine: CopyEngine) -> float:
-    """Peak of the link into a slot, from memory locked as the cache's blocks are."""
-    arena = HostArena(slot.nbytes, name="a measurement of the link")
-    try:
+    # Only keys and values will be streamed, from memory that is locked as it grows; so some is made as theirs will be.
+    with closing(HostArena(slot.nbytes, name="a measurement of the link")) as arena:
         if slot.is_cuda:
             arena.pin()
         return measure_link_gbps(engine, slot, arena.buffer[: slot.nbytes])
-    finally:
-        arena.close()
 
 
-def _on_device(host: torch.Tensor, budget: DeviceBudget, name: str) -> torch.Tensor:
-    """The packed block on the compute device; on the CPU it is already there and only entered in the ledger."""
+def _on_device(blocks: list[torch.Tensor], budget: DeviceBudget, name: str) -> list[torch.Tensor]:
+    """Packed blocks on the compute device, cut from one allocation: the allocator rounds each up. On the CPU they are
+    already there and only entered in the ledger."""
+    if not blocks:
+        return []
+    sizes = [block.nbytes for block in blocks]
     if budget.device.type == "cpu":
-        budget.reserve(name, host.nbytes)
-        return host
-    gpu = budget.allocate(name, host.nbytes)
-    gpu.copy_(host)
-    return gpu
-
-
-def _resident_layers(
-    layers_host: list[torch.Tensor], placement: Placement, budget: DeviceBudget, name: str
-) -> dict[int, torch.Tensor]:
-    """Device buffers of the layers that stay, cut from one block: the allocator rounds each block up."""
-    chosen = placement.resident_layers
-    if not chosen:
-        return {}
-    sizes = [layers_host[index].nbytes for index in chosen]
-    if budget.device.type == "cpu":  # already there, and only entered in the ledger
         budget.reserve(name, sum(sizes))
-        return {index: layers_host[index] for index in chosen}
-    buffers = dict(zip(chosen, budget.allocate(name, sum(sizes)).split(sizes), strict=True))
-    for index, buffer in buffers.items():
-        buffer.copy_(layers_host[index])
+        return blocks
+    buffers = list(budget.allocate(name, sum(sizes)).split(sizes))
+    for buffer, block in zip(buffers, blocks, strict=True):
+        buffer.copy_(block)
     return buffers
-
-
-def _split(block: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """`count` equal pieces of a block."""
-    return list(block.view(count, -1))
 
 
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:

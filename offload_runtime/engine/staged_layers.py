@@ -42,15 +42,19 @@ class StagedMemory:
     pageable: PageableMemory = field(default_factory=PageableMemory)
 
     @property
+    def rings(self) -> list[Ring]:
+        """Those that there are."""
+        return [self.h2d] if self.d2h is None else [self.h2d, self.d2h]
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked memory of the rings."""
-        return self.h2d.arena.pinned_bytes + (0 if self.d2h is None else self.d2h.arena.pinned_bytes)
+        return sum(ring.arena.pinned_bytes for ring in self.rings)
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""
-        self.h2d.arena.close()
-        if self.d2h is not None:
-            self.d2h.arena.close()
+        for ring in self.rings:
+            ring.arena.close()
 
 
 def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> StagedMemory | None:
@@ -71,30 +75,27 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> 
         # Where not even a layer was locked a ring may be: it is smaller.
         limit_bytes = max(locked_bytes, staging_rings(plan, 0).nbytes)
         placement = place_staged(plan, limit_bytes, "the system")
-    shapes = staging_rings(plan)
+    shapes, d2h = staging_rings(plan), None
     h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
-    rings, d2h = [h2d], None
     if shapes.d2h is not None:
         arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
         d2h = Ring(arena, shapes.d2h.piece_bytes)
-        rings.append(d2h)
+    memory = StagedMemory(placement, h2d, d2h)
     try:
-        _move_locks(weights, placement, rings, registrar)
+        _move_locks(weights, placement, memory.rings, registrar)
     except BaseException:
-        for ring in rings:
-            ring.arena.close()
+        memory.close()
         raise
     # A lock that was given up and is refused now leaves a layer staged.
     staged = sorted({*placement.staged_layers, *_refused(weights, placement)})
-    placement = replace(
-        placement, staged_layers=tuple(staged), staging_bytes=h2d.arena.pinned_bytes,
-        writeback_bytes=0 if d2h is None else d2h.arena.pinned_bytes,
-    )  # fmt: skip
-    memory = StagedMemory(placement, h2d, d2h)
     for index in staged:
         arena = weights.layers[index]
         memory.pageable.enter(arena.buffer[arena.pinned_bytes :])
-    return memory
+    settled = replace(
+        placement, staged_layers=tuple(staged), staging_bytes=h2d.arena.pinned_bytes,
+        writeback_bytes=0 if d2h is None else d2h.arena.pinned_bytes,
+    )  # fmt: skip
+    return replace(memory, placement=settled)
 
 
 def _refused(weights: HostWeights, placement: Placement) -> list[int]:

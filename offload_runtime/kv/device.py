@@ -17,7 +17,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.memory import DeviceBudget, upload
 
 
 class LayerCache(Protocol):
@@ -169,7 +169,7 @@ class DeviceKVCache:
         one launch on the current stream, however many. Commits nothing."""
         assert all(slot in self.spare_slots for slot in slots) and first + len(slots) <= self.capacity_tokens
         if slots:
-            sources = upload_slots(slots, self._data.device)
+            sources = upload(torch.tensor(list(slots), dtype=torch.int32), self._data.device)
             compact_rows(KVBlocks(self._data[:, sequence]), sources, first)
 
     def recent_blocks(self, sequence: int) -> range:
@@ -247,11 +247,5 @@ def compact_path(caches: Iterable[torch.Tensor], committed: int, rows: Sequence[
     for data in caches:
         if data.numel():
             if sources is None:
-                sources = upload_slots([committed + row for row in rows[kept:]], data.device)
+                sources = upload(torch.tensor([committed + row for row in rows[kept:]], dtype=torch.int32), data.device)
             compact_rows(KVBlocks(data), sources, committed + kept)
-
-
-def upload_slots(slots: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 on the device, on the current stream; without page-locked memory the host would wait for the pass."""
-    there = torch.tensor(list(slots), dtype=torch.int32)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there

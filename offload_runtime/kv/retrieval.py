@@ -7,17 +7,17 @@ recent is not here: the verifier reads it from the target's own open blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.chunk_scores import Counts, chunk_scores, row_counts
+from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
-from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import BlockObserver, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.memory import DeviceBudget
 
@@ -115,8 +115,8 @@ class ChunkPolicy(BlockObserver, Protocol):
     """Chooses the chunks. It observes every block of a sequence's far context."""
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
-        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
+        self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
+        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Choose chunks by queries.
 
@@ -179,11 +179,12 @@ class RetrievalPolicy:
         chunk_summaries(one, blocks, here, chunk_size=self._chunk_size)
 
     def select(
-        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
-        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
+        self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
+        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         counts = row_counts(available, q.shape[0], q.device)
-        here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(_most(available, most))
+        most = most if isinstance(available, torch.Tensor) else max(available)
+        here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(most)
         scores = chunk_scores(q, here, counts, scale=scale, rows_used=rows_used)
         return select_chunks(
             scores, counts, budget_chunks=self._budget_chunks, held=held, held_margin=_HELD_MARGIN / self._budget_chunks
@@ -191,119 +192,15 @@ class RetrievalPolicy:
 
     def warm_up(self) -> None:
         codes = self._summaries[0].codes
-        _play_choices(codes.shape[1], codes.shape[2], self._budget_chunks, codes.device)
-
-
-class TopKPolicy:
-    """Chunks whose keys get the most attention from the queries, exactly: what every other policy is measured against.
-
-    The score is the softmax mass of a chunk's keys among all far keys. All keys stay on the device for it, half of the
-    KV cache, and all are read for every choice: for experiments, not for speed. Arguments as of `RetrievalPolicy`.
-    """
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, capacity_tokens: int,
-        batch: int, budget: DeviceBudget,
-    ) -> None:  # fmt: skip
-        self._chunk_size = chunk_size
-        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
-        tokens = num_blocks(capacity_tokens) * BLOCK_TOKENS
-        shape = (config.num_layers, batch, config.num_kv_heads, tokens, config.head_dim)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        self._keys = budget.allocate("far keys of the top-k policy", nbytes).view(dtype).view(shape)
-
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        for block in blocks:
-            here = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-            self._keys[layer, sequence, :, here] = kv.data[row, (block - kv.first_block) % kv.num_blocks, 0]
-
-    def select(
-        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
-        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
-        size = self._chunk_size
-        counts = row_counts(available, q.shape[0], q.device)
-        keys = self._keys[layer, sequence : sequence + q.shape[0], :, : _most(available, most) * size]
-        masses = chunk_scores(q, keys, counts * size, scale=scale, rows_used=rows_used)
-        scores = masses.unflatten(2, (-1, size)).sum(-1)
-        return select_chunks(scores, counts, budget_chunks=self._budget_chunks)
-
-    def warm_up(self) -> None:
-        num_kv_heads, tokens = self._keys.shape[2:4]
-        _play_choices(num_kv_heads, tokens // self._chunk_size, self._budget_chunks, self._keys.device)
-
-
-class StreamingPolicy:
-    """The first chunks and the most recent ones, whatever the queries (StreamingLLM, arXiv 2309.17453).
-
-    Args:
-        config: The model's shape.
-        budget_tokens: Tokens to select per layer and head.
-        chunk_size: Tokens of a chunk.
-        sink_tokens: How many of them are the first of the sequence, a multiple of `chunk_size`.
-    """
-
-    def __init__(self, config: ModelConfig, *, budget_tokens: int, chunk_size: int, sink_tokens: int) -> None:
-        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
-        self._num_kv_heads = config.num_kv_heads
-        if sink_tokens % chunk_size or not 0 <= sink_tokens <= budget_tokens:
-            raise OptionError(
-                f"{sink_tokens} sink tokens are not whole chunks of {chunk_size} within the budget of {budget_tokens}"
-            )
-        self._sink_chunks = sink_tokens // chunk_size
-
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        pass  # the choice does not look at keys
-
-    def select(
-        self, layer: int, q: torch.Tensor, available: Counts, *, scale: float, held: torch.Tensor | None = None,
-        rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
-        counts = row_counts(available, q.shape[0], q.device)[:, None]
-        place = torch.arange(self._budget_chunks, dtype=torch.int32, device=q.device)
-        skipped = (counts - self._budget_chunks).clamp_min(0)
-        chunk = place + skipped * (place >= self._sink_chunks)
-        chunk = chunk.masked_fill(place >= counts, -1)  # [B, K]
-        return chunk[:, None].expand(-1, self._num_kv_heads, -1).contiguous()
-
-    def warm_up(self) -> None:
-        pass
-
-
-def _play_choices(num_kv_heads: int, most_chunks: int, budget_chunks: int, device: torch.device) -> None:
-    """Choose among as many chunks as need kernels of their own."""
-    for count in different_counts(most_chunks):
-        scores = torch.zeros(1, num_kv_heads, count, device=device)
-        select_chunks(scores, count, budget_chunks=budget_chunks)
-
-
-def _most(available: Counts, most: int) -> int:
-    """Chunks of the sequence that has the most to choose from, or a bound of it that the host knows."""
-    if isinstance(available, torch.Tensor):
-        return most
-    return available if isinstance(available, int) else max(available)
-
-
-def chunk_policy_bytes(
-    config: ModelConfig, dtype: torch.dtype, policy: str, *, chunk_size: int, capacity_tokens: int, batch: int
-) -> int:
-    """Device bytes of what a `ChunkPolicy` of this name keeps to choose chunks by."""
-    if policy == "streaming":
-        return 0
-    if policy == "topk":
-        return far_keys_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
-    return summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
+        for count in different_counts(codes.shape[2]):
+            scores = torch.zeros(1, codes.shape[1], count, device=codes.device)
+            select_chunks(scores, count, budget_chunks=self._budget_chunks)
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
     """Device bytes of the chunks' summaries of a `RetrievalPolicy`."""
     chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
     return config.num_layers * batch * config.num_kv_heads * chunks * (config.head_dim + FACTOR_BYTES)
-
-
-def far_keys_bytes(config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int) -> int:
-    """Device bytes of the keys of a `TopKPolicy`."""
-    return kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch) // 2
 
 
 def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:

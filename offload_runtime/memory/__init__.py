@@ -19,10 +19,16 @@ from offload_runtime.memory.page_locking import (
     PageableMemory,
     Registrar,
     make_registrar,
+    overwrite,
+    pack,
+    packed_words,
+    unpack,
+    upload,
 )
 
 __all__ = [
     "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CountedRegistrar", "CudaRegistrar", "DeviceBudget",
     "HostArena", "LockedPages", "PageableMemory", "Registrar", "check_host_memory", "current_device",
-    "device_memory_used_by_others", "make_registrar", "resolve_device",
+    "device_memory_used_by_others", "make_registrar", "overwrite", "pack", "packed_words", "resolve_device", "unpack",
+    "upload",
 ]  # fmt: skip

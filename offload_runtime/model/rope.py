@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from offload_runtime.config import ModelConfig
+from offload_runtime.memory import upload
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -101,11 +102,8 @@ class RopeTable:
     def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
         if self._type == "default":  # transformers keeps this one inside each model
             exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
-            return self._send(1.0 / (float(self._parameters["rope_theta"]) ** exponents)), 1.0
+            return upload(1.0 / (float(self._parameters["rope_theta"]) ** exponents), self._device), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
-        return self._send(inv_freq.float()), float(scaling)
-
-    def _send(self, host: torch.Tensor) -> torch.Tensor:
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+        return upload(inv_freq.float(), self._device), float(scaling)

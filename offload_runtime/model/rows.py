@@ -11,6 +11,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime_kernels.window_steps import StepRows
 
+from offload_runtime.memory import pack, unpack, upload
 from offload_runtime.model.rope import RopeTable
 
 
@@ -130,12 +131,13 @@ class RowBuilder:
         present = [b * width + t for b, window in enumerate(windows) for t in range(len(window.tokens))]
         ragged = len(present) < batch * width
         flat_positions = [p for row in positions for p in row]
-        parts = self._upload(
+        parts: list[Sequence[int]] = [
             [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
             [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
             present if ragged else [],
-        )  # fmt: skip
-        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = parts
+        ]  # fmt: skip
+        uploaded = unpack(upload(pack(parts), self._device), map(len, parts))
+        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
         rotated = flat_position + rope_shift if rope_shift else flat_position
         cos, sin = self._rope.angles(rotated, host_positions=flat_positions, prompt_length=prompt_length)
         query = QueryRows(
@@ -154,19 +156,6 @@ class RowBuilder:
             prefill=prompt_length > 0,
             present=own if ragged else None,
         )
-
-    def _upload(self, *parts: Sequence[int]) -> list[torch.Tensor]:
-        """Send integers to the device in one copy: int32 views, each 16-byte aligned."""
-        offsets: list[int] = []
-        flat = array("i")
-        for part in parts:
-            offsets.append(len(flat))
-            flat.extend(part)
-            flat.extend([0] * (-len(part) % 4))
-        packed = torch.frombuffer(flat, dtype=torch.int32)
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return [packed[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)]
 
 
 def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:

@@ -1,9 +1,7 @@
-"""How long passes, drafting, steps and prompts take on a machine: pure functions of a plan and the machine's figures.
+"""How long passes, drafting and prompts take on a machine: pure functions of a plan and the machine's figures.
 
 Each layer takes the longest of its bytes from HBM and its operations; copies of later layers, and of the next pass, run
 meanwhile. So a pass takes the longer of all its copies and all its compute, and the host must have launched it by then.
-A step proposes, then verifies what was proposed in one pass; `step_time` is what the search of a plan, its forecast,
-the controller of windows and the statistics of a run all go by.
 
 What a kernel attains of the machine's peaks is measured on one H200 (tools/results/): the shares carry over to other
 cards, the seconds come from the machine's own figures.
@@ -12,7 +10,6 @@ cards, the seconds come from the machine's own figures.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +23,9 @@ from offload_runtime.config import GB
 from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
-from offload_runtime.plan.machine import MachineFigures
-from offload_runtime.plan.memory import ModelPlan, RunPlan
+from offload_runtime.plan.memory import RunPlan
+from offload_runtime.plan.models import ModelPlan
+from offload_runtime.plan.request import MachineFigures
 from offload_runtime.runners.draft_tree_steps import STEP_ROWS
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
@@ -67,9 +65,6 @@ _DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed
 _CPU_DEFAULT_GAMMA = 7
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
-# Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
-# the next one, until a slot is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
-_BETWEEN_S = 0.015
 
 
 # --- a pass of the target
@@ -123,10 +118,8 @@ class PassTime:
     @property
     def bound_by(self) -> str:
         """What takes all of it."""
-        by_cause = {self.link_s: "link", self.staging_s: "staging", self.launch_s: "launches"}
-        if self.seconds == self.link_s:
-            return "link"
-        return by_cause.get(self.seconds, _slower(self.hbm_s, self.arithmetic_s))
+        causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
+        return _longest({**causes, _slower(self.hbm_s, self.arithmetic_s): self.compute_s})
 
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
@@ -163,7 +156,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         hbm_s += count * (matrices[0] + attention[0])
         arithmetic_s += count * (matrices[1] + attention[1])
         compute_s += count * (max(matrices) + max(attention))
-    head = _head_bytes(target) / attained_hbm, _head_operations(target, height) / flops
+    head_bytes, head_operations = _head(target, height)
+    head = head_bytes / attained_hbm, head_operations / flops
     link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     launch_s = config.num_layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
@@ -191,16 +185,19 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
     return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
 
 
-def _head_bytes(model: ModelPlan) -> int:
-    return model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
-
-
-def _head_operations(model: ModelPlan, rows: int) -> int:
-    return 2 * model.config.vocab_size * model.config.hidden_size * rows
+def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
+    """Bytes of the head, and operations of its product with `rows` rows."""
+    elements = model.config.vocab_size * model.config.hidden_size
+    return elements * model.dtype.itemsize, 2 * elements * rows
 
 
 def _slower(hbm_s: float, arithmetic_s: float) -> str:
     return "HBM" if hbm_s >= arithmetic_s else "arithmetic"
+
+
+def _longest(causes: Mapping[str, float]) -> str:
+    """The name of what takes the most seconds; the first of equals."""
+    return max(causes, key=lambda cause: causes[cause])
 
 
 # --- drafting
@@ -216,12 +213,12 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    layers = draft.config.num_layers
+    layers, (head_bytes, head_operations) = draft.config.num_layers, _head(draft, draft.batch)
     return _graph_s(
         machine, draft.dtype,
         hbm_bytes=sum(draft.layout.layer_bytes) + layers * draft.batch * kept * _kv_token_bytes(draft)
-        + _head_bytes(draft),
-        operations=2 * draft.batch * layers * draft.layer_elements + _head_operations(draft, draft.batch),
+        + head_bytes,
+        operations=2 * draft.batch * layers * draft.layer_elements + head_operations,
         launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
     )  # fmt: skip
 
@@ -234,6 +231,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         return 0.0
     options, layers, batch = plan.verifier.options, target.config.num_layers, target.batch
     rows = batch * (1 + gamma_draft(plan))
+    head_bytes, head_operations = _head(target, rows)
     held_bytes = batch * layers * options.budget_tokens * _kv_token_bytes(target)
     scored_bytes = summaries_bytes(
         target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
@@ -242,9 +240,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
     return _graph_s(
         machine, target.dtype,
-        hbm_bytes=sum(target.layout.layer_bytes) + _head_bytes(target) + held_bytes + recent_bytes
+        hbm_bytes=sum(target.layout.layer_bytes) + head_bytes + held_bytes + recent_bytes
         + scored_bytes // options.refresh_steps,
-        operations=2 * rows * layers * target.layer_elements + _head_operations(target, rows),
+        operations=2 * rows * layers * target.layer_elements + head_operations,
         launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
         fetched_bytes=round(fetched_bytes),
     )  # fmt: skip
@@ -359,109 +357,6 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
     return total
 
 
-# --- a step: proposals and the pass that verifies them
-
-
-def step_time(verify: PassTime, drafting_s: float) -> float:
-    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
-    return max(copies_s, verify.busy_s + drafting_s)
-
-
-def hidden_s(verify: PassTime, drafting_s: float) -> float:
-    """Of `drafting_s`, what delays no copy."""
-    return min(drafting_s, verify.lookahead_s)
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """A step at some acceptance: `tokens` of each sequence, `tok_per_s` of all of them.
-
-    `hidden_s` of `drafting_s` pass while the ring fills. `bound_by` is `drafting` where the rest of it takes longer
-    than the pass.
-    """
-
-    acceptance: float
-    tokens: float
-    drafting_s: float
-    hidden_s: float
-    seconds: float
-    tok_per_s: float
-    bound_by: str
-
-
-def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
-    """A pass over a window of proposals, at the full context."""
-    window = tree_nodes(plan) or gamma(plan)
-    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
-
-
-def predict_step(
-    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
-) -> StepPrediction:
-    """How fast tokens come at the full context, all sequences of a batch together.
-
-    Args:
-        plan: What proposes, and where everything lives.
-        machine: Where it runs.
-        acceptance: By the target, of each proposal; None for what is usual of who proposes.
-        verify: What `verification` says, if it is known already.
-    """
-    if acceptance is None:
-        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
-    verify = verification(plan, machine) if verify is None else verify
-    nodes, depth = tree_nodes(plan), gamma(plan)
-    tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
-    proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
-    seconds = step_time(verify, proposing_s)
-    bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
-    return StepPrediction(
-        acceptance, tokens, proposing_s, hidden_s(verify, proposing_s), seconds,
-        plan.target.batch * tokens / seconds, bound_by,
-    )  # fmt: skip
-
-
-def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
-    """Tokens per second at the usual acceptance: what plans are compared by.
-
-    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
-    """
-    return predict_step(plan, machine).tok_per_s
-
-
-# --- the link between passes
-
-
-def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, float, int]:
-    """How long the link is busy with passes over a streamed target, and behind them.
-
-    Args:
-        plan: What lives where.
-        machine: Where.
-        widest: Rows of the widest window, if it is wider than what is usual.
-
-    Returns:
-        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with;
-        seconds that the link takes for a pass at the full context; rows of a sequence in a pass up to which nothing
-        else takes longer, 0 where something always does.
-    """
-    length = plan.target.context_tokens - 1
-
-    def passed(rows: int) -> PassTime:
-        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
-
-    def slack_s(rows: int) -> float:
-        time = passed(rows)
-        return time.busy_s - time.copies_s
-
-    one = passed(1)
-    widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
-    # Windows of sizes like these are what is proposed.
-    rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
-    bound = bisect_right(rows, 0.0, key=slack_s)
-    return max(0.0, one.lookahead_s - _BETWEEN_S), one.copies_s, rows[bound - 1] if bound else 0
-
-
 # --- prompts
 
 
@@ -505,10 +400,6 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    work_s = max(link_s, staging_s, compute_s)
-    bound_by = "link" if link_s > compute_s else _slower(hbm_s, arithmetic_s)
-    if staging_s > max(link_s, compute_s):
-        bound_by = "staging"
-    if growth_s > work_s:
-        bound_by = "host memory"
-    return PrefillTime(link_bytes, link_s, compute_s, growth_s, growth_s + work_s, bound_by, staging_s)
+    causes = {_slower(hbm_s, arithmetic_s): compute_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
+    seconds = growth_s + max(compute_s, link_s, staging_s)
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, _longest(causes), staging_s)

@@ -1,32 +1,144 @@
-"""How fast a planned run will be on a machine, in figures and in words, and what more memory or a second card would
-bring."""
+"""How fast a planned run will be on a machine, in figures and in words: steps, the link between them, the whole run.
+
+A step proposes, then verifies what was proposed in one pass; `step_time` is what the search of a plan, its forecast,
+the controller of windows and the statistics of a run all go by.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import dataclass
 
-from offload_runtime.config import GB, format_bytes
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.config import format_bytes
 from offload_runtime.plan.cost import (
+    USUAL_ACCEPTANCE,
     PassTime,
     PrefillTime,
-    StepPrediction,
     draft_step_s,
+    drafting_s,
+    expected_tokens,
+    expected_tree_tokens,
     gamma,
     pass_time,
-    predict_step,
     prefill_time,
     tree_nodes,
     usual_acceptance,
-    verification,
     verifier_step_s,
 )
-from offload_runtime.plan.machine import MachineFigures
-from offload_runtime.plan.memory import Placement, RunPlan
-from offload_runtime.plan.request import PlanRequest
-from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.memory import RunPlan
+from offload_runtime.plan.models import Placement
+from offload_runtime.plan.request import MachineFigures
 
 ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+# Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
+# the next one, until a slot is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
+_BETWEEN_S = 0.015
+
+
+# --- a step: proposals and the pass that verifies them
+
+
+def step_time(verify: PassTime, drafting_s: float) -> float:
+    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
+    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
+    return max(copies_s, verify.busy_s + drafting_s)
+
+
+def hidden_s(verify: PassTime, drafting_s: float) -> float:
+    """Of `drafting_s`, what delays no copy."""
+    return min(drafting_s, verify.lookahead_s)
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step at some acceptance: `tokens` of each sequence, `tok_per_s` of all of them.
+
+    `hidden_s` of `drafting_s` pass while the ring fills. `bound_by` is `drafting` where the rest of it takes longer
+    than the pass.
+    """
+
+    acceptance: float
+    tokens: float
+    drafting_s: float
+    hidden_s: float
+    seconds: float
+    tok_per_s: float
+    bound_by: str
+
+
+def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
+    """A pass over a window of proposals, at the full context."""
+    window = tree_nodes(plan) or gamma(plan)
+    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
+
+
+def predict_step(
+    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
+) -> StepPrediction:
+    """How fast tokens come at the full context, all sequences of a batch together.
+
+    Args:
+        plan: What proposes, and where everything lives.
+        machine: Where it runs.
+        acceptance: By the target, of each proposal; None for what is usual of who proposes.
+        verify: What `verification` says, if it is known already.
+    """
+    if acceptance is None:
+        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
+    verify = verification(plan, machine) if verify is None else verify
+    nodes, depth = tree_nodes(plan), gamma(plan)
+    tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
+    proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
+    seconds = step_time(verify, proposing_s)
+    bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
+    return StepPrediction(
+        acceptance, tokens, proposing_s, hidden_s(verify, proposing_s), seconds,
+        plan.target.batch * tokens / seconds, bound_by,
+    )  # fmt: skip
+
+
+def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Tokens per second at the usual acceptance: what plans are compared by.
+
+    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
+    """
+    return predict_step(plan, machine).tok_per_s
+
+
+# --- the link between passes
+
+
+def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, float, int]:
+    """How long the link is busy with passes over a streamed target, and behind them.
+
+    Args:
+        plan: What lives where.
+        machine: Where.
+        widest: Rows of the widest window, if it is wider than what is usual.
+
+    Returns:
+        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with;
+        seconds that the link takes for a pass at the full context; rows of a sequence in a pass up to which nothing
+        else takes longer, 0 where something always does.
+    """
+    length = plan.target.context_tokens - 1
+
+    def passed(rows: int) -> PassTime:
+        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
+
+    def slack_s(rows: int) -> float:
+        time = passed(rows)
+        return time.busy_s - time.copies_s
+
+    one = passed(1)
+    widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
+    # Windows of sizes like these are what is proposed.
+    rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
+    bound = bisect_right(rows, 0.0, key=slack_s)
+    return max(0.0, one.lookahead_s - _BETWEEN_S), one.copies_s, rows[bound - 1] if bound else 0
+
+
+# --- the whole run
 
 
 @dataclass(frozen=True)
@@ -77,48 +189,6 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
         plan.target.batch / plain.seconds, predict_step(plan, machine, verify=verify), tuple(steps),
         usual_acceptance(plan.draft) if has_verifier and plan.draft is not None else None,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Upgrade:
-    """What a change of the machine would bring: tokens per second before and after, at the usual acceptance."""
-
-    what: str
-    before_tok_per_s: float
-    after_tok_per_s: float
-    note: str = ""
-
-
-def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
-    """One more GB of device memory, and a second card."""
-    second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
-    offers = (
-        ("1 GB more device memory", *_with_vram(plan.request, machine, GB), ""),
-        ("a second card", *second_card(plan.request, machine), second),
-    )
-    found: list[Upgrade] = []
-    for what, request, better, note in offers:
-        try:
-            faster = forecast(plan_run(request, better), better)
-        except (BudgetError, OptionError):
-            continue
-        found.append(Upgrade(what, current.usual_tok_per_s, faster.usual_tok_per_s, note))
-    return tuple(found)
-
-
-def _with_vram(request: PlanRequest, machine: MachineFigures, more_bytes: int) -> tuple[PlanRequest, MachineFigures]:
-    limit = request.vram_bytes
-    larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
-    return replace(request, vram_bytes=None if limit is None else limit + more_bytes), larger
-
-
-def second_card(request: PlanRequest, machine: MachineFigures) -> tuple[PlanRequest, MachineFigures]:
-    """The same run where every layer's bytes are split over two cards and links, and neither waits for the other: a
-    bound of what tensor parallelism could bring."""
-    limit = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
-    request, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
-    twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}
-    return request, replace(larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice)
 
 
 # --- in words

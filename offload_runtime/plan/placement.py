@@ -18,7 +18,8 @@ from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv import block_bytes
 from offload_runtime.memory import PAGE_BYTES
-from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, all_resident
+from offload_runtime.plan.memory import RunPlan
+from offload_runtime.plan.models import ModelPlan, Placement, all_resident
 
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 RING_SLOTS = 3
@@ -137,34 +138,19 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
-    target, draft = plan.target, plan.draft
-    ring = min(2, plan.placement.num_layers - resident)
-    resident_bytes = target.bytes_of_layers(spread(resident, plan.placement.num_layers))
-    least_bytes = plan.fixed_bytes + resident_bytes + ring * target.layer_bytes
-    draft_bytes = 0 if draft is None else draft.weight_bytes + draft.kv_bytes
-    parts = [
-        ("CUDA context", plan.limits.reserved_bytes),
-        ("embedding and head", target.shared_bytes),
-        ("KV cache", target.kv_bytes),
-        ("draft model", draft_bytes),
-        ("retrieval cache", plan.verifier_bytes),
-        ("CUDA graphs", plan.graph_bytes),
-        ("workspace", plan.workspace_bytes),
-        (f"{resident} resident layers", resident_bytes),
-        (f"a ring of {ring} layers", ring * target.layer_bytes),
-    ]
-    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+    least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
+    listed = ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in least.device)
     ways = ["raise --vram", "lower --context"]
     if plan.verifier is not None:
-        ways.append(f"lower --budget-tokens or use --speculation {'none' if draft is None else 'chain'}")
-    elif draft is not None:
+        ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
+    elif plan.draft is not None:
         ways.append("use a smaller draft or --draft ngram")
     if resident:
         ways.append("keep fewer layers resident")
     return BudgetError(
         f"the device budget of {format_bytes(available_bytes)} is too small by "
-        f"{format_bytes(least_bytes - available_bytes)}: {format_bytes_up(least_bytes)} is the least ({listed}): "
-        f"{', '.join(ways)}"
+        f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
+        f"({listed}): {', '.join(ways)}"
     )
 
 

@@ -1,23 +1,32 @@
-"""What a run is asked for: the models, how they are to be run, and the limits that the user sets.
+"""What a run is asked for, and of which machine: models, options, the user's limits, and the machine's figures.
 
 `Runtime.load` and `offload-runtime plan` fill the same request, so that a plan and a run cannot disagree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from offload_runtime.config import (
+    GB,
     ModelConfig,
     RuntimeConfig,
     SpeculationOptions,
     check_options,
     check_proposals,
+    format_bytes,
     require_positive,
+    size_option_down,
 )
-from offload_runtime.errors import ContextLengthError, DeviceError, OptionError
+from offload_runtime.copy import MOST_THREADS
+from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError, ProfileError
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware.host_bench import HostInfo
+from offload_runtime.hardware.profile import shipped_directory
+from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
 from offload_runtime.weights import ModelDescription, describe_model
 
 KV_PLACES = ("auto", "gpu", "host")
@@ -28,6 +37,19 @@ TREE_ROOMS = (32, 256, 512, 1024)
 AUTO_CONTEXT_TOKENS = 8192
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# What is planned for where nothing else is known.
+COMMON_PROFILE = "rtx4090"
+# Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
+PROCESS_BYTES = 3_000_000_000
+_TERA = 1e12
+# cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
+_HBM_SHARE = 0.8
+_DEFAULT_GRAPH_LAUNCH_US = 2.5
+# A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
+# 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
+_DEFAULT_STAGING_GBPS = 10.0
+# Stays with the system and with other programs when nobody says how much may be taken.
+_KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 
 
 @dataclass(frozen=True)
@@ -159,3 +181,192 @@ def check_window(window: int, config: ModelConfig) -> None:
             f"{proposed} proposals in a window are more than the {longest} tokens that the model was made for: lower "
             "--gamma or --tree-nodes"
         )
+
+
+# --- the machine
+
+
+@dataclass(frozen=True)
+class MachineFigures:
+    """What is known of a machine; figures of a GPU are of one of `gpus` equal cards.
+
+    `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
+    matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
+    `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
+    while the link is busy.
+    """
+
+    name: str
+    vram_bytes: int
+    vram_reserved_bytes: int
+    link_gbps: float
+    hbm_gbps: float
+    ram_bytes: int
+    tflops: Mapping[str, float] = field(default_factory=dict)
+    pinnable_bytes: int | None = None
+    launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
+    gpus: int = 1
+    staging_gbps: float = _DEFAULT_STAGING_GBPS
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
+        name = DTYPE_NAMES[dtype]
+        known = self.tflops.get(name)
+        if known is None and name != "fp32":
+            known = self.tflops.get("fp16" if name == "bf16" else "bf16")
+        if known is None:
+            raise OptionError(f"the profile {self.name} has no TFLOP/s for {name}: add tflops.{name} to it")
+        return known * _TERA
+
+    @property
+    def attained_hbm(self) -> float:
+        """Bytes per second that kernels read."""
+        return _HBM_SHARE * self.hbm_gbps * GB
+
+
+def machine_figures(profile: MachineProfile) -> MachineFigures:
+    """What planning needs of a profile.
+
+    Raises:
+        OptionError: The profile has no GPU, or leaves out a figure that cannot be done without.
+    """
+    if not profile.gpus or profile.vram_bytes is None:
+        raise OptionError(f"the profile {profile.name} has no GPU to plan for: choose another with --profile")
+    missing = [name for name in ("link_gbps", "hbm_gbps") if getattr(profile, name) is None]
+    if missing:
+        raise OptionError(f"the profile {profile.name} does not know {', '.join(missing)}: add it, or measure again")
+    assert profile.link_gbps is not None and profile.hbm_gbps is not None
+    reserved_bytes = profile.vram_reserved_bytes
+    launch_us = _DEFAULT_GRAPH_LAUNCH_US if profile.graph_launch_us is None else profile.graph_launch_us
+    return MachineFigures(
+        profile.name, profile.vram_bytes,
+        TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
+        profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
+        launch_us, profile.gpus, _staging_gbps(profile),
+    )  # fmt: skip
+
+
+def _staging_gbps(profile: MachineProfile) -> float:
+    """Copying within host memory while the link is busy: half of what threads read then, since it writes as much."""
+    read_gbps = profile.host_gbps_while_link_busy
+    if read_gbps is None and profile.host_gbps is not None and profile.link_gbps is not None:
+        read_gbps = max(profile.host_gbps - profile.link_gbps, profile.host_gbps / 4)
+    if read_gbps is None:
+        return _DEFAULT_STAGING_GBPS
+    of_threads = [gbps for threads, gbps in profile.host_by_threads.items() if threads <= MOST_THREADS]
+    return min([read_gbps, max(of_threads, default=read_gbps)]) / 2
+
+
+def known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineFigures | None:
+    """Figures of the machine to predict with: of the profile given, or of one that knows this GPU.
+
+    The user's own profiles come before those that are shipped. Nothing is known of a CPU unless it is given.
+
+    Args:
+        profile: What to go by; None looks for one.
+        device: Where the target runs.
+        dtype: Of the target, in which the machine's arithmetic has to be known.
+
+    Raises:
+        OptionError: The profile leaves out what is needed.
+    """
+    if profile is not None:
+        return _figures_for(profile, dtype)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
+        try:
+            found = load_profile(entry.path)
+            if found.gpu_name == name:
+                return _figures_for(found, dtype)
+        except (ProfileError, OptionError):  # nobody asked for this one
+            continue
+    return None
+
+
+def common_figures() -> MachineFigures:
+    """Figures to choose by where nothing is known of the machine; their name says so."""
+    figures = machine_figures(load_profile(shipped_directory() / f"{COMMON_PROFILE}.toml"))
+    return replace(figures, name=f"{COMMON_PROFILE}, as nothing is known of this machine")
+
+
+def _figures_for(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
+    figures = machine_figures(profile)
+    figures.flops(dtype)
+    return figures
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Most memory that a run may take, this process included; None: no limit.
+
+    `device_bytes` are of the device, of which `reserved_bytes` are taken already; `ram_bytes` of the host, and of these
+    `pinned_bytes` page-locked, if `page_locks` says that the device's copies need that at all. The names say whose
+    limits these are, and `ram_way` how to have more, for messages.
+    """
+
+    device_bytes: int | None
+    reserved_bytes: int
+    ram_bytes: int
+    ram_name: str
+    ram_way: str
+    pinned_bytes: int | None
+    pinned_name: str
+    page_locks: bool = True
+
+
+def limits_of(machine: MachineFigures, request: PlanRequest) -> MemoryLimits:
+    """What a run may take of a machine that need not be here.
+
+    Raises:
+        BudgetError: More device memory is asked for than a card has.
+    """
+    device_bytes = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
+    if device_bytes > machine.vram_bytes:
+        raise BudgetError(
+            f"--vram {format_bytes(device_bytes)} is more than the {format_bytes(machine.vram_bytes)} of a card of "
+            f"{machine.name}: lower it to {size_option_down(machine.vram_bytes)}, or choose another --profile"
+        )
+    pinned_bytes, pinned_name = machine.pinnable_bytes, machine.name
+    if request.pinned_bytes is not None and (pinned_bytes is None or request.pinned_bytes < pinned_bytes):
+        pinned_bytes, pinned_name = request.pinned_bytes, "--pinned"
+    ram_bytes = machine.ram_bytes if request.ram_bytes is None else min(request.ram_bytes, machine.ram_bytes)
+    ram_name, ram_way = "the host memory", f"add memory: {machine.name} has no more"
+    if ram_bytes == request.ram_bytes:
+        ram_name, ram_way = "--ram", "allow more with --ram"
+    return MemoryLimits(
+        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name
+    )  # fmt: skip
+
+
+def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
+    """Host memory that a run may take of this machine; that of the device is known when it has been opened.
+
+    Args:
+        asked_ram: What the user allows of host memory, at most what is available; None for that but for a reserve.
+        asked_pinned: The same of page-locked memory; None for what can be registered.
+        host: This machine.
+        page_locks: Whether the device's copies need page-locked memory at all.
+
+    Raises:
+        OptionError: A limit of page-locked memory where there is none to lock.
+    """
+    if asked_pinned is not None and not page_locks:
+        raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
+    # Python and the libraries have taken most of theirs by now.
+    there_bytes, ram_way = host.available_bytes + PROCESS_BYTES, "allow more with --ram"
+    if asked_ram is None:
+        kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES, host.available_bytes)
+        ram_bytes = there_bytes - kept_bytes
+        ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
+    elif asked_ram > there_bytes:  # more than the system gives would end this process
+        ram_bytes, ram_name, ram_way = there_bytes, "the available host memory", "close other programs"
+    else:
+        ram_bytes, ram_name = asked_ram, "--ram"
+    pinned_bytes, pinned_name = asked_pinned, "--pinned"
+    if asked_pinned is None and host.wsl:  # Windows' driver locks about half of what the virtual machine has
+        pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
+    if not page_locks:
+        pinned_bytes = None
+    return MemoryLimits(None, 0, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name, page_locks)

@@ -16,11 +16,11 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.machine import PROCESS_BYTES, MachineFigures, MemoryLimits, limits_of
-from offload_runtime.plan.memory import MemoryPart, RunPlan, VerifierPlan, make_plan, with_streaming_cache
+from offload_runtime.plan.forecast import tok_per_s
+from offload_runtime.plan.memory import RunPlan, VerifierPlan, make_plan
+from offload_runtime.plan.models import MemoryPart, all_resident, with_streaming_cache
 from offload_runtime.plan.placement import least_pinned_bytes, place_staged, placements
-from offload_runtime.plan.request import TREE_ROOMS, PlanRequest
+from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, PlanRequest, limits_of
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
@@ -166,13 +166,12 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         BudgetError: Nothing fits the device or what can be page-locked; says for how many sequences something would.
         OptionError: TriForce was asked for and cannot be here.
     """
-    found = _of_batch(plan)
-    triforce = _fastest(found.triforce, machine)
-    chain = _fastest(found.chains, machine)
+    chains, with_verifier, obstacle = _of_batch(plan)
+    triforce, chain = _fastest(with_verifier, machine), _fastest(chains, machine)
     if triforce is None or chain is None:
         one = chain or triforce
         assert one is not None
-        return replace(one, reason=found.obstacle)
+        return replace(one, reason=obstacle)
     ram_bytes, compared = plan.limits.ram_bytes, _comparison(triforce, chain, machine)
     if triforce.host_bytes > max(ram_bytes, chain.host_bytes):
         missing = format_bytes_up(triforce.host_bytes - ram_bytes)
@@ -182,7 +181,7 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     return replace(chain, reason=f"predicted to be slower: {compared}")
 
 
-def _of_batch(plan: RunPlan) -> Candidates:
+def _of_batch(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
     """What fits, or for how many sequences there is room."""
 
     def fails(sequences: int) -> bool:
@@ -221,39 +220,28 @@ def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
 # --- all ways
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Ways without and with a retrieval verifier, and why there is none of these."""
-
-    chains: tuple[RunPlan, ...]
-    triforce: tuple[RunPlan, ...] = ()
-    obstacle: str = ""
-
-    @property
-    def all(self) -> tuple[RunPlan, ...]:
-        """Of both kinds."""
-        return self.chains + self.triforce
-
-
-def find_candidates(plan: RunPlan) -> Candidates:
+def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
     """All ways to place a plan that fit, within device and page-locked memory; at least one.
+
+    Returns:
+        Ways without and with a retrieval verifier, and why there is none of these.
 
     Raises:
         BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
     if mode == "triforce":
-        found = _triforce(plan)
-        if isinstance(found, _Obstacle):
-            raise found.error
-        return Candidates((), found)
+        ways, obstacle = _triforce(plan)
+        if not ways and obstacle is not None:
+            raise obstacle.error
+        return (), ways, ""
     chains = _chains(plan)
     if mode != "auto" or draft is None:
-        return Candidates(chains)
+        return chains, (), ""
     if draft.tree_slots:
-        return Candidates(chains, obstacle="the draft was asked for trees")
-    found = _triforce(plan)
-    return Candidates(chains, obstacle=found.reason) if isinstance(found, _Obstacle) else Candidates(chains, found)
+        return chains, (), "the draft was asked for trees"
+    ways, obstacle = _triforce(plan)
+    return chains, ways, "" if obstacle is None else obstacle.reason
 
 
 def _draft_alternatives(plan: RunPlan) -> tuple[RunPlan, ...]:
@@ -267,7 +255,7 @@ def _draft_alternatives(plan: RunPlan) -> tuple[RunPlan, ...]:
     return plan, replace(plan, draft=with_streaming_cache(draft))
 
 
-def _chains(plan: RunPlan) -> tuple[RunPlan, ...]:
+def _chains(plan: RunPlan) -> Sequence[RunPlan]:
     placed: list[RunPlan] = []
     for way in _draft_alternatives(plan):
         try:
@@ -280,9 +268,7 @@ def _chains(plan: RunPlan) -> tuple[RunPlan, ...]:
     for way in placed:
         with suppress(BudgetError):
             staged.append(_staged(way))
-    if not staged:
-        _staged(min(placed, key=least_pinned_bytes))  # whose refusal names the least
-    return tuple(staged)
+    return staged or [_staged(min(placed, key=least_pinned_bytes))]  # whose refusal names the least
 
 
 def _staged(plan: RunPlan) -> RunPlan:
@@ -300,13 +286,14 @@ class _Obstacle:
     error: OffloadError
 
 
-def _triforce(plan: RunPlan) -> tuple[RunPlan, ...] | _Obstacle:
-    """With a retrieval verifier; where there is no way, what keeps the one that asks for the least from being one."""
+def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], _Obstacle | None]:
+    """Ways with a retrieval verifier; where there is none, what keeps the one that asks for the least from being."""
     target, kv = plan.target, plan.request.kv
     verifier = VerifierPlan(
         target.config, target.dtype, plan.request.speculation, target.context_tokens, target.batch
     )  # fmt: skip
     found: list[RunPlan] = []
+    obstacle: _Obstacle | None = None
     for alternative in _draft_alternatives(plan):
         for place in ("gpu", "host") if kv == "auto" else (kv,):
             try:
@@ -314,53 +301,52 @@ def _triforce(plan: RunPlan) -> tuple[RunPlan, ...] | _Obstacle:
             except BudgetError as error:
                 obstacle = _Obstacle(f"its {format_bytes(verifier.nbytes)} do not fit the device", error)
                 continue
-            for way in ways:
-                kept_out = _obstacle(way)
-                if kept_out is None:  # then nothing has to be staged
-                    found.append(way)
-                else:
-                    obstacle = kept_out
-    return tuple(found) or obstacle
+            kept_out = [_obstacle(way) for way in ways]
+            found += [way for way, one in zip(ways, kept_out, strict=True) if one is None]  # nothing has to be staged
+            obstacle = next((one for one in reversed(kept_out) if one is not None), obstacle)
+    return found, None if found else obstacle
 
 
 def _obstacle(plan: RunPlan) -> _Obstacle | None:
+    """Why there cannot be a retrieval verifier where one was placed, and what would help; None where there can."""
+    kept_out = _what_keeps_triforce_out(plan)
+    if kept_out is None:
+        return None
+    kind, reason, ways = kept_out
     # Who has no draft has nobody to propose a chain.
     without = f"or use --speculation {'none' if plan.draft is None else 'chain'}"
-    if (kept_out := _what_keeps_triforce_out(plan)) is not None:
-        reason, remedies = kept_out
-        return _Obstacle(reason, OptionError(f"no TriForce here: {reason}: {', '.join([*remedies, without])}"))
-    limits, kv_bytes = plan.limits, plan.target.host_kv_bytes
-    if limits.pinned_bytes is None or kv_bytes <= limits.pinned_bytes:
-        return None
-    reason = (
-        "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
-        f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the {format_bytes_up(kv_bytes)} of "
-        f"the KV cache, too little by {format_bytes_up(kv_bytes - limits.pinned_bytes)}"
-    )
-    ways = f"lower --context (now {plan.target.context_tokens}), raise --vram, {without}"
-    return _Obstacle(reason, BudgetError(f"no TriForce here: {reason}: allow more with --pinned, {ways}"))
+    return _Obstacle(reason, kind(f"no TriForce here: {reason}: {', '.join([*ways, without])}"))
 
 
-def _what_keeps_triforce_out(plan: RunPlan) -> tuple[str, Sequence[str]] | None:
-    """Why there cannot be a retrieval verifier where one was placed, and what would help; None when there can."""
-    target, draft, options = plan.target, plan.draft, plan.request.speculation
+def _what_keeps_triforce_out(plan: RunPlan) -> tuple[type[OffloadError], str, Sequence[str]] | None:
+    """The kind of error, the reason in a phrase, and the ways out."""
+    target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.request.speculation.budget_tokens
     context, layers = target.context_tokens, target.config.num_layers
-    if options.budget_tokens > context:
-        reason = f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}"
-        return reason, ["lower --budget-tokens", "raise --context"]
+    if budget_tokens > context:
+        reason = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
+        return OptionError, reason, ["lower --budget-tokens", "raise --context"]
     if any(window is not None for window in target.config.layer_windows):
-        return "it needs full attention, and this model has sliding windows", []
+        return OptionError, "it needs full attention, and this model has sliding windows", []
     if plan.placement.num_streamed:
         streamed = f"{plan.placement.num_streamed} of {layers} layers"
         if plan.request.resident_layers is not None:
-            return f"{streamed} are streamed", ["drop --resident-layers"]
+            return OptionError, f"{streamed} are streamed", ["drop --resident-layers"]
         # With no keys and values on the device that could go.
-        assert plan.limits.device_bytes is not None
-        lean = plan.with_placement(replace(plan.placement, resident_kv_layers=()))
-        missing = format_bytes_up(lean.fixed_bytes + sum(target.layout.layer_bytes) - plan.limits.device_bytes)
-        return f"beside it {streamed} would be streamed", [f"raise --vram by {missing}", "lower --context"]
+        assert limits.device_bytes is not None
+        lean = plan.with_placement(all_resident(layers))
+        missing = format_bytes_up(lean.device_bytes - limits.device_bytes)
+        ways = [f"raise --vram by {missing}", "lower --context"]
+        return OptionError, f"beside it {streamed} would be streamed", ways
     if draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
-        return reason, ["take --draft-cache streaming", "lower --context"]
+        return OptionError, reason, ["take --draft-cache streaming", "lower --context"]
+    if limits.pinned_bytes is not None and target.host_kv_bytes > limits.pinned_bytes:
+        reason = (
+            "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
+            f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
+            f"{format_bytes_up(target.host_kv_bytes)} of the KV cache, too little by "
+            f"{format_bytes_up(target.host_kv_bytes - limits.pinned_bytes)}"
+        )
+        return BudgetError, reason, ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
     return None

@@ -15,6 +15,7 @@ from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
@@ -249,8 +250,7 @@ class DraftModel:
         for sequence in sequences:
             places[sequence] = [self.texts.start(sequence), self.texts.rope_shift(sequence)]
         if places != self._place_host:
-            host = torch.tensor(places, dtype=torch.int32)
-            self._place.copy_(host.pin_memory() if self._place.is_cuda else host, non_blocking=True)
+            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
             self._place_host = places
 
 

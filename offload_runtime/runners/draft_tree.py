@@ -8,7 +8,6 @@ never touch, nodes that survive are never written again, and a path that came tr
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.memory import overwrite, pack, packed_words, unpack
 from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.draft_tree_steps import (
@@ -32,9 +32,8 @@ from offload_runtime.runners.draft_tree_steps import (
     StepLine,
     StepShape,
     StepShapes,
-    cut,
-    input_words,
-    packed,
+    input_sizes,
+    step_inputs,
 )
 from offload_runtime.runners.graphs import StepGraphs
 from offload_runtime.runners.target import window_pass
@@ -115,7 +114,7 @@ class DraftTree:
         self._deepest = DEPTHS[0]  # that steps are made ready for
         # What steps read and write; the tensors never move.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
-        self._inputs = torch.zeros(input_words(batch, rows, MOST_DEPTH), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(packed_words(input_sizes(batch, rows, MOST_DEPTH)), dtype=torch.int32, device=device)
         self._outputs = torch.zeros(rows, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
         self._frequency_sets = [0] * rows
@@ -264,12 +263,14 @@ class DraftTree:
 
     def _upload(self, lines: Sequence[StepLine], shape: StepShape) -> None:
         """Tell the device what the step is about: one copy on the current stream."""
-        positions, flat = packed(lines, shape)
-        self._set_frequencies(positions)
-        host = torch.frombuffer(array("i", flat), dtype=torch.int32)  # far quicker than from the list
-        if self._device.type == "cuda":
-            host = host.pin_memory()  # the allocator keeps it until the copy is done
-        self._inputs[: len(flat)].copy_(host, non_blocking=True)
+        parts = step_inputs(lines, shape)
+        self._set_frequencies(parts[1])
+        host = pack(parts)
+        overwrite(self._inputs[: len(host)], host)
+
+    def _parts(self, shape: StepShape) -> list[torch.Tensor]:
+        """The inputs of a step, in the order of `step_inputs`."""
+        return unpack(self._inputs, input_sizes(shape.batch, shape.batch * shape.rows, shape.depth))
 
     def _set_frequencies(self, positions: Sequence[int]) -> None:
         """Rotate every row by the frequencies of a sequence that ends with it."""
@@ -282,7 +283,7 @@ class DraftTree:
     def _pass(self, shape: StepShape) -> None:
         """Feed the rows; their logits are in `_logits` then. Captured: no tensor of the host, nothing of sampling."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, owners, sequences, committed, _, shifts, ancestors = cut(self._inputs, shape)
+        tokens, positions, slots, owners, sequences, committed, _, shifts, ancestors = self._parts(shape)
         turned = positions + shifts.repeat_interleave(shape.rows) if self._streams else positions
         angle = turned.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
         cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
@@ -300,7 +301,7 @@ class DraftTree:
 
     def _choose(self, shape: StepShape) -> None:
         """Write the best children of each row. Enqueued while the pass runs, so that it serves all ways of sampling."""
-        num_rows, parts = shape.batch * shape.rows, cut(self._inputs, shape)
+        num_rows, parts = shape.batch * shape.rows, self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
         if self._streams:
             ahead = ahead + parts[6].repeat_interleave(shape.rows)

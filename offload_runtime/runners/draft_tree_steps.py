@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
+from offload_runtime.memory import packed_words
 from offload_runtime.runners.graphs import graph_reach, step_activation_bytes, step_graph_bytes
 
 # Deepest node below the text.
@@ -108,7 +108,6 @@ STEP_ROWS = 32
 CHILDREN = 8
 _ROW_PARTS = 4  # token, position, slot, sequence
 _LINE_PARTS = 4  # sequence, committed, start, RoPE shift
-_ALIGNED_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,10 @@ class StepLine:
     rope_shift: int
 
 
-def packed(lines: Sequence[StepLine], shape: StepShape) -> tuple[list[int], list[int]]:
-    """Rows filled up to the shape: their positions, -1 for what only fills up, and all that `cut` finds again."""
-    batch, rows, depth = shape.batch, shape.rows, shape.depth
+def step_inputs(lines: Sequence[StepLine], shape: StepShape) -> list[list[int]]:
+    """What the device is told of a step, rows filled up to the shape: tokens, positions (-1 for what only fills up),
+    slots and sequences by row, sequences, committed, starts and RoPE shifts by line, ancestors."""
+    rows, depth = shape.rows, shape.depth
     columns: list[list[int]] = [[] for _ in range(_ROW_PARTS)]
     ancestors: list[int] = []
     for line in lines:
@@ -142,33 +142,13 @@ def packed(lines: Sequence[StepLine], shape: StepShape) -> tuple[list[int], list
         for path in line.paths:
             ancestors += path + [0] * (depth - len(path))
         ancestors += [0] * (depth * padding)
-    flat: list[int] = []
     of_lines = [(line.sequence, line.committed, line.start, line.rope_shift) for line in lines]
-    for part in (*columns, *map(list, zip(*of_lines, strict=True)), ancestors):
-        flat += part + [0] * (-len(part) % _ALIGNED_WORDS)
-    assert len(flat) == input_words(batch, batch * rows, depth)
-    return columns[1], flat
+    return [*columns, *map(list, zip(*of_lines, strict=True)), ancestors]
 
 
-def _aligned(words: int) -> int:
-    return -(-words // _ALIGNED_WORDS) * _ALIGNED_WORDS
-
-
-def input_words(batch: int, rows: int, depth: int) -> int:
-    """Words of the inputs of a step about `rows` rows in all."""
-    return _ROW_PARTS * _aligned(rows) + _LINE_PARTS * _aligned(batch) + _aligned(rows * depth)
-
-
-def cut(inputs: torch.Tensor, shape: StepShape) -> list[torch.Tensor]:
-    """The parts of a step's inputs: tokens, positions, slots and sequences by row, sequences, committed, starts and
-    RoPE shifts by line, ancestors."""
-    rows = shape.batch * shape.rows
-    sizes = [rows] * _ROW_PARTS + [shape.batch] * _LINE_PARTS + [rows * shape.depth]
-    parts, offset = [], 0
-    for size in sizes:
-        parts.append(inputs[offset : offset + size])
-        offset += _aligned(size)
-    return parts
+def input_sizes(batch: int, rows: int, depth: int) -> list[int]:
+    """Integers of each part of the inputs of a step about `rows` rows in all."""
+    return [rows] * _ROW_PARTS + [batch] * _LINE_PARTS + [rows * depth]
 
 
 def tree_slots(tree_nodes: int) -> int:
@@ -195,5 +175,5 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, tr
 def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:
     """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
     rows = max(STEP_ROWS, batch)
-    words = input_words(batch, rows, MOST_DEPTH) + rows * 2 * CHILDREN + rows * config.head_dim // 2
+    words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + rows * 2 * CHILDREN + rows * config.head_dim // 2
     return 4 * words + rows * config.vocab_size * element_bytes

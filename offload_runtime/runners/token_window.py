@@ -16,6 +16,8 @@ from offload_runtime_kernels.window_steps import (
     step_rows,
 )
 
+from offload_runtime.memory import overwrite
+
 # A window of the target and what a draft says beyond it.
 WINDOW_CAPACITY_TOKENS = 2048
 
@@ -111,9 +113,7 @@ class DeviceWindow:
             header = [one.end, one.base, one.stop, one.last]
             rows[sequence][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
         host = torch.tensor(rows, dtype=torch.int32)
-        if self._state.is_cuda:
-            host = host.pin_memory()  # the allocator keeps it until the copy is done
-        self._rows[:, : host.shape[1]].copy_(host, non_blocking=True)
+        overwrite(self._rows[:, : host.shape[1]], host)
         self.known = dict(known)
 
     def read(self) -> dict[int, Said]:

@@ -1,4 +1,8 @@
-"""Checkpoints to packed host arenas: open, validate, load, convert."""
+"""Weights: checkpoints are opened and validated, described, converted, and loaded into packed host arenas.
+
+How a matrix is stored is known here alone: others see a `Weight`, which multiplies rows, and bytes per layer. The room
+knows nothing of devices, copies and plans.
+"""
 
 from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.checkpoint import CheckpointSource, ModelDescription, Shard
@@ -8,7 +12,6 @@ from offload_runtime.weights.hub import fetch_demo_model
 from offload_runtime.weights.layout import (
     ModelLayout,
     PackedLayout,
-    TensorSpec,
     checkpoint_tensors,
     layer_layout,
     packed_bytes,
@@ -18,26 +21,8 @@ from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import DescribedModel, describe_model, open_checkpoint
 
 __all__ = [
-    "CheckpointSource",
-    "DescribedModel",
-    "Encoding",
-    "HostWeights",
-    "ModelDescription",
-    "ModelLayout",
-    "PackedLayout",
-    "Plain",
-    "PlainWeight",
-    "Shard",
-    "TensorSpec",
-    "Weight",
-    "checkpoint_tensors",
-    "convert_to_safetensors",
-    "describe_model",
-    "fetch_demo_model",
-    "layer_layout",
-    "load_weights",
-    "model_config_from_transformers",
-    "open_checkpoint",
-    "packed_bytes",
-    "shared_layout",
-]
+    "CheckpointSource", "DescribedModel", "Encoding", "HostWeights", "ModelDescription", "ModelLayout",
+    "PackedLayout", "Plain", "PlainWeight", "Shard", "Weight", "checkpoint_tensors",
+    "convert_to_safetensors", "describe_model", "fetch_demo_model", "layer_layout", "load_weights",
+    "model_config_from_transformers", "open_checkpoint", "packed_bytes", "shared_layout",
+]  # fmt: skip

@@ -9,7 +9,6 @@ import copy
 import errno
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -17,33 +16,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 
 _ABANDONED_AFTER_S = 86_400.0  # a day without a new file, for runs whose process we cannot look up
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
-
-
-@dataclass(frozen=True)
-class _ShardPlan:
-    """One file to write."""
-
-    name: str
-    tensors: tuple[tuple[str, tuple[int, ...], Fill], ...]
-    nbytes: int
 
 
 def _partial_prefix(target: Path) -> str:
@@ -136,27 +125,6 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _plan_shards(source: CheckpointSource, dtype: torch.dtype, max_shard_bytes: float) -> list[_ShardPlan]:
-    """Group the tensors, in the order they are stored in, into files of at most `max_shard_bytes`."""
-    shapes = {name: destination.shape for name, destination in checkpoint_tensors(source.config()).items()}
-    groups: list[list[tuple[str, tuple[int, ...], Fill]]] = [[]]
-    sizes = [0]
-    for shard in source.shards():
-        for name, fill in shard.tensors:
-            nbytes = math.prod(shapes[name]) * dtype.itemsize
-            if groups[-1] and sizes[-1] + nbytes > max_shard_bytes:
-                groups.append([])
-                sizes.append(0)
-            groups[-1].append((name, shapes[name], fill))
-            sizes[-1] += nbytes
-    if len(groups) == 1:
-        return [_ShardPlan("model.safetensors", tuple(groups[0]), sizes[0])]
-    return [
-        _ShardPlan(f"model-{index:05d}-of-{len(groups):05d}.safetensors", tuple(group), size)
-        for index, (group, size) in enumerate(zip(groups, sizes, strict=True), 1)
-    ]
-
-
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write one file; what the library says of the disk is an `OSError` as everything else is."""
     try:
@@ -195,7 +163,7 @@ def convert_to_safetensors(
         out_dir: New directory; it appears only when it is complete.
         dtype: Of the written weights.
         max_shard_bytes: Largest file, unless a single tensor is larger; it is held in memory until it is written.
-        on_progress: Called with (bytes written, bytes of all weights).
+        on_progress: Called with (bytes converted, bytes of all weights).
 
     Returns:
         The directory.
@@ -209,26 +177,22 @@ def convert_to_safetensors(
         target = Path(out_dir).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such user, or the current directory is gone
         raise OptionError(f"{out_dir} is no usable path ({error}): write it in full, without ~") from error
-    plans = _plan_shards(source, dtype, max_shard_bytes)
-    total_bytes = sum(plan.nbytes for plan in plans)
-    done_bytes = 0
-
-    def written(nbytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += nbytes
-        if on_progress is not None:
-            on_progress(done_bytes, total_bytes)
-
+    fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
+    needed = checkpoint_tensors(source.config())
+    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in fills}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
+    total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
         _write_descriptions(source, directory, dtype)
-        for plan in plans:
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, _ in plan.tensors}
-            for name, _, fill in plan.tensors:
-                fill(tensors[name])
-                written(tensors[name].nbytes)
-            _save(tensors, directory / plan.name)
-        if len(plans) > 1:
-            weight_map = {name: plan.name for plan in plans for name, _, _ in plan.tensors}
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        for file_name, names in split.filename_to_tensors.items():
+            tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
+            for name, tensor in tensors.items():
+                fills[name](tensor)
+                done_bytes += tensor.nbytes
+                if on_progress is not None:
+                    on_progress(done_bytes, total_bytes)
+            _save(tensors, directory / file_name)
+        if split.is_sharded:
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
             _write_json(directory / "model.safetensors.index.json", index)
     return target

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from noisy_draft import write_noisy_copy  # noqa: F401 (for the tests)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from widening.checkpoint import write_noisy_copy  # noqa: F401 (for the tests)
 
 from offload_runtime.engine import Runtime
 

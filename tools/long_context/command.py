@@ -60,7 +60,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recent", type=int, default=512)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--chunk-size", type=int, default=SpeculationOptions.chunk_size)
-    parser.add_argument("--policy", default="retrieval")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--plain-tokens", type=int, default=8)
 
@@ -81,6 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Models, text, placement, and the hierarchy that is varied."""
     add_common_options(parser)
     parser.set_defaults(kv="gpu", tokens=64, plain_tokens=None, chunk_size=SpeculationOptions().chunk_size)
+    parser.add_argument("--policy", default="retrieval")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--gamma", type=int, default=24, help="tokens proposed to a pass of the target")
     parser.add_argument("--gamma-draft", type=int, default=4, help="tokens proposed to a step of the middle level")
@@ -114,9 +114,11 @@ def base_setting(arguments: argparse.Namespace) -> Setting:
     options = SpeculationOptions(
         "triforce", arguments.draft_cache, recent_tokens=arguments.recent, chunk_size=arguments.chunk_size,
         budget_tokens=arguments.budget, gamma_draft=arguments.gamma_draft, refresh_steps=arguments.refresh_steps,
+    )  # fmt: skip
+    return Setting(
+        options, arguments.temperature, arguments.context, arguments.gamma, arguments.chain_gamma,
         policy=arguments.policy,
     )  # fmt: skip
-    return Setting(options, arguments.temperature, arguments.context, arguments.gamma, arguments.chain_gamma)
 
 
 def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:

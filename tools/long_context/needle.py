@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from long_context.decoding import compare
 from long_context.internals import levels_of, runner_of
+from long_context.policies import CHUNK_POLICIES
 from long_context.rig import Rig
 from long_context.session import Session
 from long_context.sweeps import Setting
 
-from offload_runtime.config import CHUNK_POLICIES, SamplingParams
+from offload_runtime.config import SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
 from offload_runtime.runners import Known
@@ -112,7 +113,7 @@ class NeedleTest:
         plain_text = tokenizer.decode(list(plain.texts[0][:count]))
         policies = {}
         for policy in CHUNK_POLICIES:
-            own = replace(setting, options=replace(setting.options, policy=policy))
+            own = replace(setting, policy=policy)
             policies[policy] = self._measure_policy(hay, own, samplings, said, plain.texts)
         return {
             "prompt_tokens": len(hay.prompt), "answer_tokens": count,
@@ -128,7 +129,7 @@ class NeedleTest:
         plain: Sequence[Sequence[int]],
     ) -> dict[str, Any]:  # fmt: skip
         """Agreement on the right answer, whatever the target would say, and acceptance over what it does say."""
-        proposer = self._rig.build(setting.options)
+        proposer = self._rig.build(setting.options, setting.policy)
         guesses = [self._middle_tokens(hay, proposer, params) for params in samplings]
         number = slice(hay.number_tokens)
         found = self._session.decode(

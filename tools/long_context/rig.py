@@ -14,6 +14,7 @@ from long_context.internals import (
     target_cache,
     tell_again,
 )
+from long_context.policies import chunk_policy
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -40,11 +41,12 @@ class Rig:
         self._num_reservations = release_proposer(runtime)
         self._drop()
 
-    def build(self, options: SpeculationOptions) -> Proposer:
+    def build(self, options: SpeculationOptions, policy: str = "retrieval") -> Proposer:
         """A proposer for all sequences; one built before must not be used any more.
 
         Args:
             options: `mode` is `triforce` or `chain`. The draft's own cache stays as it was loaded.
+            policy: Who chooses the chunks of a hierarchy. What another than the runtime's needs has to be free.
 
         Raises:
             OptionError: The budget exceeds the context; BudgetError: the device memory is not there.
@@ -60,7 +62,9 @@ class Rig:
                 )
             middle = VerifierPlan(runtime.config, runtime.dtype, options, context, self._batch)
         budget = budget_of(runtime)
-        built = make_proposer(self._draft, models_of(runtime), middle, budget, batch=self._batch)
+        built = make_proposer(
+            self._draft, models_of(runtime), middle, budget, batch=self._batch, make_policy=chunk_policy(policy)
+        )
         tell_again(runtime)
         return built
 

@@ -74,7 +74,7 @@ class RowMeasurement:
         params, session = SamplingParams(setting.temperature, seed=_SEED), self._session
         plain = self._decode_plainly(setting, starts)
         pass_s = self._pass_s(setting, starts[-1])
-        proposer = self._rig.build(setting.options)
+        proposer = self._rig.build(setting.options, setting.policy)
         found = together(
             [
                 session.decode(start, proposer, params, gamma=setting.window, count=self._lengths.tokens)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from long_context.policies import CHUNK_POLICIES, chunk_policy
 from sweeping.family import Sweep, tokens
 
-from offload_runtime.config import CHUNK_POLICIES, SamplingParams, SpeculationOptions
+from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.errors import OptionError
 
 CHAIN = "chain"
@@ -24,12 +25,14 @@ class Setting:
     chain_gamma: int
     batch: int = 1
     depth: float = 0.5  # of the needle, as a share of the context
+    policy: str = "retrieval"
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "gamma", "chain_gamma", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
         SamplingParams(temperature=self.temperature)
+        chunk_policy(self.policy)
         if not 0 <= self.depth <= 1:
             raise OptionError(f"the needle's depth is a share of the context from 0 to 1, not {self.depth}")
 
@@ -79,7 +82,7 @@ def _with_gamma(base: Setting, text: str) -> Setting:
 def _with_policy(base: Setting, text: str) -> Setting:
     if text == CHAIN:
         return replace(base, options=replace(base.options, mode=CHAIN))
-    return replace(base, options=replace(base.options, policy=text))
+    return replace(base, policy=text)
 
 
 def _in_batch(base: Setting, text: str) -> Setting:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from harness import DTYPES, Parser, add_report_options
 from widening.checkpoint import WidenedCheckpoint
+from widening.made import UntrainedLlama, random_llama
 from widening.shapes import WideShape, shape_named
-from widening.untrained import UntrainedLlama, random_llama
 
 from offload_runtime.config import SamplingParams, parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError

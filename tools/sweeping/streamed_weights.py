@@ -27,8 +27,8 @@ from sweeping.family import Family, Sweep, Work, print_cells, refuse_idle, token
 from sweeping.results import ResultFile
 from timing import measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 from widening.checkpoint import in_shape
+from widening.made import repeated_llama
 from widening.shapes import shape_named
-from widening.untrained import repeated_llama
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,42 +10,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+from offload_runtime.errors import UnsupportedArchitectureError
 
 # These scale each frequency by itself, and unscaled the frequencies agree already.
 _KEPT_TYPES = ("default", "linear", "llama3")
-
-
-def with_context_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """Scale a model's rotary embedding to a longer context.
-
-    Args:
-        config: A model without scaling.
-        text: `yarn:FACTOR`, e.g. `yarn:16`.
-
-    Raises:
-        OptionError: Not of that form, or the model has a scaling already.
-    """
-    kind, _, number = text.partition(":")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = 0.0
-    if kind != "yarn" or not 1 < factor < math.inf:
-        raise OptionError(f"context rope {text!r} is not known: write it like yarn:16, with a factor above 1")
-    if config.rope_parameters["rope_type"] != "default":
-        raise OptionError(
-            f"the source has a RoPE scaling of type {config.rope_parameters['rope_type']} already: leave "
-            "--context-rope out, or change the source's config.json"
-        )
-    original = config.max_position_embeddings
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
-    return dataclasses.replace(config, rope_parameters=rope, max_position_embeddings=int(original * factor))
 
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness  # noqa: F401 (finds the package, installed or not)
+
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError, TraceError
 from offload_runtime.trace import COMPUTE, DRAFT, LINK, PASSES, STALLS, TRACE_VERSION, covered_seconds, union_seconds
