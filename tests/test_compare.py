@@ -200,7 +200,7 @@ def test_files_are_looked_at_before_anything_is_measured(
         (("--prompt-file", str(tmp_path)), "cannot be read (Is a directory)"),
         (("--prompt-file", str(tmp_path / "bytes")), "is not UTF-8 text (byte 0xff at offset 1)"),
         (("--prompt-file", str(tmp_path / "empty")), "a prompt has no tokens"),
-        (("--prompt-tokens", "900"), "lower it, or name a longer --prompt-file"),
+        (("--prompt-tokens", "900"), "lower --prompt-tokens, or name a longer --prompt-file"),
         (("--context", "20"), "--context is 20: raise it, or lower --prompt-tokens"),
         (("--context", "900"), "is more than the 512 that the model was made for"),
         (("--gamma", "5000"), "5000 proposals in a window are more than the 512 tokens"),

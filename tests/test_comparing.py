@@ -13,6 +13,7 @@ import pytest
 import systems
 import torch
 from common import options_from, peer_parser
+from harness import leading_agreement
 from measurement import RoundClock
 from models import fitting_layers, require_whole_model
 from runs import NextToken, Run, answers, expectations, figures, num_differing
@@ -120,7 +121,7 @@ def test_a_system_that_expects_other_tokens_behind_a_prompt_is_suspect(temperatu
     ("said", "count"), [([1, 2, 3], 3), ([1, 2, 9], 2), ([9, 2, 3], 0), ([1, 2], 2), ([1, 9, 3], 1), ([], 0)]
 )
 def test_leading_tokens_that_agree_are_counted(said: list[int], count: int) -> None:
-    assert systems.leading_agreement([1, 2, 3], said) == count
+    assert leading_agreement([1, 2, 3], said) == count
 
 
 def test_the_reference_is_our_plain_decoding_or_else_the_resident_model() -> None:

@@ -213,7 +213,7 @@ def test_a_row_that_is_not_plain_decoding_fails_the_command(
         (["temperature", "window"], "temperature and window take different models"),
         (["temperature", "--values", "warm"], "'warm' is not a number"),
         (["budget", "--values", "8K"], "8192 tokens is more than the context"),
-        (["batch", "--values", "9x5K"], "take a shorter context or a longer text"),
+        (["batch", "--values", "9x5K"], "lower --context, or name a longer --text"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

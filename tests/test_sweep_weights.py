@@ -238,7 +238,7 @@ def test_a_text_shorter_than_the_prompt_is_refused(
     short.write_text("the")
     options = ["--target", str(target), "--source", str(draft), "--text", str(short), *ON_CPU]
     assert main(["resident", "--values", "1", *options]) == 2
-    assert "short.txt has 1 tokens and the prompt 12" in capsys.readouterr().err
+    assert "short.txt has 1 tokens and 12 are needed: lower --prompt-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ checkouts, too: a copy of that file in their `tools` measures what chose windows
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import check_out, emit, percentiles, provenance, write_unfinished
+from bench_trees import add_model_options, check_models
+from harness import emit, percentiles, provenance, write_unfinished
 from widening.checkpoint import in_shape, noisy_copy
-from widening.shapes import shape_named
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import GenerationResult, Runtime
@@ -194,56 +193,29 @@ def ratio_line(ratio: Mapping[str, Any]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = harness.bench_parser(__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="the small model")
+    add_model_options(parser)
     parser.add_argument("--prompt-file", type=Path, action="append", required=True, help="a text to begin with; repeat")
-    parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
-    parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.1, 1.0), help="of the drafts")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--gammas", type=harness.integers, default=(4, 8, 16, 24), help="of fixed chains")
     parser.add_argument("--nodes", type=harness.integers, default=(32, 128, 512, 1024), help="of fixed trees")
-    parser.add_argument("--prompt-tokens", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=256, help="of every answer but plain ones")
-    parser.add_argument("--plain-tokens", type=int, default=8)
     parser.add_argument("--warm-up-tokens", type=int, default=24, help="that the controller plays first")
     parser.add_argument("--repeats", type=int, default=1, help="answers of each window to each prompt")
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--emulate", help="a machine, by a profile's name or file")
     parser.add_argument("--profile", help="figures to plan by, by a profile's name or file")
-    parser.add_argument("--vram")
-    parser.add_argument("--resident-layers", default="auto")
-    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
     return parser.parse_args(argv)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what would fail, or measure nothing, only after minutes.
-
-    Raises:
-        OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
-        DeviceError, ProfileError: There is no such device or machine.
-    """
-    resolve_device(options.device)
+    """Refuse what makes no sense. Raises as `check_models`."""
     if not options.gammas and not options.nodes:
         raise OptionError("--gammas and --nodes are both empty: name a fixed window to hold the controller against")
-    harness.require_all_positive(
-        options, "prompt_tokens", "tokens", "plain_tokens", "warm_up_tokens", "repeats", "context", "gammas", "nodes"
-    )
+    harness.require_all_positive(options, "warm_up_tokens", "repeats", "gammas", "nodes")
     if min(options.tokens, options.plain_tokens) < 2:
         raise OptionError("--tokens and --plain-tokens must be at least 2: the first token is prefill's")
-    for noise in options.noises:
-        if not 0 <= noise < math.inf:
-            raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
     SamplingParams(temperature=options.temperature)
-    harness.check_machine(options.vram, options.emulate)
     harness.check_machine(None, options.profile)
-    if options.shape != "none":
-        shape_named(options.shape)
-    for path in options.prompt_file:
-        if not harness.read_text(path, "--prompt-file").strip():
-            raise OptionError(f"{path} is empty: name a text to begin with by --prompt-file")
     if len({path.stem for path in options.prompt_file}) < len(options.prompt_file):
         raise OptionError("two --prompt-file have the same name: rows are told apart by it")
-    check_out(options.out)
+    check_models(options, [(path, "--prompt-file") for path in options.prompt_file])
 
 
 @harness.one_line_errors

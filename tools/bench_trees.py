@@ -161,63 +161,71 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The target, the drafts, where they are, and how much they say."""
+    parser.add_argument("--source", type=Path, required=True, help="the small model")
+    parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
+    parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.05, 0.1), help="of the drafts")
+    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--plain-tokens", type=int, default=8, help="decoded plainly")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--emulate", help="a machine, by a profile's name or file")
+    parser.add_argument("--vram")
+    parser.add_argument("--resident-layers", default="auto")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
+
+
+def check_models(options: argparse.Namespace, texts: Sequence[tuple[Path, str]]) -> None:
+    """Refuse what would fail only after minutes; `texts` are files and the options that name them.
+
+    Raises:
+        OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
+        DeviceError, ProfileError: There is no such device or machine.
+    """
+    resolve_device(options.device)
+    harness.require_all_positive(options, "prompt_tokens", "tokens", "plain_tokens", "context")
+    for noise in options.noises:
+        if not 0 <= noise < math.inf:
+            raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
+    harness.check_machine(options.vram, options.emulate)
+    if options.shape != "none":
+        shape_named(options.shape)
+    for path, option in texts:
+        if not harness.read_text(path, option).strip():
+            raise OptionError(f"{path} is empty: name a text to begin with by {option}")
+    check_out(options.out)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = harness.bench_parser(__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="the small model")
+    add_model_options(parser)
     parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
     parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
-    parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
-    parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.05, 0.1), help="of the drafts")
     parser.add_argument("--temperatures", type=harness.floats, default=(0.0, 0.6))
     parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
     parser.add_argument("--sizes", type=harness.integers, default=(1, 4, 16, 64, 256, 1024))
     parser.add_argument("--nodes", type=harness.integers, default=(), help="of fixed trees; else they are chosen")
     parser.add_argument("--depth", type=int, default=63, help="longest path of a tree")
     parser.add_argument("--gamma", type=int, default=16, help="length of a chain")
-    parser.add_argument("--prompt-tokens", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--chain-tokens", type=int, default=96)
-    parser.add_argument("--plain-tokens", type=int, default=8)
     parser.add_argument("--size-tokens", type=int, default=256)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--emulate")
-    parser.add_argument("--vram")
-    parser.add_argument("--resident-layers", default="auto")
-    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
     return parser.parse_args(argv)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what would fail, or measure nothing, only after minutes.
-
-    Raises:
-        OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
-        DeviceError, ProfileError: There is no such device or machine.
-    """
+    """Refuse what makes no sense. Raises as `check_models`."""
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
     if "sizes" in parts and not options.sizes:
         raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
-    resolve_device(options.device)
-    harness.require_all_positive(
-        options, "depth", "gamma", "prompt_tokens", "tokens", "chain_tokens", "plain_tokens", "size_tokens", "context",
-        "sizes", "nodes",
-    )  # fmt: skip
-    for noise in options.noises:
-        if not 0 <= noise < math.inf:
-            raise OptionError(f"--noises must be 0 or positive numbers, not {noise}")
+    harness.require_all_positive(options, "depth", "gamma", "chain_tokens", "size_tokens", "sizes", "nodes")
     for temperature in options.temperatures:
         SamplingParams(temperature=temperature)
-    harness.check_machine(options.vram, options.emulate)
-    if options.shape != "none":
-        shape_named(options.shape)
-    for path, option in ((options.text, "--text"), (options.code, "--code")):
-        if not harness.read_text(path, option).strip():
-            raise OptionError(f"{path} is empty: name a text to begin with by {option}")
-    check_out(options.out)
+    check_models(options, [(options.text, "--text"), (options.code, "--code")])
 
 
 def origin_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import check_out, emit, provenance
+from harness import check_out, emit, leading_agreement, provenance
 from widening.checkpoint import write_noisy_copy
 
 from offload_runtime.engine import Runtime, fetch_demo_model
@@ -62,13 +62,6 @@ def matrix(num_seeds: int) -> list[Case]:
     return [Case(prompt, *setting) for prompt in PROMPTS for setting in settings]
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, None when all are equal."""
-    pairs = enumerate(zip(left, right, strict=False))
-    shorter = min(len(left), len(right)) if len(left) != len(right) else None
-    return next((index for index, (a, b) in pairs if a != b), shorter)
-
-
 def answers(runtime: Runtime, cases: Sequence[Case], *, count: int) -> Iterator[Answer]:
     """The runtime's tokens for every case."""
     for case in cases:
@@ -93,7 +86,8 @@ def transformers_tokens(model: Path, prompt: str, *, count: int, device: torch.d
 
 def compare(case: Case, draft: str, plain: Answer, tokens: Sequence[int], tokens_per_pass: float) -> dict[str, Any]:
     """One row of the report; prints it."""
-    at = first_difference(plain.tokens, tokens)
+    same = leading_agreement(plain.tokens, tokens)
+    at = None if same == len(plain.tokens) == len(tokens) else same
     print(
         f"{case.prompt:6} T={case.temperature:<4} top_p={case.top_p:<4} seed {case.seed}  {draft:12} "
         f"{tokens_per_pass:5.2f} tokens a pass  {len(tokens)} tokens "

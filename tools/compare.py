@@ -105,14 +105,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
     tokenizer = open_sources(arguments.target or arguments.source, draft).tokenizer
     prompts = []
     for path in arguments.prompt_file:
-        tokens = list(tokenizer.encode(harness.read_text(path, "--prompt-file")))
-        if arguments.prompt_tokens is not None:
-            if len(tokens) < arguments.prompt_tokens:
-                raise OptionError(
-                    f"{path} has {len(tokens)} tokens, --prompt-tokens asks for {arguments.prompt_tokens}: lower it, "
-                    "or name a longer --prompt-file"
-                )
-            tokens = tokens[: arguments.prompt_tokens]
+        count = arguments.prompt_tokens
+        tokens = harness.read_tokens(path, "--prompt-file", tokenizer, count, lower="--prompt-tokens")[:count]
         check_context(arguments.context, str(path), len(tokens) + arguments.new_tokens)
         prompts.append(tokens)
     return prompts

@@ -108,6 +108,27 @@ def read_text(path: Path, option: str) -> str:
         ) from error
 
 
+def read_tokens(path: Path, option: str, tokenizer: Any, needed: int | None, *, lower: str) -> list[int]:
+    """The token ids of a file that `option` names, at least `needed`, which an option to `lower` asks for.
+
+    Raises:
+        OptionError: It cannot be read, is no text, or is shorter.
+    """
+    found: list[int] = list(tokenizer.encode(read_text(path, option)))
+    if needed is not None and len(found) < needed:
+        raise OptionError(
+            f"{path.name} has {len(found)} tokens and {needed} are needed: lower {lower}, or name a longer {option}"
+        )
+    return found
+
+
+def leading_agreement(expected: Sequence[int], said: Sequence[int]) -> int:
+    """How many tokens two answers begin with in common."""
+    pairs = zip(expected, said, strict=False)
+    shorter = min(len(expected), len(said))
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
 def check_machine(vram: str | None, emulate: str | None) -> None:
     """Refuse before anything is loaded what `Runtime.load` would of these two; None is nothing.
 

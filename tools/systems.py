@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import harness  # noqa: F401 (finds the package and the peers)
+from harness import leading_agreement
 from our_options import NO_MODEL
 
 from offload_runtime.config import GB
@@ -151,14 +151,6 @@ def outcome(result: dict[str, Any]) -> str:
 def measured(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Those that gave figures."""
     return {name: result for name, result in results.items() if "tok_per_s" in result}
-
-
-def leading_agreement(expected: Sequence[int], said: Sequence[int]) -> int:
-    """How many tokens two answers begin with in common."""
-    for index, (one, other) in enumerate(zip(expected, said, strict=False)):
-        if one != other:
-            return index
-    return min(len(expected), len(said))
 
 
 def agreements(results: Mapping[str, dict[str, Any]], *, greedy: bool) -> dict[str, Any] | None:

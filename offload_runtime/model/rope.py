@@ -11,8 +11,6 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.memory import upload
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-
 
 class RopeTable:
     """Cosines and sines of a model's rotary embedding.
@@ -21,33 +19,30 @@ class RopeTable:
         config: The model's shape and rope parameters.
         device: Where the angles are computed.
         fixed_length: Always use the frequencies of a sequence of so many tokens, for a cache that never holds more.
+
+    Attributes:
+        scaling: What cosines and sines are multiplied by: the attention scaling.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, *, fixed_length: int | None = None) -> None:
         self._device = device
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
-        assert self._type in SUPPORTED_ROPE_TYPES, self._type
         # Not at the top: transformers takes longer to import than a plan may take.
         from transformers import LlamaConfig
 
         self._hf_config = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=self._parameters,
-        )
+            hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
+        )  # fmt: skip
         self._head_dim = config.head_dim
-        self._inv_freq, self._scaling = self._initialise(None)  # [D/2] fp32, device
-        # Above this length the frequencies change.
+        self._inv_freq, self.scaling = self._initialise(None)  # [D/2] fp32, device
+        self._short_length: int | None = None  # above this length the frequencies change
         if self._type == "dynamic":
-            self._short_length: int | None = config.max_position_embeddings
+            self._short_length = config.max_position_embeddings
         elif self._type == "longrope":
             self._short_length = int(self._parameters["original_max_position_embeddings"])
-        else:
-            self._short_length = None
         if fixed_length is not None:
             self._inv_freq = self.frequencies(fixed_length)
             self._short_length = None
@@ -55,11 +50,6 @@ class RopeTable:
     def frequencies(self, length: int) -> torch.Tensor:
         """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
         return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
-
-    @property
-    def scaling(self) -> float:
-        """What cosines and sines are multiplied by: the attention scaling."""
-        return self._scaling
 
     def angles(
         self, positions: torch.Tensor, *, host_positions: list[int], prompt_length: int
@@ -76,7 +66,7 @@ class RopeTable:
         """
         inv_freq = self._row_frequencies(host_positions, prompt_length)
         angle = positions.clamp_min(0).float()[:, None] * inv_freq
-        return angle.cos() * self._scaling, angle.sin() * self._scaling
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
 
     def frequency_set(self, length: int) -> int:
         """Which frequencies a prompt of `length` tokens is rotated with: equal numbers mean equal frequencies."""

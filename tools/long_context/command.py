@@ -175,18 +175,8 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
 
 
 def read_text(arguments: argparse.Namespace, small: CheckpointSource, needed_tokens: int) -> list[int]:
-    """Token ids of the text, by the small model's tokenizer; loads no weights.
-
-    Raises:
-        OptionError: It is shorter than what is measured.
-    """
-    tokens: list[int] = small.tokenizer().encode(harness.read_text(arguments.text, "--text"))
-    if len(tokens) < needed_tokens:
-        raise OptionError(
-            f"{arguments.text.name} has {len(tokens)} tokens and {needed_tokens} are needed: take a shorter context or "
-            "a longer text"
-        )
-    return tokens
+    """Token ids of the text, by the small model's tokenizer; loads no weights. Raises as `harness.read_tokens`."""
+    return harness.read_tokens(arguments.text, "--text", small.tokenizer(), needed_tokens, lower="--context")
 
 
 def stretches(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:

@@ -317,74 +317,77 @@ def _draw_needle(axes: Any, rows: Rows) -> None:
     axes.set_ylabel("agreement with the full cache on the answer")
 
 
-def _scale(axes: Any, values: Sequence[float]) -> None:
-    """From 0, or logarithmic where the figures are far apart; numbers in full either way."""
-    if max(values) / min(values) < _LOGARITHMIC_FROM:
-        axes.set_ylim(0, 1.12 * max(values))
+def _draw_curves(
+    axes: Any, places: Sequence[float], rows: Rows, curves: Sequence[tuple[str, Sequence[float], str]], label: str,
+    *, linear: bool = False,
+) -> None:  # fmt: skip
+    """Lines over a numeric axis, each with its name and colour, bounds dashed: from 0, or, unless `linear`, logarithmic
+    where the figures are far apart; numbers in full either way."""
+    _set_ticks(axes, places, [row["value"] for row in rows])
+    for name, values, colour in curves:
+        if "bound" in name:
+            _bound_line(axes, places, values, name, colour)
+        else:
+            _line(axes, places, values, name, colour)
+    figures = [value for _, values, _ in curves for value in values]
+    axes.set_ylabel(label)
+    if linear or max(figures) / min(figures) < _LOGARITHMIC_FROM:
+        axes.set_ylim(0, 1.12 * max(figures))
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
-
-
-def _draw_pass_times(axes: Any, rows: Rows) -> None:
-    """Seconds of a pass over windows of different widths."""
-    measured, bounds = [row["pass_s"]["median"] for row in rows], [row["bound_s"] for row in rows]
-    places = [float(row["window_tokens"]) for row in rows]
-    axes.set_xscale("log", base=2)
-    _set_ticks(axes, places, [row["value"] for row in rows])
-    _line(axes, places, measured, "measured", _MEASURED)
-    _bound_line(axes, places, bounds, f"bound: {_causes(rows)}")
-    _scale(axes, [*measured, *bounds])
-    axes.set_ylabel("seconds a pass")
+    axes.set_ylim(min(figures) / 1.6, max(figures) * 1.6)
 
 
 def _causes(rows: Rows) -> str:
     """What binds, in the order of the rows."""
     words = {"link": "bytes / link", "memory": "bytes / memory", "compute": "operations / matrix products"}
-    return ", then ".join(words[cause] for cause in dict.fromkeys(row["bound_by"] for row in rows))
+    return "bound: " + ", then ".join(words[cause] for cause in dict.fromkeys(row["bound_by"] for row in rows))
+
+
+def _draw_pass_times(axes: Any, rows: Rows) -> None:
+    """Seconds of a pass over windows of different widths."""
+    _draw_windows(
+        axes, rows, [row["pass_s"]["median"] for row in rows], [row["bound_s"] for row in rows], _causes(rows),
+        "seconds a pass",
+    )  # fmt: skip
 
 
 def _draw_window_speeds(axes: Any, rows: Rows) -> None:
     """Tokens per second if the target agreed with the whole window."""
-    measured, bounds = [row["tok_per_s"] for row in rows], [row["bound_tok_per_s"] for row in rows]
-    places = [float(row["window_tokens"]) for row in rows]
+    _draw_windows(
+        axes, rows, [row["tok_per_s"] for row in rows], [row["bound_tok_per_s"] for row in rows], "bound",
+        "tokens per second if all were accepted",
+    )  # fmt: skip
+
+
+def _draw_windows(
+    axes: Any, rows: Rows, measured: Sequence[float], bounds: Sequence[float], bound: str, label: str
+) -> None:
     axes.set_xscale("log", base=2)
-    _set_ticks(axes, places, [row["value"] for row in rows])
-    _line(axes, places, measured, "measured", _MEASURED)
-    _bound_line(axes, places, bounds, "bound")
-    _scale(axes, [*measured, *bounds])
-    axes.set_ylabel("tokens per second if all were accepted")
-
-
-def _shares(axes: Any, rows: Rows) -> list[float]:
-    places = [row["resident_share"] for row in rows]
-    _set_ticks(axes, places, [row["value"] for row in rows])
-    return places
+    places = [float(row["window_tokens"]) for row in rows]
+    _draw_curves(axes, places, rows, [("measured", measured, _MEASURED), (bound, bounds, _BOUND)], label)
 
 
 def _draw_plain_times(axes: Any, rows: Rows) -> None:
     """Seconds a token of plain decoding."""
-    places, measured = _shares(axes, rows), [row["plain_s_per_token"] for row in rows]
-    bounds = [row["bound_s"] for row in rows]
-    _line(axes, places, measured, "plain decoding", _MEASURED)
-    _bound_line(axes, places, bounds, f"bound: {_causes(rows)}")
-    axes.set_ylim(0, 1.12 * max(*measured, *bounds))
-    axes.set_ylabel("seconds a token")
+    curves = [
+        ("plain decoding", [row["plain_s_per_token"] for row in rows], _MEASURED),
+        (_causes(rows), [row["bound_s"] for row in rows], _BOUND),
+    ]
+    _draw_curves(axes, [row["resident_share"] for row in rows], rows, curves, "seconds a token", linear=True)
 
 
 def _draw_resident_speeds(axes: Any, rows: Rows) -> None:
     """Tokens per second, plain and with a draft whose windows are chosen."""
-    places = _shares(axes, rows)
-    plain, plain_bounds = [1 / row["plain_s_per_token"] for row in rows], [1 / row["bound_s"] for row in rows]
-    shown = [*plain, *plain_bounds]
-    _line(axes, places, plain, "plain decoding", _MEASURED)
-    _bound_line(axes, places, plain_bounds, "its bound")
-    drafted = [row["drafted"] for row in rows if "drafted" in row]
-    if len(drafted) == len(rows):
-        speeds, bounds = [row["tok_per_s"] for row in drafted], [row["bound_tok_per_s"] for row in drafted]
-        _line(axes, places, speeds, "with the draft, windows chosen", "tab:green")
-        _bound_line(axes, places, bounds, "its bound: as many tokens a pass, no drafting", "tab:orange")
-        shown += [*speeds, *bounds]
-    _scale(axes, shown)
-    axes.set_ylabel("tokens per second")
+    curves = [
+        ("plain decoding", [1 / row["plain_s_per_token"] for row in rows], _MEASURED),
+        ("its bound", [1 / row["bound_s"] for row in rows], _BOUND),
+    ]
+    if all("drafted" in row for row in rows):
+        bounds = [row["drafted"]["bound_tok_per_s"] for row in rows]
+        curves += [
+            ("with the draft, windows chosen", [row["drafted"]["tok_per_s"] for row in rows], "tab:green"),
+            ("its bound: as many tokens a pass, no drafting", bounds, "tab:orange"),
+        ]
+    _draw_curves(axes, [row["resident_share"] for row in rows], rows, curves, "tokens per second")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import check_machine, percentiles, read_text, require_all_positive
+from harness import check_machine, percentiles, read_tokens, require_all_positive
 from long_context.internals import link_peak_gbps, runner_of
 from long_context.session import Session
 from sweeping.family import Family, Sweep, Work, print_cells, refuse_idle, tokens
@@ -303,13 +303,8 @@ def prompt_of(arguments: argparse.Namespace, models: Models) -> list[int]:
         generator = torch.Generator().manual_seed(0)
         random: list[int] = torch.randint(0, models.config.vocab_size, (count,), generator=generator).tolist()
         return random
-    found: list[int] = models.target.tokenizer().encode(read_text(arguments.text, "--text"))
-    if len(found) < count:
-        raise OptionError(
-            f"{arguments.text.name} has {len(found)} tokens and the prompt {count}: lower --prompt-tokens or take a "
-            "longer text"
-        )
-    return found[:count]
+    tokenizer = models.target.tokenizer()
+    return read_tokens(arguments.text, "--text", tokenizer, count, lower="--prompt-tokens")[:count]
 
 
 def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
