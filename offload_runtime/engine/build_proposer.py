@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy
 from offload_runtime.kv.retrieval_cache import RetrievalCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import VerifierPlan
@@ -81,25 +81,20 @@ def _make_triforce(
     options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
     layers = target.runner.streamer.resident_layers()
     assert layers is not None, "refused when it was planned"
-    chunks = RetrievedChunks(
-        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size, batch=batch,
-        budget=budget,
-    )  # fmt: skip
-    policy = make_policy(
-        plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-        capacity_tokens=plan.context_tokens, batch=batch, budget=budget,
-    )  # fmt: skip
     source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
-    source.observers.append(policy)
+    retrieved = RetrievalCache(
+        source, plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+        batch=batch, budget=budget, make_policy=make_policy,
+    )  # fmt: skip
     if isinstance(source, HostKVCache) and batch == 1:
-        source.borrow_workspace = chunks.borrow_workspace
+        source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the middle level", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
     window = DeviceWindow(budget.device, batch=batch)
     middle = RetrievalVerifier(
-        target.runner.decoder, layers, RetrievalCache(source, chunks, policy, batch=batch, device=budget.device),
-        target.rope, window, gamma=gamma, max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
+        target.runner.decoder, layers, retrieved, target.rope, window, gamma=gamma,
+        max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
     )  # fmt: skip
     first = None
     if draft is not None:
@@ -118,7 +113,7 @@ def _make_triforce(
             for graphs in [middle.graphs] if first is None else [middle.graphs, first.graphs]:
                 eager.enter_context(graphs.eager())
             warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
-        policy.warm_up()
+        retrieved.warm_up()
         if first is not None:
             first.warm_up()
     middle.recorder = recorder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
@@ -25,26 +25,38 @@ class RetrievalCache:
 
     Args:
         source: The target's cache. It takes tentative keys and values, which the target's own pass overwrites.
-        chunks: What is retrieved.
-        policy: Chooses it by the queries of a pass.
+        config: The target's shape.
+        dtype: Of keys and values.
+        budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
+        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences of all of them.
-        device: The compute device.
+        budget: Ledger to reserve from; see `retrieved_bytes` and `summaries_bytes`.
+        name: What to call the chunks in the ledger.
+        make_policy: Makes what chooses chunks by the queries of a pass; takes the arguments of `RetrievalPolicy`.
+
+    Raises:
+        OptionError: The retrieval budget or the chunk size makes no sense.
+        BudgetError: The device memory is not there.
     """
 
     def __init__(
-        self, source: DeviceKVCache | HostKVCache, chunks: RetrievedChunks, policy: ChunkPolicy, *, batch: int,
-        device: torch.device,
+        self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
+        chunk_size: int, batch: int, budget: DeviceBudget, name: str = "retrieved KV",
+        make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
     ) -> None:  # fmt: skip
+        sizes = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
+        self.chunks = RetrievedChunks(config, dtype, **sizes, budget=budget, name=name)
+        self._policy = make_policy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
+        self.warm_up = self._policy.warm_up
+        source.observers.append(self._policy)
         self._source = source
-        self._chunks = chunks
-        self._policy = policy
         self._batch = batch
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self._recent = [range(0)] * batch
         self._refresh = True  # whether the next pass chooses chunks anew
         # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys: int32 [3, W],
         # in one tensor that never moves. Each part begins at a multiple of 16 bytes.
-        self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=budget.device)
         self._numbers_host: list[list[int]] = []
         self._available: list[int] = []
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
@@ -61,7 +73,7 @@ class RetrievalCache:
     @property
     def _most_available(self) -> int:
         """Chunks that no sequence has more of to choose from."""
-        chunks_per_block = BLOCK_TOKENS // self._chunks.chunk_size
+        chunks_per_block = BLOCK_TOKENS // self.chunks.chunk_size
         blocks = -(-max(self._available) // chunks_per_block)
         most = -(-blocks // _FAR_BLOCKS) * _FAR_BLOCKS
         return min(most, num_blocks(self._source.max_tokens_with_draft)) * chunks_per_block
@@ -80,9 +92,9 @@ class RetrievalCache:
             before, now = self._recent[sequence].start, self._source.recent_blocks(sequence)
             self._recent[sequence] = recent[rows.index(sequence)] = now
             grown |= now.start != before
-        size = self._chunks.chunk_size
+        size = self.chunks.chunk_size
         self._available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
-        keys = [min(available, self._chunks.budget_chunks) * size for available in self._available]
+        keys = [min(available, self.chunks.budget_chunks) * size for available in self._available]
         self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
         far = [number for count in keys for number in (0, count)]
         near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
@@ -104,7 +116,7 @@ class RetrievalCache:
     def forget(self) -> None:
         """Other sequences begin: what was retrieved is of no use."""
         for sequence in range(self._batch):
-            self._chunks.forget(sequence)
+            self.chunks.forget(sequence)
         self._recent = [range(0)] * self._batch
 
     def store(self, layer: int) -> KVBlocks:
@@ -120,11 +132,11 @@ class RetrievalCache:
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
                 layer, q, available, scale=scale, rows_used=rows.used, sequence=first,
-                held=self._chunks.resident(layer)[first : first + count], most=self._most_available,
+                held=self.chunks.resident(layer)[first : first + count], most=self._most_available,
             )  # fmt: skip
-            self._chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
+            self.chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
-        far = KeySource(self._chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
+        far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
         near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
         return attend_sources(q, [far, near], rows, scale=scale)
 
@@ -159,17 +171,11 @@ class RetrievedDraftCache:
         self._full = DeviceKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget, name=name
         )
-        self._chunks = RetrievedChunks(
-            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
+        self._view = RetrievalCache(
+            self._full, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
             name=f"{name}: retrieved",
         )  # fmt: skip
-        policy = RetrievalPolicy(
-            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, capacity_tokens=capacity_tokens,
-            batch=batch, budget=budget,
-        )  # fmt: skip
-        self._full.observers.append(policy)
-        self.warm_up = policy.warm_up
-        self._view = RetrievalCache(self._full, self._chunks, policy, batch=batch, device=budget.device)
+        self._chunks, self.warm_up = self._view.chunks, self._view.warm_up
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.store, self.length = self._full.store, self._full.length
         self.begin_prefill, self.end_prefill = self._full.begin_prefill, self._full.end_prefill

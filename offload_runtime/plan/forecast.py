@@ -199,16 +199,16 @@ def describe_speculation(plan: RunPlan) -> str:
     proposer = "none" if not plan.request.proposes else plan.request.proposer
     if plan.verifier is None:
         why = f" (not TriForce: {plan.reason})" if plan.reason else ""
-        said = f"proposals from {proposer}{why}" if proposer != "none" else "plain decoding"
+        phrase = f"proposals from {proposer}{why}" if proposer != "none" else "plain decoding"
     else:
         first = "no draft" if plan.draft is None else proposer
-        said = (
+        phrase = (
             f"TriForce: {first}, then the target over {plan.request.speculation.budget_tokens} retrieved tokens a head "
             f"({format_bytes(plan.verifier.nbytes)}){f', {plan.reason}' if plan.reason else ''}"
         )
     if plan.tree_note:
-        return f"{said}; {plan.tree_note}"
-    return f"{said}; trees of up to {plan.tree_room} nodes" if plan.tree_room else said
+        return f"{phrase}; {plan.tree_note}"
+    return f"{phrase}; trees of up to {plan.tree_room} nodes" if plan.tree_room else phrase
 
 
 def describe_draft_cache(plan: RunPlan) -> str:

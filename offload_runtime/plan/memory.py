@@ -111,7 +111,7 @@ class RunPlan:
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
-            MemoryPart("retrieval cache", self.verifier_bytes),
+            MemoryPart("retrieval cache", 0 if self.verifier is None else self.verifier.nbytes),
         ]
         if draft is not None:
             parts += [MemoryPart("draft weights", draft.weight_bytes), MemoryPart("draft KV cache", draft.kv_bytes)]
@@ -149,11 +149,6 @@ class RunPlan:
             return nbytes
         trees = draft.tree_slots > 0
         return nbytes + draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
-
-    @property
-    def verifier_bytes(self) -> int:
-        """What a retrieval verifier takes, its graphs aside."""
-        return 0 if self.verifier is None else self.verifier.nbytes
 
     # --- of the host
 

@@ -69,11 +69,6 @@ class Placement:
         return self.num_layers - len(self.resident_layers)
 
     @property
-    def num_held(self) -> int:
-        """Layers that the device has room for: resident ones and slots."""
-        return len(self.resident_layers) + self.num_slots
-
-    @property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""
         return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)

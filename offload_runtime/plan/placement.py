@@ -104,7 +104,7 @@ def _with_kv_on_host(plan: RunPlan, whole_weights: bool) -> list[RunPlan]:
         # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
         # case), so fewer resident layers of weights may be better.
         slots = placement.num_slots or min(RING_SLOTS, placement.num_layers)
-        resident = min(len(placement.resident_layers), placement.num_held - slots + 1)
+        resident = len(placement.resident_layers) - max(0, slots - placement.num_slots - 1)
         ways += [_evenly(count, placement.num_layers, slots) for count in range(resident - 1, -1, -1)]
     spare_bytes = None if limit_bytes is None else limit_bytes - plan.fixed_bytes
     return [plan.with_placement(_with_kv_layers(target, way, spare_bytes)) for way in ways]

@@ -211,12 +211,12 @@ class MachineFigures:
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
         name = DTYPE_NAMES[dtype]
-        known = self.tflops.get(name)
-        if known is None and name != "fp32":
-            known = self.tflops.get("fp16" if name == "bf16" else "bf16")
-        if known is None:
+        tflops = self.tflops.get(name)
+        if tflops is None and name != "fp32":
+            tflops = self.tflops.get("fp16" if name == "bf16" else "bf16")
+        if tflops is None:
             raise OptionError(f"the profile {self.name} has no TFLOP/s for {name}: add tflops.{name} to it")
-        return known * _TERA
+        return tflops * _TERA
 
     @property
     def attained_hbm(self) -> float:

@@ -97,7 +97,7 @@ def middle_of(runtime: Runtime) -> RetrievalVerifier:
 
 def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:
     """All that the levels hold of a sequence: keys and values of target and draft, retrieved chunks, their places."""
-    target, draft, chunks = runtime._models.target, runtime._models.draft, middle_of(runtime).cache._chunks
+    target, draft, chunks = runtime._models.target, runtime._models.draft, middle_of(runtime).cache.chunks
     layers = range(runtime.config.num_layers)
     found = [target.runner.cache.store(layer).data[sequence] for layer in layers]
     if draft is not None:
