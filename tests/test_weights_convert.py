@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import convert_to_safetensors, open_checkpoint
-from offload_runtime.weights.convert import _host_mark, atomic_directory
+from offload_runtime.weights.convert import atomic_directory
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
@@ -150,13 +150,14 @@ def test_killed_run_is_cleaned_up_by_the_next(model_dir, tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, str(model_dir), str(tmp_path / "out")], cwd=root, check=False)
     assert len(entries(tmp_path)) == 2 and not (tmp_path / "out").exists()  # the source and the remains
     # A live process of this host however old its directory; another host's until it has been still for a day.
-    running, elsewhere, forgotten = f"{_host_mark()}-{os.getpid()}-a", "0badc0de-999999999-b", "0badc0de-1-c"
-    for name, age_s in ((running, 1e6), (elsewhere, 80_000), (forgotten, 90_000)):
-        path = tmp_path / f".out.partial-{name}"
-        path.mkdir()
-        os.utime(path, (time.time() - age_s,) * 2)
-    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
-    assert entries(tmp_path) == {"source", "out", f".out.partial-{running}", f".out.partial-{elsewhere}"}
+    elsewhere, forgotten = tmp_path / ".out.partial-0badc0de-999999999-b", tmp_path / ".out.partial-0badc0de-1-c"
+    with atomic_directory(tmp_path / "out", 0) as running:
+        for path, age_s in ((running, 1e6), (elsewhere, 80_000), (forgotten, 90_000)):
+            path.mkdir(exist_ok=True)
+            os.utime(path, (time.time() - age_s,) * 2)
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+        assert entries(tmp_path) == {"source", "out", running.name, elsewhere.name}
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_parents_that_cannot_be_made_are_told_with_the_free_space(tmp_path, monkeypatch):

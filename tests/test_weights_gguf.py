@@ -131,9 +131,10 @@ def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
     assert_same_weights(write(tmp_path / "m.gguf", "llama", build("llama"), kind=kind), model, torch.bfloat16)
 
 
-def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_runtime.weights.gguf._CHUNK_ELEMENTS", 1500)
-    model = build("llama")
+def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path):
+    """More than the 4 Mi elements that are dequantised at a time, in heads of which no whole number fits."""
+    model = build("llama", num_hidden_layers=1, hidden_size=240, num_attention_heads=240, head_dim=80)
+    assert model.model.layers[0].self_attn.q_proj.weight.numel() > 1 << 22 and (1 << 22) % (80 * 240)
     assert_same_weights(write(tmp_path / "m.gguf", "llama", model), model, torch.float32)
 
 

@@ -1,5 +1,6 @@
 """Loading into arenas: every element written, one copy in memory, nothing leaked on failure."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import torch
 import transformers
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.memory import PAGE_BYTES, HostArena
+from offload_runtime.errors import CheckpointError
+from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.weights import (
     Shard,
     checkpoint_tensors,
@@ -28,35 +29,16 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 
 
-class RecordingArena(HostArena):
-    """Starts as NaN everywhere, and remembers what it held when it was page-locked."""
+class ReadingRegistrar(LimitedRegistrar):
+    """Remembers what memory held when it was locked."""
 
-    made: list["RecordingArena"]
-    refuse_pin_of: str | None
+    def __init__(self, most_bytes: int = 1 << 60) -> None:
+        super().__init__(most_bytes)
+        self.contents: list[bytes] = []
 
-    def __init__(self, nbytes: int, *, name: str) -> None:
-        super().__init__(nbytes, name=name)
-        self.buffer.fill_(255)
-        self.closed = False
-        self.pinned_content: torch.Tensor | None = None
-        type(self).made.append(self)
-
-    def pin(self) -> None:
-        if self.name == type(self).refuse_pin_of:
-            raise BudgetError("refused")
-        assert self.pinned_content is None, "pinned twice"
-        self.pinned_content = self.buffer.clone()
-
-    def close(self) -> None:
-        self.closed = True
-        super().close()
-
-
-@pytest.fixture
-def arenas(monkeypatch) -> type[RecordingArena]:
-    RecordingArena.made, RecordingArena.refuse_pin_of = [], None
-    monkeypatch.setattr("offload_runtime.weights.loader.HostArena", RecordingArena)
-    return RecordingArena
+    def register(self, address: int, nbytes: int) -> int:
+        self.contents.append(ctypes.string_at(address, nbytes))
+        return super().register(address, nbytes)
 
 
 @pytest.fixture
@@ -72,7 +54,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_tensors_are_the_modules_weights_side_by_side(directory, arenas, dtype):
+def test_packed_tensors_are_the_modules_weights_side_by_side(directory, dtype):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     weights = load_weights(open_checkpoint(directory), dtype)
     for index, layer in enumerate(model.model.layers):
@@ -108,22 +90,14 @@ def test_large_tensors_are_converted_in_pieces(tmp_path):
     assert torch.equal(weights.views(None)["embedding"].dense, model.model.embed_tokens.weight.bfloat16())
 
 
-def test_blocks_are_locked_once_and_only_when_complete(directory, arenas):
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=[0, 2])
-    assert len(arenas.made) == SIZES["num_hidden_layers"] + 1
-    locked = [arena for arena in arenas.made if arena.pinned_content is not None]
-    assert [arena.name for arena in locked] == ["layer 0", "layer 2"]
-    for arena in locked:
-        assert torch.equal(arena.pinned_content, arena.buffer)
+def test_blocks_are_locked_once_and_only_when_complete(directory):
+    registrar = ReadingRegistrar()
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=[0, 2], blockwise=registrar)
+    assert [arena.pinned for arena in weights.layers] == [True, False, True] and not weights.shared.pinned
+    complete = [bytes(weights.layers[index].buffer.numpy()) for index in (0, 2)]
+    assert registrar.contents in (complete, complete[::-1])
     weights.close()
-    assert all(arena.closed for arena in arenas.made)
-
-
-def test_refused_locking_gives_everything_back(directory, arenas):
-    arenas.refuse_pin_of = "layer 1"
-    with pytest.raises(BudgetError, match="refused"):
-        load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3))
-    assert all(arena.closed for arena in arenas.made)
+    assert not registrar.locked
 
 
 @pytest.mark.parametrize("allowed", range(4))
@@ -168,19 +142,20 @@ def norm_twice(tensors):
 @pytest.mark.parametrize(
     ("change", "message"), [(without_norm, r"never delivered 1 tensors \(model.norm"), (norm_twice, "there twice")]
 )
-def test_incomplete_sources_are_refused(directory, arenas, change, message):
+def test_incomplete_sources_are_refused(directory, change, message):
+    registrar = LimitedRegistrar(1 << 60)
     with pytest.raises(CheckpointError, match=message):
-        load_weights(Altered(open_checkpoint(directory), change), torch.bfloat16)
-    assert arenas.made and all(arena.closed for arena in arenas.made)
+        load_weights(Altered(open_checkpoint(directory), change), torch.bfloat16, pin=range(3), blockwise=registrar)
+    assert not registrar.locked
 
 
-def test_file_cut_after_it_was_opened(directory, arenas):
-    source = open_checkpoint(directory)
+def test_file_cut_after_it_was_opened(directory):
+    source, registrar = open_checkpoint(directory), LimitedRegistrar(1 << 60)
     largest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"{largest.name}.*100 bytes are missing"):
-        load_weights(source, torch.bfloat16)
-    assert all(arena.closed for arena in arenas.made)
+        load_weights(source, torch.bfloat16, pin=range(3), blockwise=registrar)
+    assert not registrar.locked
 
 
 def test_progress_ends_at_the_total(directory):
