@@ -45,6 +45,15 @@ def test_views_outlive_a_closed_arena() -> None:
     assert int(view.sum()) == 700
 
 
+def test_a_closed_arena_gives_its_pages_back() -> None:
+    process = psutil.Process()
+    arena = HostArena(256 * MIB, name="layer 0")
+    arena.buffer.fill_(7)
+    held = process.memory_info().rss
+    arena.close()
+    assert process.memory_info().rss < held - 200 * MIB
+
+
 def test_an_impossible_arena_is_a_budget_error() -> None:
     with pytest.raises(BudgetError, match=r"layer 7 needs 1152921.5 TB of host memory .* choose a smaller model"):
         HostArena(1 << 60, name="layer 7")

@@ -111,7 +111,7 @@ def logits(directory: Path, layout: ModelLayout | None, slots: int, resident: tu
     made = make_runner(None, directory, slots=slots, resident=resident, layout=layout)
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
-    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])[0]
+    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
     if slots:
         made.engine.drain()
         sizes = made.weights.layout.layer_bytes
@@ -168,7 +168,7 @@ def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
     assert (reserved["target: ring"], reserved["target: resident layers"]) == (2 * max(sizes), sizes[1] + sizes[3])
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]
     tokens = random_tokens(30)
-    found = torch.cat([model.runner.prefill(0, tokens[:20]), model.runner.verify([Window(tuple(tokens[20:]))], [0])[0]])
+    found = torch.cat([model.runner.prefill(0, tokens[:20]), model.runner.verify([Window(tuple(tokens[20:]))], [0])])
     torch.testing.assert_close(found, logits(checkpoint, None, 0, None), rtol=1e-5, atol=1e-5)
     engine.close()
     model.close()

@@ -233,15 +233,15 @@ def connect_model(
         ring = budget.allocate(f"{name}: ring", placement.num_slots * max(layout.layer_bytes))
         slots = list(ring.view(placement.num_slots, -1))
     (shared,) = _on_device([weights.block(None)], budget, f"{name}: embedding and head")
-    staying = [layers_host[index] for index in placement.resident_layers]
-    buffers = _on_device(staying, budget, f"{name}: resident layers")
-    resident = dict(zip(placement.resident_layers, buffers, strict=True))
+    kept = placement.resident_layers
+    buffers = _on_device([layers_host[index] for index in kept], budget, f"{name}: resident layers")
+    resident = dict(zip(kept, buffers, strict=True))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         weights.shared.close()
-        for index in placement.resident_layers:
+        for index in kept:
             weights.layers[index].close()
-            layers_host[index] = layers_host[index][:0]
+            layers_host[index] = torch.empty(0, dtype=torch.uint8)  # even an empty view would hold the pages
     cache, kv_slots = make_cache(plan, budget, name, writeback=queues.d2h, registrar=registrar, staged=staged)
     with ExitStack() as undo:  # what has threads, the copies before the memory that they copy
         undo.callback(cache.close)

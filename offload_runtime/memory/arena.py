@@ -33,7 +33,7 @@ class HostArena:
         self.name = name
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         try:
-            self._pages = mmap.mmap(-1, self.nbytes)
+            pages = mmap.mmap(-1, self.nbytes)
         except OSError as error:
             raise BudgetError(
                 f"{name} needs {format_bytes(nbytes)} of host memory and the system refused it ({error}): "
@@ -41,8 +41,8 @@ class HostArena:
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to lock: faster pinning
             with contextlib.suppress(OSError):  # a kernel built without huge pages
-                self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self.buffer = torch.frombuffer(self._pages, dtype=torch.uint8)  # [nbytes] uint8, host
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
         self._locked: LockedPages | None = None
 
     def pin(self, registrar: Registrar | None = None) -> None:
