@@ -22,6 +22,7 @@ from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.memory import overwrite
 
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
@@ -141,14 +142,10 @@ class SlotSampling:
         kinds = [one.without_noise if one.filtered else SamplingParams() for one in params]
         self.filters = tuple(dict.fromkeys(kinds)) if any(one.filtered for one in kinds) else ()
         keys = noise_ops.noise_keys([(one.temperature, one.seed, one.noise_id) for one in params])
-        self._upload(keys, self.keys)
+        overwrite(self.keys[: len(params)], keys)
         if len(self.filters) > 1:
-            self._upload(torch.tensor([self.filters.index(kind) for kind in kinds], dtype=torch.int32), self._kind)
-
-    @staticmethod
-    def _upload(host: Tensor, there: Tensor) -> None:
-        # The allocator keeps page-locked memory until the copy is done.
-        there[: len(host)].copy_(host.pin_memory() if there.is_cuda else host, non_blocking=True)
+            numbers = torch.tensor([self.filters.index(kind) for kind in kinds], dtype=torch.int32)
+            overwrite(self._kind[: len(params)], numbers)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""

@@ -384,9 +384,9 @@ def test_replays_are_eager_steps(
     for graphs in (True, False):
         draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=400, kept=kept)
         _, tree = draft.parts(graphs=graphs)
-        tree.start(numbered(params, BATCH))
         if graphs:
             tree.warm_up()  # leaves nothing that an answer could depend on
+        tree.start(numbered(params, BATCH))
         answers.append(list(_grow(tree, further)))
         cache = draft.runner.cache
         assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shift(2) > 0)

@@ -32,13 +32,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": set(),
     "hardware": {PROFILES, "memory"},
     "copy": {"memory", "trace", KERNELS},
-    "sampling": {KERNELS},
+    "sampling": {"memory", KERNELS},
     "weights": {"memory", KERNELS},
     "model": {"memory", "weights", KERNELS},
     "kv": {"copy", "memory", KERNELS},
     "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
     "runners": {"copy", "memory", "model", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"sampling", "runners", "model"},  # of the model only the plain data of a pass: windows and rows
+    "speculation": {"memory", "sampling", "runners", "model"},  # of the model only windows and rows
     "engine": {
         "copy", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,

@@ -73,7 +73,7 @@ def decode(
     texts, rounds = [], [list[StepResult]() for _ in prompts]
     for sequence, prompt in enumerate(prompts):
         target.cache.truncate(sequence, 0)
-        decoder = Decoder(target, proposer, params, sequence=sequence)
+        decoder = Decoder(target, proposer, params, slot=sequence)
         texts.append([*prompt, decoder.first_token(target.prefill(sequence, prompt))])
         proposer.prepare(sequence, prompt)
     while True:

@@ -314,7 +314,7 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     logits = runner.verify([window], [0])
     if branches:
         cache.commit_path(0, [0, 2])
-    positions = torch.arange(len(logits), device=logits.device)
+    positions = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     for params in DIFFERENT_WAYS:
         sample(logits, SlotSampling.of([params], logits.device), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)

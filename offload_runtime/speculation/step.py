@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from offload_runtime.errors import NumericalError
+from offload_runtime.memory import pack, unpack, upload
 from offload_runtime.model import Window
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.proposer import DraftRequest, Proposer
@@ -204,10 +205,8 @@ def _sample_windows(
     depths = [window.depths for window in windows]
     positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]
     owners = [slot for slot, own in zip(slots, depths, strict=True) for _ in own]
-    rows = torch.tensor([positions, owners], dtype=torch.int32)
-    if logits.is_cuda:  # without page-locked memory the host would wait for the pass
-        rows = rows.pin_memory().to(logits.device, non_blocking=True)
-    tokens: list[int] = sample(logits, sampling, rows[0], rows[1]).tolist()
+    rows = unpack(upload(pack([positions, owners]), logits.device), [len(positions), len(owners)])
+    tokens: list[int] = sample(logits, sampling, *rows).tolist()
     remaining = iter(tokens)
     return [[next(remaining) for _ in own] for own in depths]
 

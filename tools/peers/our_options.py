@@ -35,7 +35,7 @@ class OurOptions:
     context: int | None = None
 
     def __post_init__(self) -> None:
-        idle = idle_options(self.has_model, self.speculation, self.draft_cache or "auto", None)
+        idle = idle_options(self.has_model, self.speculation, self.draft_cache or "auto")
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
