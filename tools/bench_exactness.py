@@ -41,7 +41,7 @@ def decode(
 ) -> dict[str, Any]:
     """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
-    sampling, passes = SlotSampling.of([params], runner.decoder.lm_head.device), 0
+    sampling, passes = SlotSampling.of([params], runner.decoder.embedding.device), 0
     proposer.start([params])
     started = time.perf_counter()
     logits = runner.prefill(0, prompt)

@@ -50,8 +50,8 @@ def run_step(target: Any, params: Any, proposer: Proposer, requests: Sequence[Dr
 
 
 def _slots_for(target: Any, params: Any) -> SlotSampling:
-    head: torch.Tensor | None = getattr(getattr(target, "decoder", None), "lm_head", None)
-    device = torch.device("cpu") if head is None else head.device
+    embedding: torch.Tensor | None = getattr(getattr(target, "decoder", None), "embedding", None)
+    device = torch.device("cpu") if embedding is None else embedding.device
     return SlotSampling.of(numbered(params, 8) if isinstance(params, SamplingParams) else params, device)
 
 
