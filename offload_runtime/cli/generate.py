@@ -256,7 +256,9 @@ def _answer_batch(
 def _keywords(params: GenerationParams) -> dict[str, Any]:
     """Return what an answer is asked for by, in the engine's keywords."""
     given = asdict(params)
-    return {**given.pop("sampling"), **given}
+    sampling = given.pop("sampling")
+    del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
+    return {**sampling, **given}
 
 
 def _stoppable_prefill(stop: _StopRequest, bars: terminal.ProgressBars) -> Callable[[int, int], None]:
