@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from offload_runtime_kernels.attention import attention_reference, attention_triton
-from offload_runtime_kernels.few_row_linear import MOST_ROWS, few_row_linear
+from offload_runtime_kernels.few_row_linear import MOST_ROWS, RowNorm, few_row_linear
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.runners.target import window_pass
-from offload_runtime.weights import PlainWeight, encoding
+from offload_runtime.weights import PlainWeight
 from offload_runtime.weights.architectures import model_config_from_transformers
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
@@ -24,7 +23,6 @@ from tests.helpers.models import (
     BUILDERS,
     LENGTH_DEPENDENT_BUILDERS,
     SHORT_LENGTH,
-    VOCAB_SIZE,
     all_logits,
     cached_logits,
     random_model,
@@ -87,7 +85,9 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
 def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] of a window's pass that promises no bits."""
     runner.cache.begin_window([0], [len(tokens)])
-    rows = runner._rows.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
+    device = runner.decoder.embedding.device
+    builder = RowBuilder(RopeTable(runner.decoder.config, device), device)
+    rows = builder.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
     return window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
 
 
@@ -115,20 +115,21 @@ def test_passes_of_few_rows_match_transformers(name: str, tmp_path: Path) -> Non
     made.close()
 
 
-def test_passes_of_few_rows_take_the_fused_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[int, int]] = []
-
-    def fused(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        taken.append((x.shape[0], weight.shape[0]))
-        return few_row_linear(x, weight, **options)
-
-    monkeypatch.setattr(encoding, "few_row_linear", fused)
-    made = make_runner(random_model("llama"), tmp_path)
-    _few_row_logits(made.runner, random_tokens(MOST_ROWS))
-    assert taken == [(MOST_ROWS, m) for m in (144, 48, 160, 48)] * 4 + [(MOST_ROWS, VOCAB_SIZE)]
-    _few_row_logits(made.runner, random_tokens(MOST_ROWS + 1))
-    assert len(taken) == 17
-    made.close()
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_products_of_few_rows_are_the_fused_kernels_and_of_more_the_same_in_steps(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, matrix, bias, scale, stream = (
+        torch.randn(*shape, generator=generator) for shape in ((rows, 48), (32, 48), (32,), (48,), (rows, 32))
+    )
+    weight, norm = PlainWeight(matrix, bias), RowNorm(scale, 1e-5)
+    normed = torch.nn.functional.rms_norm(x, (48,), scale, 1e-5) @ matrix.t() + bias
+    gate, up = normed.chunk(2, dim=1)
+    residual = stream.clone()
+    assert weight.fused_linear(x, norm=norm, residual=residual).data_ptr() == residual.data_ptr()
+    _assert_logits(residual, stream + normed)
+    _assert_logits(weight.fused_linear(x, norm=norm, gated=True), torch.nn.functional.silu(gate) * up)
+    if rows <= MOST_ROWS:
+        assert torch.equal(weight.fused_linear(x, norm=norm), few_row_linear(x, matrix, bias=bias, norm=norm))
 
 
 @pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])

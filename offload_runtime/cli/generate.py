@@ -257,7 +257,7 @@ def _keywords(params: GenerationParams) -> dict[str, Any]:
     """Return what an answer is asked for by, in the engine's keywords."""
     given = asdict(params)
     sampling = given.pop("sampling")
-    del sampling["noise_id"]  # the engine's own choice
+    del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
     return {**sampling, **given}
 
 

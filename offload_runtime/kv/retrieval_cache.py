@@ -12,7 +12,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.kv.device import BlockObserver, DeviceKVCache, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy, RetrievedChunks, retrieved_bytes, summaries_bytes
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.memory import DeviceBudget, overwrite
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.
@@ -106,7 +106,7 @@ class RetrievalCache:
         if numbers != self._numbers_host:
             width = self._numbers.shape[1]
             host = torch.tensor([part + [0] * (width - len(part)) for part in numbers], dtype=torch.int32)
-            self._numbers.copy_(host.pin_memory() if self._numbers.is_cuda else host, non_blocking=True)
+            overwrite(self._numbers, host)
             self._numbers_host = numbers
 
     def begin_pass(self, *, refresh: bool) -> None:

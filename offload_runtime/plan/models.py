@@ -33,7 +33,7 @@ from offload_runtime.runners import PassShape, tree_slots
 from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import ModelLayout
+from offload_runtime.weights import ModelLayout, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,8 @@ def target_plan(
 ) -> ModelPlan:
     """Plan of a target, nothing of it placed yet."""
     layout = ModelLayout.plain(config, dtype)
-    shape = target_shape(layout.total_bytes, device_type)
+    # By the weights as they are computed with: no bit may depend on how they are stored.
+    shape = target_shape(packed_bytes(config, dtype), device_type)
     return ModelPlan(config, layout, shape, context, window, batch, all_resident(config.num_layers))
 
 

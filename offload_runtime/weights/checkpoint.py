@@ -36,11 +36,9 @@ class ModelDescription(Protocol):
     @property
     def native_dtype(self) -> torch.dtype:
         """What `--dtype auto` means: the stored dtype, bf16 when the file is quantised."""
-        ...
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
-        ...
 
 
 class CheckpointSource(ModelDescription, Protocol):
@@ -50,11 +48,9 @@ class CheckpointSource(ModelDescription, Protocol):
 
     def hf_config(self) -> Any:
         """The transformers configuration object."""
-        ...
 
     def shards(self) -> Iterator[Shard]:
         """The files one after the other; together they hold every tensor of `checkpoint_tensors(config())`."""
-        ...
 
     def tokenizer(self) -> Any:
         """transformers' tokenizer with its chat template.
@@ -62,7 +58,6 @@ class CheckpointSource(ModelDescription, Protocol):
         Raises:
             CheckpointError: There is none or it cannot be read.
         """
-        ...
 
     def generation_settings(self) -> dict[str, Any]:
         """The content of `generation_config.json`, or the token ids that would be in it."""

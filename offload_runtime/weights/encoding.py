@@ -29,21 +29,17 @@ class Weight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the decoded tensor."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Of the stored tensor."""
-        ...
 
     @property
     def dense(self) -> torch.Tensor:
         """The decoded tensor, without the bias, in the dtype that the model computes in."""
-        ...
 
     def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
         """Let `fill` write the rows `[row_start, row_end)`, which stay as they are stored; in host memory only."""
-        ...
 
     def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
         """x W^T + b in products of exactly `tile_rows` rows, so that a row's bits do not depend on its company.
@@ -55,7 +51,6 @@ class Weight(Protocol):
         Returns:
             [N, M].
         """
-        ...
 
     def fused_linear(
         self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
@@ -63,7 +58,6 @@ class Weight(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """The same of few rows and without promised bits, in as few launches as there is a way to: see
         `few_row_linear`, also for the arguments."""
-        ...
 
 
 class Encoding(Protocol):
@@ -71,7 +65,6 @@ class Encoding(Protocol):
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a stored tensor."""
-        ...
 
     def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
         """A tensor seen through its bytes, without copying.
@@ -81,7 +74,6 @@ class Encoding(Protocol):
             shape: Of the decoded tensor.
             bias: [M], of a matrix that has one.
         """
-        ...
 
 
 @dataclass(frozen=True)
