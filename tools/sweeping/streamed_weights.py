@@ -23,8 +23,7 @@ import torch
 from harness import check_machine, percentiles, read_tokens, require_all_positive
 from long_context.internals import link_peak_gbps, runner_of
 from long_context.session import Session
-from sweeping.family import Family, Sweep, Work, print_cells, refuse_idle, tokens
-from sweeping.results import ResultFile
+from sweeping.family import Family, ResultFile, Sweep, Work, print_cells, refuse_idle, tokens
 from timing import measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 from widening.checkpoint import in_shape
 from widening.made import repeated_llama
