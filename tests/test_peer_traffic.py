@@ -18,7 +18,7 @@ from common import options_from, peer_parser
 from measurement import measure_peer
 from models import load_draft
 from offloaded_cache import MendedCache, offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
-from our_options import OurOptions
+from ours_runtime import OurOptions
 from runs import KVTraffic, Run, asked_generations, figures
 from transformers.cache_utils import DynamicLayer
 

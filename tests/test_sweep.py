@@ -21,9 +21,8 @@ from long_context.decoding import Decoding, compare, target_acceptance
 from long_context.internals import proposer_of, target_cache, tell_again
 from long_context.needle import NeedleTest
 from long_context.rig import Rig
-from long_context.rows import Lengths, RowMeasurement, bound, starts_of
+from long_context.rows import SWEEPS, Lengths, RowMeasurement, Setting, bound, points_of, starts_of
 from long_context.session import Session
-from long_context.sweeps import SWEEPS, Setting, points_of
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from sweep import main
 

@@ -1,6 +1,9 @@
 """GGUF files: exact weights, the configuration from the metadata, and refusals."""
 
+import contextlib
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -10,7 +13,7 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
+from offload_runtime.weights import checkpoint_tensors, describe_model, load_weights, open_checkpoint
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -112,6 +115,7 @@ def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
     assert_same_weights(path, model, torch.float32)
     assert_same_weights(path, model, torch.bfloat16)
     config, expected = open_checkpoint(tmp_path).config(), model.config
+    assert describe_model(tmp_path).config() == config
     assert (config.bos_token_id, config.eos_token_ids) == (1, (3,))
     assert config.layer_rope == tuple(bool(getattr(x.self_attn, "use_rope", True)) for x in model.model.layers)
     assert config.rope_parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
@@ -174,6 +178,7 @@ def test_rope_scaling_gives_the_frequencies_of_the_original(tmp_path, kind):
 
     tensors = {"rope_freqs.weight": (plain / wanted).numpy()} if kind == "llama3" else {}
     path = write(tmp_path / "m.gguf", "llama", model, extra=add, tensors=tensors)
+    assert describe_model(path).config() == open_checkpoint(path).config()
     found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config())
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(found, plain)
@@ -184,6 +189,18 @@ def test_sliding_window_of_a_mistral_model(tmp_path):
     path = write(tmp_path / "m.gguf", "llama", build("llama"), extra=lambda w: w.add_sliding_window(17))
     config = open_checkpoint(path).config()
     assert config.architecture == "MistralForCausalLM" and config.layer_windows == (17,) * 5
+    assert describe_model(path).config() == config and describe_model(path).native_dtype == torch.bfloat16
+
+
+def test_a_file_is_described_without_transformers(tmp_path):
+    """Whose import alone takes longer than a plan may take."""
+    path = write(tmp_path / "m.gguf", "qwen3", build("qwen3", head_dim=32))
+    program = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from offload_runtime.weights import describe_model\n"
+        f"print(describe_model({str(path)!r}).config().head_dim, 'transformers' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.strip() == "32 False", ran.stderr
 
 
 def test_end_of_turn_ids_end_an_answer_too(tmp_path):
@@ -251,6 +268,8 @@ def test_fuzzed_headers_never_raise_anything_else(tmp_path):
         if rng.random() < 0.2:
             del damaged[rng.randrange(len(damaged)) :]
         path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            describe_model(path)
         try:
             load_weights(open_checkpoint(path), torch.float32).close()
         except CheckpointError:

@@ -41,10 +41,10 @@ def decode(
 ) -> dict[str, Any]:
     """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
-    sampling, passes = SlotSampling.of([params], runner.decoder.embedding.device), 0
     proposer.start([params])
-    started = time.perf_counter()
+    started, passes = time.perf_counter(), 0
     logits = runner.prefill(0, prompt)
+    sampling = SlotSampling.of([params], logits.device)
     rows, tokens = [logits.cpu()], [*prompt, first_token(runner, sampling, 0, logits)]
     while len(tokens) - len(prompt) < count:
         request = DraftRequest(0, tokens, gamma)

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise OptionError(f"unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}")
     resolve_device(arguments.device)
     common = as_words(arguments, ["shape", "prompt_tokens", *PASSED_ON])
-    own = {"windows": as_words(arguments, ["windows"])}
+    own: dict[str, Sequence[str]] = {"windows": as_words(arguments, ["windows"])}
     results = {name: run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
     verdicts = checks(results)
     report = {

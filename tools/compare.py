@@ -33,7 +33,7 @@ from common import (
     peer_parser,
 )
 from harness import check_out, emit, provenance, write_unfinished
-from our_options import NO_MODEL, add_our_options, our_options
+from ours_runtime import NO_MODEL, add_our_options, our_options
 from systems import (
     FORMATS,
     SYSTEMS,

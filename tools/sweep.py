@@ -34,9 +34,8 @@ import harness
 import torch
 from harness import check_out, provenance, settings_of
 from long_context.command import LONG_CONTEXT
-from sweeping.family import Family, Work, family_of
+from sweeping.family import Family, ResultFile, Work, family_of, read_report
 from sweeping.pictures import FORMATS, draw, picture_base, require_matplotlib
-from sweeping.results import ResultFile, read_report
 from sweeping.streamed_weights import STREAMED_WEIGHTS
 
 from offload_runtime.errors import OptionError

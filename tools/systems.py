@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import leading_agreement
-from our_options import NO_MODEL
+from ours_runtime import NO_MODEL
 
 from offload_runtime.config import GB
 from offload_runtime.errors import OptionError, StorageError

@@ -24,7 +24,10 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
 ACTIVATIONS = ("silu", "swish")  # two names of one function
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 # transformers' values for what a file leaves out.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -231,12 +234,10 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
     """
     check_model_type(raw.get("model_type"), raw.get("architectures"))
     refuse_quantised(raw, reference)
-    missing = [name for name in _SIZES if not _is_count(raw.get(name))]
-    if missing:
-        raise CheckpointError(f"{reference}: config.json has no usable {', '.join(missing)}: download it again")
     values = {**_DEFAULTS, **_DEFAULTS_OF[raw["model_type"]], **raw}
-    if not _is_count(values["max_position_embeddings"]):
-        raise CheckpointError(f"{reference}: config.json has no usable max_position_embeddings: download it again")
+    missing = [name for name in _SIZES if not _is_count(values.get(name))]
+    if missing:
+        raise CheckpointError(f"{reference}: its configuration has no usable {', '.join(missing)}: download it again")
     values["rope_parameters"] = _rope_parameters(values)
     values |= _layer_kinds(values)
     return model_config_from_transformers(SimpleNamespace(**values))

@@ -292,16 +292,14 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def hf_config_from_gguf(header: GgufHeader) -> Any:
-    """Build the transformers configuration that describes the file.
+def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
+    """What a `config.json` beside the file would say.
 
     Raises:
         CheckpointError: A needed entry is missing or impossible.
         UnsupportedArchitectureError: Something the decoder does not implement: another architecture, a mixture of
             experts, a model split into several files.
     """
-    import transformers
-
     _check_supported(header)
     # What ends a sequence, a turn or a message ends an answer.
     eos = list(dict.fromkeys(i for name in ("eos", "eot", "eom") if (i := header.token_id(name)) is not None))
@@ -319,13 +317,20 @@ def hf_config_from_gguf(header: GgufHeader) -> Any:
     if family == "llama" and window:  # only Mistral has windows among what is stored as llama
         family = "mistral"
         settings["sliding_window"] = int(window)
-    settings["architectures"] = [ARCHITECTURES[family]]
+    settings |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     if family in ("llama", "qwen3", "smollm3"):
         settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if family in ("llama", "smollm3"):
         settings["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
+    return settings
+
+
+def _hf_config(header: GgufHeader) -> Any:
+    from transformers import AutoConfig
+
+    settings = config_from_gguf(header)
     try:
-        return getattr(transformers, ARCHITECTURES[family].replace("ForCausalLM", "Config"))(**settings)
+        return AutoConfig.for_model(**settings)
     except Exception as error:  # its validation raises errors of several libraries
         raise CheckpointError(f"{header.path}: transformers refused the file's metadata: {error}") from error
 
@@ -425,7 +430,7 @@ class GgufCheckpoint(CheckpointSource):
         self.reference = reference
         header = read_gguf_header(path)
         self._path, self._arch = path, header.arch
-        self._hf_config = hf_config_from_gguf(header)
+        self._hf_config = _hf_config(header)
         self._config = model_config_from_transformers(self._hf_config)
         self._tensors = _find_tensors(header, self._config)
 

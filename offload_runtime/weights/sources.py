@@ -14,8 +14,8 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, ModelDescription
-from offload_runtime.weights.gguf import GgufCheckpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.gguf import GgufCheckpoint, config_from_gguf, read_gguf_header
 from offload_runtime.weights.hub import download_config, download_model
 from offload_runtime.weights.safetensors import SafetensorsCheckpoint, read_header, read_json
 
@@ -55,8 +55,9 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         return SafetensorsCheckpoint(path if path.is_dir() else path.parent, reference=name)
 
 
-def describe_model(reference: str | Path) -> ModelDescription:
-    """What a plan has to know of a model; reads configuration files and headers, downloads at most a `config.json`.
+def describe_model(reference: str | Path) -> DescribedModel:
+    """What a plan has to know of a model, without transformers, whose import takes seconds; reads configuration files
+    and headers, downloads at most a `config.json`.
 
     Args:
         reference: A directory with `config.json`, a safetensors or `.gguf` file, or `org/name` on the hub.
@@ -69,7 +70,8 @@ def describe_model(reference: str | Path) -> ModelDescription:
         path = download_config(found) if isinstance(found, str) else found
         gguf_file = _gguf_file(path)
         if gguf_file is not None:
-            return GgufCheckpoint(gguf_file, reference=str(reference))
+            raw = config_from_gguf(read_gguf_header(gguf_file))
+            return DescribedModel(model_config_from_json(raw, str(gguf_file)), torch.bfloat16)
         directory = path if path.is_dir() else path.parent
         raw = read_json(directory / "config.json")
         return DescribedModel(model_config_from_json(raw, str(directory)), _stored_dtype(directory, raw))

@@ -13,9 +13,8 @@ import harness
 import torch
 from long_context.needle import NeedleTest
 from long_context.rig import Rig
-from long_context.rows import Lengths, RowMeasurement
+from long_context.rows import SWEEPS, Lengths, Point, RowMeasurement, Setting, points_of
 from long_context.session import Session
-from long_context.sweeps import SWEEPS, Point, Setting, points_of
 from sweeping.family import Family, Work, print_cells, refuse_idle
 from widening.checkpoint import in_shape
 from widening.stretched import StretchedCheckpoint

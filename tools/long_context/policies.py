@@ -96,10 +96,13 @@ def far_keys_bytes(config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: 
     return kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch) // 2
 
 
-CHUNK_POLICIES = {"retrieval": RetrievalPolicy, "topk": TopKPolicy, "streaming": StreamingPolicy}
+ChunkPolicy = RetrievalPolicy | TopKPolicy | StreamingPolicy
+CHUNK_POLICIES: dict[str, type[ChunkPolicy]] = {
+    "retrieval": RetrievalPolicy, "topk": TopKPolicy, "streaming": StreamingPolicy,
+}  # fmt: skip
 
 
-def chunk_policy(name: str) -> type[RetrievalPolicy] | type[TopKPolicy] | type[StreamingPolicy]:
+def chunk_policy(name: str) -> type[ChunkPolicy]:
     """The policy of this name. Raises `OptionError`."""
     if name not in CHUNK_POLICIES:
         raise OptionError(f"policy must be {', '.join(CHUNK_POLICIES)}, not {name!r}")

@@ -24,7 +24,7 @@ from offload_runtime.errors import OffloadError
 def load_offloading() -> tuple[Callable[..., object], str]:
     """accelerate's `cpu_offload` and its version. Raises `OffloadError` when it is not installed."""
     try:
-        import accelerate  # type: ignore[import-untyped]
+        import accelerate
     except ImportError as error:
         raise OffloadError(f"accelerate cannot be imported ({error}): pip install accelerate") from error
     return accelerate.cpu_offload, accelerate.__version__

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from long_context.sweeps import SWEEPS as LONG_CONTEXT
+from long_context.rows import SWEEPS as LONG_CONTEXT
 from sweeping.family import tokens
 from sweeping.streamed_weights import SWEEPS as STREAMED_WEIGHTS
 

@@ -23,8 +23,7 @@ import torch
 from harness import check_machine, percentiles, read_tokens, require_all_positive
 from long_context.internals import link_peak_gbps, runner_of
 from long_context.session import Session
-from sweeping.family import Family, Sweep, Work, print_cells, refuse_idle, tokens
-from sweeping.results import ResultFile
+from sweeping.family import Family, ResultFile, Sweep, Work, print_cells, refuse_idle, tokens
 from timing import measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 from widening.checkpoint import in_shape
 from widening.made import repeated_llama
@@ -314,7 +313,7 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
     models, device = open_models(arguments), resolve_device(arguments.device)
     prompt = prompt_of(arguments, models)  # refused before anything is made or loaded
     # Before a runtime holds the allocator to a limit.
-    speeds = Speeds.measured(device, resolve_dtype(arguments.dtype, models.target, device))
+    speeds = Speeds.measured(device, resolve_dtype(arguments.dtype, models.target, device.type))
     for file, missing in work:
         for _, group in groupby(missing, key=lambda point: point.resident_layers):
             measure_rows(arguments, models, speeds, file, list(group), prompt)
@@ -357,10 +356,11 @@ def loaded(arguments: argparse.Namespace, models: Models, points: Sequence[Point
     started_s = time.perf_counter()
     try:
         runtime = Runtime.load(
-            models.target, draft=models.draft if drafts else "none", device=arguments.device, dtype=arguments.dtype,
-            vram=arguments.vram, resident_layers=resident_layers, context=arguments.prompt_tokens + behind + 1,
-            kv="gpu", speculation=SpeculationOptions("chain" if drafts else "none"),
-            max_gamma=max(_MAX_GAMMA, widest - 1), emulate=arguments.emulate,
+            models.target, draft=(models.draft if drafts else None) or "none", device=arguments.device,
+            dtype=arguments.dtype, vram=arguments.vram, resident_layers=resident_layers,
+            context=arguments.prompt_tokens + behind + 1, kv="gpu",
+            speculation=SpeculationOptions("chain" if drafts else "none"), max_gamma=max(_MAX_GAMMA, widest - 1),
+            emulate=arguments.emulate,
         )  # fmt: skip
     except BudgetError as error:
         labels = ", ".join(point.label for point in points)

@@ -111,6 +111,16 @@ class UntrainedLlama(MadeCheckpoint):
         yield Shard(Path(self.reference), tuple((name, partial(self._fill, name)) for name in names))
 
 
+def gaussian_fill(seed: int, device: torch.device) -> Callable[[str, torch.Tensor], None]:
+    """Fills tensors by their names with random numbers drawn on `device`."""
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
+        fill_gaussian(out, named_generator(device, seed, "random", name), mean=mean)
+
+    return fill
+
+
 def random_llama(
     shape: WideShape, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
     words: CheckpointSource | None = None, device: torch.device | None = None,
@@ -123,14 +133,10 @@ def random_llama(
         vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
         device: Where the numbers are drawn: a CPU core needs minutes for 7B of them. A GPU draws others.
     """
-
-    def fill(name: str, out: torch.Tensor) -> None:
-        mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
-        fill_gaussian(out, named_generator(device or torch.device("cpu"), seed, "random", name), mean=mean)
-
     return UntrainedLlama(
-        shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
-    )
+        shape, gaussian_fill(seed, device or torch.device("cpu")), vocab_size=vocab_size,
+        context_tokens=context_tokens, reference=reference, words=words,
+    )  # fmt: skip
 
 
 def repeated_llama(shape: WideShape, *, context_tokens: int) -> UntrainedLlama:
