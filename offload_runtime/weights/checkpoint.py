@@ -6,7 +6,7 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,9 +42,11 @@ class ModelDescription(Protocol):
 
 
 class CheckpointSource(ModelDescription, Protocol):
-    """An opened and validated checkpoint. `reference` is what the user named, for messages."""
+    """An opened and validated checkpoint."""
 
-    reference: str
+    @property
+    def reference(self) -> str:
+        """What the user named, for messages."""
 
     def hf_config(self) -> Any:
         """The transformers configuration object."""
@@ -61,12 +63,50 @@ class CheckpointSource(ModelDescription, Protocol):
 
     def generation_settings(self) -> dict[str, Any]:
         """The content of `generation_config.json`, or the token ids that would be in it."""
-        ids = {name: getattr(self.hf_config(), name, None) for name in _TOKEN_IDS}
+
+    def generation_eos(self) -> tuple[int, ...]:
+        """Token ids that end an answer: the generation settings' or else the model configuration's."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A `CheckpointSource` as the readers of both formats make it. `generation` is its `generation_config.json`, None
+    where there is none."""
+
+    reference: str
+    model_config: ModelConfig
+    transformers_config: Any
+    native_dtype: torch.dtype
+    files: tuple[Shard, ...]
+    read_tokenizer: Callable[[], Any]
+    generation: dict[str, Any] | None = None
+
+    def config(self) -> ModelConfig:
+        """Shape and flags of the model."""
+        return self.model_config
+
+    def hf_config(self) -> Any:
+        """The transformers configuration object."""
+        return self.transformers_config
+
+    def shards(self) -> Iterator[Shard]:
+        """The files one after the other."""
+        return iter(self.files)
+
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none to be read."""
+        return self.read_tokenizer()
+
+    def generation_settings(self) -> dict[str, Any]:
+        """The content of `generation_config.json`, or the token ids that would be in it."""
+        if self.generation is not None:
+            return self.generation
+        ids = {name: getattr(self.transformers_config, name, None) for name in _TOKEN_IDS}
         return {name: value for name, value in ids.items() if value is not None}
 
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        return token_ids(self.generation_settings().get("eos_token_id")) or self.config().eos_token_ids
+        return token_ids(self.generation_settings().get("eos_token_id")) or self.model_config.eos_token_ids
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

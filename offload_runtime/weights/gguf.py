@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_transformers
-from offload_runtime.weights.checkpoint import CheckpointSource, Shard, load_tokenizer, read_bytes, shortened
+from offload_runtime.weights.checkpoint import Checkpoint, Shard, load_tokenizer, read_bytes, shortened
 from offload_runtime.weights.layout import checkpoint_tensors
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -414,8 +413,21 @@ def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, GgufTens
     return dict(sorted(found.items(), key=lambda item: item[1].offset_bytes))
 
 
-class GgufCheckpoint(CheckpointSource):
-    """A validated GGUF file.
+def _read_tokenizer(path: Path) -> Any:
+    """The tokenizer stored in the file; where transformers cannot read it, a `tokenizer.json` beside the file."""
+    try:
+        return load_tokenizer(path.parent, gguf_file=path.name)
+    except CheckpointError as error:
+        if (path.parent / "tokenizer.json").exists():
+            return load_tokenizer(path.parent)
+        raise CheckpointError(
+            f"transformers cannot read the tokenizer in {path} ({error.__cause__}): put the model's "
+            "tokenizer.json and tokenizer_config.json beside the file"
+        ) from error
+
+
+def open_gguf(path: Path, *, reference: str) -> Checkpoint:
+    """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
     Args:
         path: The file.
@@ -425,45 +437,12 @@ class GgufCheckpoint(CheckpointSource):
         CheckpointError: Truncated, corrupt or incomplete.
         UnsupportedArchitectureError: A model the decoder does not implement.
     """
-
-    def __init__(self, path: Path, *, reference: str) -> None:
-        self.reference = reference
-        header = read_gguf_header(path)
-        self._path, self._arch = path, header.arch
-        self._hf_config = _hf_config(header)
-        self._config = model_config_from_transformers(self._hf_config)
-        self._tensors = _find_tensors(header, self._config)
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """bf16: a quantised file has no dtype of its own to compute in."""
-        return torch.bfloat16
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-        return self._config
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def shards(self) -> Iterator[Shard]:
-        """The file as a single shard."""
-        fills = []
-        for name, tensor in self._tensors.items():
-            permuted = self._arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
-            head_dim = self._config.head_dim if permuted else None
-            fills.append((name, partial(_fill_from_gguf, self._path, tensor, head_dim)))
-        yield Shard(self._path, tuple(fills))
-
-    def tokenizer(self) -> Any:
-        """The tokenizer stored in the file; where transformers cannot read it, a `tokenizer.json` beside the file."""
-        try:
-            return load_tokenizer(self._path.parent, gguf_file=self._path.name)
-        except CheckpointError as error:
-            if (self._path.parent / "tokenizer.json").exists():
-                return load_tokenizer(self._path.parent)
-            raise CheckpointError(
-                f"transformers cannot read the tokenizer in {self._path} ({error.__cause__}): put the model's "
-                "tokenizer.json and tokenizer_config.json beside the file"
-            ) from error
+    header = read_gguf_header(path)
+    hf_config = _hf_config(header)
+    config = model_config_from_transformers(hf_config)
+    fills = []
+    for name, tensor in _find_tensors(header, config).items():
+        permuted = header.arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+        fills.append((name, partial(_fill_from_gguf, path, tensor, config.head_dim if permuted else None)))
+    shard = Shard(path, tuple(fills))
+    return Checkpoint(reference, config, hf_config, torch.bfloat16, (shard,), partial(_read_tokenizer, path))

