@@ -21,7 +21,7 @@ import torch
 from harness import check_out, emit, percentiles, provenance
 from long_context.internals import levels_of, models_of, proposer_of
 from timing import event_times_ms, measure_copy_gbps
-from widening.made import UntrainedLlama, gaussian_fill
+from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
 
 from offload_runtime.config import GB, ModelConfig, SamplingParams, SpeculationOptions
@@ -40,23 +40,13 @@ SHAPES = {
 }
 
 
-class Wordless(UntrainedLlama):
-    """Random weights with a vocabulary of so many tokens that mean nothing."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """No words, the same for target and draft."""
-        return {}
-
-    def tokenizer(self) -> Any:
-        """All that is asked of one: nothing is encoded here."""
-        return self
-
-
 def load(options: argparse.Namespace, shape: str, *, context: int, cache: str) -> Runtime:
     """The draft over a target that hardly costs anything, with keys for `context` tokens and a window."""
     decoder, vocab_size = SHAPES[shape]
-    fill = gaussian_fill(0, resolve_device(options.device))
-    make = partial(Wordless, fill=fill, vocab_size=vocab_size, context_tokens=8192, reference="random weights")
+    make = partial(
+        random_llama, vocab_size=vocab_size, context_tokens=8192, reference="random weights",
+        device=resolve_device(options.device),
+    )  # fmt: skip
     speculation = SpeculationOptions("chain", cache, sink_tokens=SINK_TOKENS, recent_tokens=RECENT_TOKENS)
     return Runtime.load(
         make(shape_named("tiny")), draft=make(decoder), device=options.device, dtype=options.dtype,

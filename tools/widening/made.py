@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,18 @@ def fill_gaussian(out: torch.Tensor, generator: torch.Generator, *, mean: float)
         part.copy_(numbers.mul_(_STD).add_(mean).to(out.dtype))
 
 
+class Wordless:
+    """What a model without a language has as its tokenizer: tokens are numbers that mean nothing."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """No words: the same of every such model."""
+        return {}
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """No text."""
+        return ""
+
+
 class MadeCheckpoint:
     """A `CheckpointSource` but for its `shards`.
 
@@ -64,8 +76,8 @@ class MadeCheckpoint:
         return self._hf_config
 
     def tokenizer(self) -> Any:
-        """That of the words, or None."""
-        return None if self._words is None else self._words.tokenizer()
+        """That of the words, or one of none."""
+        return Wordless() if self._words is None else self._words.tokenizer()
 
     def generation_settings(self) -> dict[str, Any]:
         """Those of the words, or none."""
@@ -111,16 +123,6 @@ class UntrainedLlama(MadeCheckpoint):
         yield Shard(Path(self.reference), tuple((name, partial(self._fill, name)) for name in names))
 
 
-def gaussian_fill(seed: int, device: torch.device) -> Callable[[str, torch.Tensor], None]:
-    """Fills tensors by their names with random numbers drawn on `device`."""
-
-    def fill(name: str, out: torch.Tensor) -> None:
-        mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
-        fill_gaussian(out, named_generator(device, seed, "random", name), mean=mean)
-
-    return fill
-
-
 def random_llama(
     shape: WideShape, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
     words: CheckpointSource | None = None, device: torch.device | None = None,
@@ -133,10 +135,14 @@ def random_llama(
         vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
         device: Where the numbers are drawn: a CPU core needs minutes for 7B of them. A GPU draws others.
     """
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
+        fill_gaussian(out, named_generator(device or torch.device("cpu"), seed, "random", name), mean=mean)
+
     return UntrainedLlama(
-        shape, gaussian_fill(seed, device or torch.device("cpu")), vocab_size=vocab_size,
-        context_tokens=context_tokens, reference=reference, words=words,
-    )  # fmt: skip
+        shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
+    )
 
 
 def repeated_llama(shape: WideShape, *, context_tokens: int) -> UntrainedLlama:
