@@ -16,16 +16,8 @@ from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import (
-    USUAL_ACCEPTANCE,
-    MachineFigures,
-    PlanRequest,
-    RunForecast,
-    RunPlan,
-    forecast,
-    machine_figures,
-    plan_run,
-)
+from offload_runtime.plan import MachineFigures, PlanRequest, RunForecast, RunPlan, forecast, machine_figures, plan_run
+from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.weights import describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests

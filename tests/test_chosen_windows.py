@@ -17,7 +17,8 @@ from offload_runtime.engine import load as loading
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import ChosenWindows, StepRunner, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.plan import MachineFigures, MemoryLimits, PlanRequest, RunPlan, find_plan
+from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, find_plan
+from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (

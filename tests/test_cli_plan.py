@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from offload_runtime.cli import app
 from offload_runtime.config import parse_bytes
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
-from offload_runtime.plan import USUAL_ACCEPTANCE
+from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

@@ -14,17 +14,8 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.expectation import Expectation, expect
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
-from offload_runtime.plan import (
-    PlanRequest,
-    RunPlan,
-    draft_step_s,
-    forecast,
-    known_figures,
-    machine_figures,
-    pass_time,
-    plan_run,
-    verifier_step_s,
-)
+from offload_runtime.plan import PlanRequest, RunPlan, forecast, known_figures, machine_figures, pass_time, plan_run
+from offload_runtime.plan.cost import draft_step_s, verifier_step_s
 from offload_runtime.speculation import Acceptance, Choice
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)

@@ -19,19 +19,20 @@ from offload_runtime.plan import (
     MachineFigures,
     PlanRequest,
     RunPlan,
-    best_tree_tokens,
-    draft_step_s,
     drafting_s,
-    expected_tokens,
-    expected_tree_tokens,
     machine_figures,
     pass_time,
     plan_run,
-    predict_step,
     prefill_time,
-    verification,
+)
+from offload_runtime.plan.cost import (
+    best_tree_tokens,
+    draft_step_s,
+    expected_tokens,
+    expected_tree_tokens,
     verifier_step_s,
 )
+from offload_runtime.plan.forecast import predict_step, verification
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 

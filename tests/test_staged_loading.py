@@ -23,15 +23,8 @@ from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
-from offload_runtime.plan import (
-    PROCESS_BYTES,
-    PlanRequest,
-    common_figures,
-    limits_here,
-    machine_figures,
-    pass_time,
-    plan_run,
-)
+from offload_runtime.plan import PlanRequest, common_figures, limits_here, machine_figures, pass_time, plan_run
+from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar

@@ -53,7 +53,7 @@ from offload_runtime.config import require_positive
 from offload_runtime.engine.load_model import open_sources
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.plan import resolve_context
+from offload_runtime.plan.request import resolve_context
 from offload_runtime.weights import fetch_demo_model
 
 # Options that only some systems take, and that must not be given where none of them is asked for.

@@ -16,7 +16,6 @@ from harness import check_out
 from offload_runtime.config import GIB, format_bytes
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import (
-    USUAL_ACCEPTANCE,
     MachineFigures,
     PlanRequest,
     Refusal,
@@ -26,8 +25,9 @@ from offload_runtime.plan import (
     machine_figures,
     plan_or_refuse,
     plan_run,
-    second_card,
 )
+from offload_runtime.plan.cost import USUAL_ACCEPTANCE
+from offload_runtime.plan.suggest import second_card
 from offload_runtime.weights import describe_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"

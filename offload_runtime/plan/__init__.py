@@ -6,18 +6,7 @@ that means in tokens per second, and `plan_or_refuse` what would fit where it do
 large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.plan.cost import (
-    USUAL_ACCEPTANCE,
-    PassTime,
-    best_tree_tokens,
-    draft_step_s,
-    drafting_s,
-    expected_tokens,
-    expected_tree_tokens,
-    pass_time,
-    prefill_time,
-    verifier_step_s,
-)
+from offload_runtime.plan.cost import PassTime, drafting_s, pass_time, prefill_time
 from offload_runtime.plan.forecast import (
     RunForecast,
     describe_draft_cache,
@@ -25,42 +14,30 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
     link_times,
-    predict_step,
     step_time,
-    tok_per_s,
-    verification,
 )
 from offload_runtime.plan.memory import RunPlan, VerifierPlan
-from offload_runtime.plan.models import MemoryPart, ModelPlan, Placement
+from offload_runtime.plan.models import ModelPlan, Placement
 from offload_runtime.plan.placement import place_staged, staging_rings
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
-    DTYPE_NAMES,
-    PROCESS_BYTES,
     MachineFigures,
-    MemoryLimits,
     PlanRequest,
-    check_window,
     common_figures,
     describe_pair,
     known_figures,
     limits_here,
-    longest_context,
     machine_figures,
     require_dtype,
-    resolve_context,
     resolve_dtype,
 )
 from offload_runtime.plan.search import check_host_memory, find_plan, plan_run
-from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, second_card, upgrades
+from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
 
 __all__ = [
-    "COMMON_PROFILE", "DTYPE_NAMES", "PROCESS_BYTES", "USUAL_ACCEPTANCE", "MachineFigures", "MemoryLimits",
-    "MemoryPart", "ModelPlan", "PassTime", "Placement", "PlanRequest", "Refusal", "RunForecast", "RunPlan", "Upgrade",
-    "VerifierPlan", "best_tree_tokens", "check_host_memory", "check_window", "common_figures", "describe_draft_cache",
-    "describe_pair", "describe_speculation", "describe_staging", "draft_step_s", "drafting_s", "expected_tokens",
-    "expected_tree_tokens", "find_plan", "forecast", "known_figures", "limits_here", "link_times", "longest_context",
-    "machine_figures", "pass_time", "place_staged", "plan_or_refuse", "plan_run", "predict_step", "prefill_time",
-    "require_dtype", "resolve_context", "resolve_dtype", "second_card", "staging_rings", "step_time", "tok_per_s",
-    "upgrades", "verification", "verifier_step_s",
+    "COMMON_PROFILE", "MachineFigures", "ModelPlan", "PassTime", "Placement", "PlanRequest", "Refusal", "RunForecast",
+    "RunPlan", "Upgrade", "VerifierPlan", "check_host_memory", "common_figures", "describe_draft_cache",
+    "describe_pair", "describe_speculation", "describe_staging", "drafting_s", "find_plan", "forecast", "known_figures",
+    "limits_here", "link_times", "machine_figures", "pass_time", "place_staged", "plan_or_refuse", "plan_run",
+    "prefill_time", "require_dtype", "resolve_dtype", "staging_rings", "step_time", "upgrades",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ as fast with more device memory or faster, and none is lost by it, so that the f
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -108,23 +108,25 @@ def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: Memor
     if request.tree_nodes is not None:
         return planned(request.tree_nodes)
     lean = planned(0)
-    if request.gamma is not None:
+    copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
+    if request.gamma is not None or (copies and (lean.verifier is not None or not request.proposes)):
         return lean
-    ram_bytes = max(limits.ram_bytes, lean.host_bytes)
-    if lean.draft is None:
-        return _with_room_for_copies(lean, planned, machine, ram_bytes)
-    found, refused = [lean], ""
     # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
     most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
-    for nodes in (room for room in TREE_ROOMS if room <= most):
+    found, refused = [lean], ""
+    for nodes in (_COPIED,) if copies else [room for room in TREE_ROOMS if room <= most]:
         try:
-            roomy = _fitting(nodes, planned, ram_bytes)
+            roomy = planned(nodes)
+        except BudgetError:
+            continue
         except OptionError:  # of a draft's cache that cannot grow trees, or has no positions for larger ones
             if len(found) == 1:
                 refused = "the draft's KV cache has no places for branches (--draft-cache full or streaming has)"
             break
-        if roomy is not None:
+        if roomy.host_bytes <= max(limits.ram_bytes, lean.host_bytes):
             found.append(roomy)
+    if copies:
+        return max(reversed(found), key=lambda plan: tok_per_s(plan, machine))  # room that makes nothing slower
     # The first of equals: the least room.
     best = max(found, key=lambda plan: tok_per_s(plan, machine))
     if best.tree_room:
@@ -135,25 +137,6 @@ def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: Memor
     if best.verifier is not None:
         return best
     return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
-
-
-def _with_room_for_copies(
-    lean: RunPlan, planned: Callable[[int], RunPlan], machine: MachineFigures, ram_bytes: int
-) -> RunPlan:
-    """The same for n-grams, which have much to say only where a text repeats itself: if nothing is slower for it."""
-    if not lean.request.proposes or lean.verifier is not None:
-        return lean
-    roomy = _fitting(_COPIED, planned, ram_bytes)
-    return lean if roomy is None or tok_per_s(roomy, machine) < tok_per_s(lean, machine) else roomy
-
-
-def _fitting(nodes: int, planned: Callable[[int], RunPlan], ram_bytes: int) -> RunPlan | None:
-    """The plan with room for so many nodes; None where they do not fit the device's memory or so much of the host's."""
-    try:
-        roomy = planned(nodes)
-    except BudgetError:
-        return None
-    return roomy if roomy.host_bytes <= ram_bytes else None
 
 
 # --- the fastest way

@@ -63,7 +63,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.model import Window
-from offload_runtime.plan import check_window, longest_context
+from offload_runtime.plan.request import check_window, longest_context
 from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
 from offload_runtime.weights import open_checkpoint
 
