@@ -212,10 +212,10 @@ def _check_supported(header: GgufHeader) -> None:
         )
     if header.get("expert_count", 0):
         raise UnsupportedArchitectureError(f"{path}: mixtures of experts are not supported: use a dense model")
-    if header.metadata.get("split.count", 1) > 1:
+    split = header.metadata.get("split.count", 1)
+    if split not in (0, 1):
         raise UnsupportedArchitectureError(
-            f"{path} is one of {header.metadata['split.count']} files: merge them with llama.cpp's "
-            "`llama-gguf-split --merge` first"
+            f"{path} is one of {split} files: merge them with llama.cpp's `llama-gguf-split --merge` first"
         )
 
 
