@@ -4,7 +4,6 @@ Beside the token's journey, not on it: whoever works on a token tells a `TraceRe
 """
 
 from offload_runtime.trace.chrome import TRACE_VERSION, require_writable, write_trace
-from offload_runtime.trace.clocks import CudaClock, HostClock, make_clock
 from offload_runtime.trace.recorder import (
     COMPUTE,
     DRAFT,
@@ -14,12 +13,15 @@ from offload_runtime.trace.recorder import (
     PASSES,
     STALLS,
     CopyLog,
+    CudaClock,
+    HostClock,
     Label,
     OnDone,
     Span,
     Trace,
     TraceRecorder,
     covered_seconds,
+    make_clock,
     union_seconds,
 )
 
