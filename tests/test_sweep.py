@@ -17,12 +17,10 @@ from long_context import needle as needle_module
 from long_context import rows as rows_module
 from long_context import session as session_module
 from long_context.command import stretches
-from long_context.decoding import Decoding, compare, target_acceptance
-from long_context.internals import proposer_of, target_cache, tell_again
+from long_context.internals import Rig, proposer_of, target_cache, tell_again
 from long_context.needle import NeedleTest
-from long_context.rig import Rig
 from long_context.rows import SWEEPS, Lengths, RowMeasurement, Setting, bound, points_of, starts_of
-from long_context.session import Session
+from long_context.session import Decoding, Session, compare, target_acceptance
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from sweep import main
 

@@ -20,7 +20,6 @@ from typing import Any
 import harness
 from harness import check_out, emit, percentiles, provenance
 from long_context.command import add_common_options, read_text, sources
-from long_context.decoding import compare
 from long_context.internals import (
     budget_of,
     bytes_written_back,
@@ -33,7 +32,7 @@ from long_context.internals import (
     set_variant,
     target_cache,
 )
-from long_context.session import Session
+from long_context.session import Session, compare
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from timing import measure_link_gbps
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import harness
 import torch
+from long_context.internals import Rig
 from long_context.needle import NeedleTest
-from long_context.rig import Rig
 from long_context.rows import SWEEPS, Lengths, Point, RowMeasurement, Setting, points_of
 from long_context.session import Session
 from sweeping.family import Family, Work, print_cells, refuse_idle

@@ -1,23 +1,28 @@
-"""The runtime's private parts that measurements of long contexts need, in one place."""
+"""The runtime's private parts that measurements need, and its proposer made anew around a KV cache that is full."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from long_context.policies import chunk_policy
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import StepRunner
+from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan import VerifierPlan
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
@@ -222,3 +227,56 @@ def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
         yield ranks
     finally:
         proposer._learn_rank = told  # type: ignore[method-assign]
+
+
+class Rig:
+    """Builds proposers, one at a time; the one that the runtime was loaded with is let go of.
+
+    A runtime for a rig is loaded with the options that take the most memory: what is built later takes its place.
+
+    Args:
+        runtime: Loaded with the draft, or with none.
+        draft: `none`, or anything else for the runtime's draft model.
+    """
+
+    def __init__(self, runtime: Runtime, draft: str) -> None:
+        self._runtime = runtime
+        self._draft = draft
+        self._batch = batch_of(runtime)
+        self._num_reservations = release_proposer(runtime)
+        self._drop()
+
+    def build(self, options: SpeculationOptions, policy: str = "retrieval") -> Proposer:
+        """A proposer for all sequences; one built before must not be used any more.
+
+        Args:
+            options: `mode` is `triforce` or `chain`. The draft's own cache stays as it was loaded.
+            policy: Who chooses the chunks of a hierarchy. What another than the runtime's needs has to be free.
+
+        Raises:
+            OptionError: The budget exceeds the context; BudgetError: the device memory is not there.
+        """
+        self._drop()
+        runtime, middle = self._runtime, None
+        if options.mode == "triforce":
+            context = target_cache(runtime).capacity_tokens
+            if options.budget_tokens > context:
+                raise OptionError(
+                    f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}: "
+                    "lower the budget or raise --context"
+                )
+            middle = VerifierPlan(runtime.config, runtime.dtype, options, context, self._batch)
+        budget = budget_of(runtime)
+        built = make_proposer(
+            self._draft, models_of(runtime), middle, budget, batch=self._batch, make_policy=chunk_policy(policy)
+        )
+        tell_again(runtime)
+        return built
+
+    def _drop(self) -> None:
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.device)  # graphs may still be running
+        detach_policies(self._runtime, self._num_reservations)
+        gc.collect()
+        if self._runtime.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from long_context.decoding import compare
-from long_context.internals import levels_of, runner_of
+from long_context.internals import Rig, levels_of, runner_of
 from long_context.policies import CHUNK_POLICIES
-from long_context.rig import Rig
 from long_context.rows import Setting
-from long_context.session import Session
+from long_context.session import Session, compare
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import OptionError

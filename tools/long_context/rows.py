@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import percentiles
-from long_context.decoding import Decoding, compare, together
+from long_context.internals import Rig
 from long_context.policies import CHUNK_POLICIES, chunk_policy
-from long_context.rig import Rig
-from long_context.session import Session
+from long_context.session import Decoding, Session, compare, together
 from sweeping.family import Sweep, tokens
 
 from offload_runtime.config import SamplingParams, SpeculationOptions

@@ -41,7 +41,8 @@ class MendedCache(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, offloading=True)
-        self.layers = [WholeLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        made: list[Any] = self.layers
+        self.layers = [WholeLayer() if type(layer) is DynamicLayer else layer for layer in made]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from common import PeerOptions, check_context, model_name, options_from, peer_parser
-from long_context.decoding import target_acceptance
 from long_context.internals import (
     budget_of,
     bytes_written_back,
@@ -32,6 +31,7 @@ from long_context.internals import (
     steps_for,
     target_cache,
 )
+from long_context.session import target_acceptance
 from measurement import refused
 from runs import (
     Asked,
