@@ -317,7 +317,11 @@ class Controller:
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         other = max(found, key=lambda one: one.speed if one is best else one.hope)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
-        if other is best or loss > account.probing:
+        # What looks best is played first: it tells about the others, too. Trying a chain and n-grams before a tree that
+        # cost nothing took 3 of 22 passes of a 13B over an emulated link, 10 % of the speed (H200).
+        mode = best.choice.mode
+        untried = best.choice != PLAIN and latency.knows(mode) and not account.models[mode].steps
+        if other is best or untried or loss > account.probing:
             return best.choice
         account.probing -= loss
         return other.choice
