@@ -87,8 +87,8 @@ MUTATIONS = (
     Mutation(
         "position: nodes of a tree take the noise of the place before theirs",
         "offload_runtime/speculation/step.py",
-        "own = [start, *(start + depth for depth in proposal.depths)]",
-        "own = [start, *(start + depth - 1 for depth in proposal.depths)]",
+        "positions = [first + depth for first, own",
+        "positions = [first + max(0, depth - 1) for first, own",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
     ),
     Mutation(

@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
-from bench_trees import add_model_options, check_models
+from bench_trees import add_model_options, check_models, generate
 from harness import emit, percentiles, provenance, write_unfinished
 from widening.checkpoint import in_shape, noisy_copy
 
@@ -34,46 +33,15 @@ from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
-CONTROLLER = "controller"
+CONTROLLER, PLAIN = "controller", "plain"
 # Warm-up answers are sampled at another temperature than measured ones: a controller keeps acceptance by it.
 _WARM_UP_TEMPERATURE = 1.1
 # A fixed window's warm-up answer: a step or two with a good draft, eight of less than half a second with a useless one.
 _WARM_UP_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class Window:
-    """What a generation proposes each pass: `gamma` tokens in a row, a tree of `nodes`, nothing if both are 0, or what
-    the controller chooses if both are None."""
-
-    gamma: int | None
-    nodes: int | None
-
-    @property
-    def name(self) -> str:
-        """As in the table and in the JSON: `controller`, `plain`, `chain 8`, `tree 256`."""
-        if self.nodes:
-            return f"tree {self.nodes}"
-        if self.gamma is None:
-            return CONTROLLER
-        return f"chain {self.gamma}" if self.gamma else "plain"
-
-
-PLAIN, CHOSEN = Window(0, 0), Window(None, None)
-
-
-def generate(
-    runtime: Runtime, prompt: Sequence[int], window: Window, *, tokens: int, temperature: float
-) -> GenerationResult:
-    """One answer. Raises `OptionError` where the runtime has no room for such a window."""
-    if window == PLAIN:
-        return runtime.generate(
-            list(prompt), max_new_tokens=tokens, temperature=temperature, ignore_eos=True, speculate=False
-        )
-    return runtime.generate(
-        list(prompt), max_new_tokens=tokens, temperature=temperature, ignore_eos=True, gamma=window.gamma,
-        tree_nodes=window.nodes,
-    )  # fmt: skip
+# What a generation proposes each pass: tokens in a row and a tree of nodes, or, None of both, what is chosen.
+Window = tuple[int | None, int | None]
 
 
 def window_row(name: str, results: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -89,10 +57,11 @@ def window_row(name: str, results: Sequence[GenerationResult]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def fixed_windows(options: argparse.Namespace) -> list[Window]:
-    """Those that the controller is held against, plain decoding last."""
-    chains = [Window(gamma, 0) for gamma in options.gammas]
-    return [*chains, *(Window(None, nodes) for nodes in options.nodes), PLAIN]
+def windows_of(options: argparse.Namespace) -> dict[str, Window]:
+    """By their names the controller, the fixed windows that it is held against, and plain decoding."""
+    chains: dict[str, Window] = {f"chain {gamma}": (gamma, 0) for gamma in options.gammas}
+    trees: dict[str, Window] = {f"tree {nodes}": (None, nodes) for nodes in options.nodes}
+    return {CONTROLLER: (None, None), **chains, **trees, PLAIN: (0, 0)}
 
 
 def load(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Runtime:
@@ -114,40 +83,40 @@ def measure(options: argparse.Namespace, small: CheckpointSource, noise: float) 
             path.stem: runtime.encode(harness.read_text(path, "--prompt-file"))[: options.prompt_tokens]
             for path in options.prompt_file
         }
-        windows = [CHOSEN, *warmed_up(runtime, next(iter(prompts.values())), options)]
+        windows = warmed_up(runtime, next(iter(prompts.values())), options)
         for name, prompt in prompts.items():
-            tokens_before: list[int] = []
-            for window in windows:
+            expected: list[int] = []
+            for window, (depth, nodes) in windows.items():
                 count = options.plain_tokens if window == PLAIN else options.tokens
                 results = [
-                    generate(runtime, prompt, window, tokens=count, temperature=options.temperature)
+                    generate(runtime, prompt, count, temperature=options.temperature, depth=depth, nodes=nodes)
                     for _ in range(options.repeats)
                 ]
-                tokens_before = tokens_before or results[0].tokens
+                expected = expected or results[0].tokens
                 yield {
                     "noise": noise, "prompt": name, "temperature": options.temperature, "emulated": runtime.emulated,
-                    **window_row(window.name, results),
-                    "identical": all(result.tokens == tokens_before[:count] for result in results),
+                    **window_row(window, results),
+                    "identical": all(result.tokens == expected[:count] for result in results),
                 }  # fmt: skip
 
 
-def warmed_up(runtime: Runtime, prompt: Sequence[int], options: argparse.Namespace) -> list[Window]:
-    """Play each window once, so that kernels are compiled and graphs captured; returns the fixed ones that have room.
+def warmed_up(runtime: Runtime, prompt: Sequence[int], options: argparse.Namespace) -> dict[str, Window]:
+    """Play each window once, so that kernels are compiled and graphs captured; returns those that have room.
 
     Raises:
         OptionError: Not even one fixed window that proposes anything has room.
     """
-    generate(runtime, prompt, CHOSEN, tokens=options.warm_up_tokens, temperature=_WARM_UP_TEMPERATURE)
-    kept, refusal = [PLAIN], ""
-    for window in reversed(fixed_windows(options)[:-1]):
+    kept, refusal = dict[str, Window](), ""
+    for name, (depth, nodes) in windows_of(options).items():
+        count = {CONTROLLER: options.warm_up_tokens, PLAIN: 2}.get(name, _WARM_UP_TOKENS)
         try:
-            generate(runtime, prompt, window, tokens=_WARM_UP_TOKENS, temperature=_WARM_UP_TEMPERATURE)
+            generate(runtime, prompt, count, temperature=_WARM_UP_TEMPERATURE, depth=depth, nodes=nodes)
         except OptionError as error:
-            refusal = f"{window.name} is left out: {error}"
+            refusal = f"{name} is left out: {error}"
             print(refusal, file=sys.stderr, flush=True)
         else:
-            kept.insert(0, window)
-    if kept == [PLAIN]:
+            kept[name] = depth, nodes
+    if kept.keys() == {CONTROLLER, PLAIN}:
         raise OptionError(refusal)
     return kept
 

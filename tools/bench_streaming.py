@@ -18,7 +18,7 @@ import harness
 from common import PASSED_ON, add_run_options, as_words
 from harness import check_out, emit
 from systems import SYSTEMS as COMPARED
-from systems import System, measured, outcome, run_system, times_ours_over
+from systems import System, link_bound, measured, run_system, table, times_ours_over
 
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -35,26 +35,16 @@ SYSTEMS = {
 BARS = {"deepspeed": 1.15, "accelerate": 5.0}
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The figures for people."""
-    lines = [f"{'system':18} {'s/token':>8} {'tok/s':>7} {'GB/s':>6} {'of peak':>8} {'TTFT s':>7} {'VRAM GB':>8}"]
-    for name, result in results.items():
-        if name not in measured(results):
-            lines.append(f"{name:18} {outcome(result)[:100]}")
-            continue
-        share = f"{result['bound']['share']:.1%}" if result["bound"] else "-"
-        driver = (result["peak_vram_bytes"] or {}).get("driver", 0) / 1e9
-        lines.append(
-            f"{name:18} {result['s_per_token']['median']:8.4f} {result['tok_per_s']:7.2f} {result['link_gbps']:6.1f} "
-            f"{share:>8} {result['time_to_first_token_s']:7.2f} {driver:8.2f}"
-        )
+def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Our passes over wider windows."""
+    lines = []
     for row in measured(results).get("ours", {}).get("windows", []):
         share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
         lines.append(
             f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s, link {row['link_gbps']:.1f} GB/s"
             f" = {share} of peak, host launch {row['host_launch_share']:.1%} of the pass"
         )
-    return "\n".join(lines)
+    return lines
 
 
 @dataclass(frozen=True)
@@ -129,10 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "streaming",
         "results": results,
         "times_ours_over": times_ours_over(results),
+        "bound": link_bound(results),
+        "agreement": None,
         "checks": [{**asdict(check), "holds": check.holds} for check in verdicts],
     }
-    print(table(results))
-    print(*verdicts, sep="\n")
+    print(table(report), *window_lines(results), *verdicts, sep="\n")
     emit(report, arguments.out)
     failed = len(measured(results)) < len(results)
     return 1 if failed or not all(check.holds for check in verdicts) else 0

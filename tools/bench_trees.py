@@ -16,7 +16,8 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,11 @@ PARTS = ("streamed", "sizes")
 _WARM_UP_TOKENS = 40
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt and the way to choose tokens."""
-
-    prompt: str
-    temperature: float
-
-
-def answer_row(case: Case, result: GenerationResult, before: Sequence[GenerationResult]) -> dict[str, Any]:
+def answer_row(result: GenerationResult, before: Sequence[GenerationResult] = ()) -> dict[str, Any]:
     """Figures of one answer, beside others to the same: the first is that of plain decoding."""
     stats = result.stats
     row: dict[str, Any] = {
-        "prompt": case.prompt, "temperature": case.temperature, "tokens": stats.new_tokens, "passes": stats.passes,
+        "tokens": stats.new_tokens, "passes": stats.passes,
         "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s, "s_per_pass": stats.measured_s_per_pass,
         "bytes_per_pass": stats.bytes_per_pass, "hidden_draft_share": stats.hidden_draft_share,
         "link_idle_share": stats.link_idle_share, "accepted_by_source": stats.accepted_by_source,
@@ -67,13 +60,15 @@ def answer_row(case: Case, result: GenerationResult, before: Sequence[Generation
 
 
 def generate(
-    runtime: Runtime, prompts: dict[str, list[int]], case: Case, count: int, *, depth: int | None, nodes: int | None
+    runtime: Runtime, prompt: Sequence[int], count: int, *, temperature: float, depth: int | None, nodes: int | None
 ) -> GenerationResult:
-    """One answer; `nodes` 0 proposes chains of `depth`, `depth` 0 nothing at all, and None of both what is chosen."""
+    """One answer; `nodes` 0 proposes chains of `depth`, `depth` 0 nothing at all, and None of both what is chosen.
+
+    Raises:
+        OptionError: The runtime has no room for such a window.
+    """
     how: dict[str, Any] = {"speculate": False} if depth == 0 else {"gamma": depth, "tree_nodes": nodes}
-    return runtime.generate(
-        prompts[case.prompt], max_new_tokens=count, temperature=case.temperature, ignore_eos=True, **how
-    )
+    return runtime.generate(list(prompt), max_new_tokens=count, temperature=temperature, ignore_eos=True, **how)
 
 
 def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -89,21 +84,23 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)
         for depth, nodes in ((options.gamma, 0), (None, None)):  # compiles, captures
-            generate(runtime, prompts, Case("prose", 0.6), _WARM_UP_TOKENS, depth=depth, nodes=nodes)
-        for temperature in options.temperatures:
-            for prompt in prompts:
-                case = Case(prompt, temperature)
-                plain = generate(runtime, prompts, case, options.plain_tokens, depth=0, nodes=0)
-                shared = {"noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps}
-                yield {**shared, "how": "plain", **answer_row(case, plain, [])}
-                chain = generate(runtime, prompts, case, options.chain_tokens, depth=options.gamma, nodes=0)
-                yield {**shared, "how": f"chain {options.gamma}", **answer_row(case, chain, [plain])}
-                for nodes in options.nodes:
-                    tree = generate(runtime, prompts, case, options.tokens, depth=options.depth, nodes=nodes)
-                    yield {**shared, "how": f"tree {nodes}", **answer_row(case, tree, [plain, chain])}
-                if not options.nodes:
-                    chosen = generate(runtime, prompts, case, options.tokens, depth=None, nodes=None)
-                    yield {**shared, "how": "auto", **answer_row(case, chosen, [plain, chain])}
+            generate(runtime, prompts["prose"], _WARM_UP_TOKENS, temperature=0.6, depth=depth, nodes=nodes)
+        for temperature, (name, prompt) in product(options.temperatures, prompts.items()):
+            say = partial(generate, runtime, prompt, temperature=temperature)
+            plain = say(options.plain_tokens, depth=0, nodes=0)
+            shared = {
+                "noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps,
+                "prompt": name, "temperature": temperature,
+            }  # fmt: skip
+            yield {**shared, "how": "plain", **answer_row(plain)}
+            chain = say(options.chain_tokens, depth=options.gamma, nodes=0)
+            yield {**shared, "how": f"chain {options.gamma}", **answer_row(chain, [plain])}
+            for nodes in options.nodes:
+                tree = say(options.tokens, depth=options.depth, nodes=nodes)
+                yield {**shared, "how": f"tree {nodes}", **answer_row(tree, [plain, chain])}
+            if not options.nodes:
+                chosen = say(options.tokens, depth=None, nodes=None)
+                yield {**shared, "how": "auto", **answer_row(chosen, [plain, chain])}
 
 
 def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -114,21 +111,18 @@ def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: f
         context=options.context, max_gamma=options.depth, tree_nodes=max(options.sizes),
     ) as runtime:  # fmt: skip
         prompts = encoded(runtime, options)
-        for temperature in options.temperatures:
-            for prompt in prompts:
-                case = Case(prompt, temperature)
-                plain = generate(runtime, prompts, case, options.size_tokens, depth=0, nodes=0)
-                with ranks_of(runtime) as ranks:
-                    found = [
-                        (nodes, generate(runtime, prompts, case, options.size_tokens, depth=options.depth, nodes=nodes))
-                        for nodes in options.sizes
-                    ]
-                hits = [ranks.count(rank) / max(1, len(ranks)) for rank in range(CHILDREN)]
-                for nodes, result in found:
-                    yield {
-                        "noise": noise, "nodes": nodes, **answer_row(case, result, [plain]), "hits_by_rank": hits,
-                        "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
-                    }  # fmt: skip
+        for temperature, (name, prompt) in product(options.temperatures, prompts.items()):
+            say = partial(generate, runtime, prompt, options.size_tokens, temperature=temperature)
+            plain = say(depth=0, nodes=0)
+            with ranks_of(runtime) as ranks:
+                found = [(nodes, say(depth=options.depth, nodes=nodes)) for nodes in options.sizes]
+            hits = [ranks.count(rank) / max(1, len(ranks)) for rank in range(CHILDREN)]
+            for nodes, result in found:
+                yield {
+                    "noise": noise, "nodes": nodes, "prompt": name, "temperature": temperature,
+                    **answer_row(result, [plain]), "hits_by_rank": hits,
+                    "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
+                }  # fmt: skip
 
 
 def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from harness import check_out, emit, leading_agreement, provenance
 from widening.checkpoint import write_noisy_copy
 
-from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.engine import GenerationResult, Runtime, fetch_demo_model
 from offload_runtime.memory import resolve_device
 
 PROMPTS = {
@@ -47,14 +47,6 @@ class Case:
     seed: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Tokens of one case, and how many each pass of the target gave."""
-
-    tokens: list[int]
-    tokens_per_pass: float
-
-
 def matrix(num_seeds: int) -> list[Case]:
     """Every case; greedy decoding has neither seeds nor filters."""
     sampled = itertools.product(TEMPERATURES[1:], (1.0, FILTERED_TOP_P), range(num_seeds))
@@ -62,14 +54,11 @@ def matrix(num_seeds: int) -> list[Case]:
     return [Case(prompt, *setting) for prompt in PROMPTS for setting in settings]
 
 
-def answers(runtime: Runtime, cases: Sequence[Case], *, count: int) -> Iterator[Answer]:
+def answers(runtime: Runtime, cases: Sequence[Case], *, count: int) -> Iterator[GenerationResult]:
     """The runtime's tokens for every case."""
     for case in cases:
-        result = runtime.generate(
-            PROMPTS[case.prompt], max_new_tokens=count, temperature=case.temperature, top_p=case.top_p, seed=case.seed,
-            ignore_eos=True,
-        )  # fmt: skip
-        yield Answer(result.tokens, result.stats.tokens_per_pass)
+        how = {name: value for name, value in asdict(case).items() if name != "prompt"}
+        yield runtime.generate(PROMPTS[case.prompt], max_new_tokens=count, ignore_eos=True, **how)
 
 
 def transformers_tokens(model: Path, prompt: str, *, count: int, device: torch.device) -> list[int]:
@@ -84,7 +73,9 @@ def transformers_tokens(model: Path, prompt: str, *, count: int, device: torch.d
     return tokens
 
 
-def compare(case: Case, draft: str, plain: Answer, tokens: Sequence[int], tokens_per_pass: float) -> dict[str, Any]:
+def compare(
+    case: Case, draft: str, plain: GenerationResult, tokens: Sequence[int], tokens_per_pass: float = 1.0
+) -> dict[str, Any]:
     """One row of the report; prints it."""
     same = leading_agreement(plain.tokens, tokens)
     at = None if same == len(plain.tokens) == len(tokens) else same
@@ -95,23 +86,16 @@ def compare(case: Case, draft: str, plain: Answer, tokens: Sequence[int], tokens
         flush=True,
     )
     return {
-        "prompt": case.prompt,
-        "temperature": case.temperature,
-        "top_p": case.top_p,
-        "seed": case.seed,
-        "draft": draft,
-        "tokens": len(tokens),
-        "tokens_per_pass": round(tokens_per_pass, 3),
-        "identical": at is None,
-        "first_difference": at,
-    }
+        **asdict(case), "draft": draft, "tokens": len(tokens), "tokens_per_pass": round(tokens_per_pass, 3),
+        "identical": at is None, "first_difference": at,
+    }  # fmt: skip
 
 
 def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All drafts over all cases."""
     cases = matrix(arguments.seeds)
     device = resolve_device(arguments.device)
-    load = {"device": arguments.device, "dtype": arguments.dtype, "context": arguments.tokens + 128}
+    load: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype, "context": arguments.tokens + 128}
     rows = []
     with Runtime.load(model, draft="none", resident_layers=0, **load) as runtime:
         dtype = runtime.dtype
@@ -123,7 +107,7 @@ def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[st
     if dtype == torch.float32:
         for case, answer in greedy:
             tokens = transformers_tokens(model, PROMPTS[case.prompt], count=arguments.tokens, device=device)
-            rows.append(compare(case, "transformers", answer, tokens, 1.0))
+            rows.append(compare(case, "transformers", answer, tokens))
     else:
         print(f"transformers is not compared: its {dtype} sums have another order")
     for name, draft, resident in (("ngram", "ngram", "auto"), ("noisy copy", noisy, 7)):
@@ -131,7 +115,7 @@ def run(model: Path, noisy: Path, arguments: argparse.Namespace) -> list[dict[st
             for case, expected, answer in zip(
                 cases, plain, answers(runtime, cases, count=arguments.tokens), strict=True
             ):
-                rows.append(compare(case, name, expected, answer.tokens, answer.tokens_per_pass))
+                rows.append(compare(case, name, expected, answer.tokens, answer.stats.tokens_per_pass))
     return rows
 
 

@@ -10,7 +10,6 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import subprocess
@@ -171,12 +170,7 @@ class Percentiles:
 def percentile(samples: Sequence[float], share: float) -> float:
     """The `share` quantile (0 to 1) of `samples`, linearly interpolated between the two nearest ranks."""
     assert samples, "no samples to take a percentile of"
-    assert 0 <= share <= 1, f"a share lies in [0, 1], not {share}"
-    ordered = sorted(samples)
-    rank = share * (len(ordered) - 1)
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+    return float(torch.tensor(samples, dtype=torch.float64).quantile(share))
 
 
 def percentiles(samples: Sequence[float]) -> Percentiles:

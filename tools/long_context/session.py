@@ -289,8 +289,9 @@ class Session:
         window, middle, draft, guesses = levels.window, levels.middle, levels.draft, levels.gamma
         assert window is not None and middle is not None, "a hierarchy"
         middle.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
-        for sequence, known in enumerate(start) if draft is not None else ():
-            draft.catch_up(sequence, known)
+        if draft is not None:
+            for sequence, known in enumerate(start):
+                draft.catch_up(sequence, known)
         window.upload(_known(start, gamma, beyond=guesses))
         times_ms = []
         for number in range(max(1, gamma // (guesses + 1))):

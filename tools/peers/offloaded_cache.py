@@ -39,10 +39,11 @@ class MendedCache(DynamicCache):
         config: transformers' configuration of the model.
     """
 
+    layers: list[Any]
+
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, offloading=True)
-        made: list[Any] = self.layers
-        self.layers = [WholeLayer() if type(layer) is DynamicLayer else layer for layer in made]
+        self.layers = [WholeLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -55,6 +56,8 @@ class MendedCache(DynamicCache):
 class WholeLayer(DynamicLayer):
     """Keys and values of a layer that are fetched in one copy, what was cropped included, and cut on the device."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     uncropped: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def crop(self, tokens_to_remove: int) -> None:
