@@ -150,7 +150,7 @@ class AcceptanceModel:
     def expect(self, other: AcceptanceModel) -> None:
         """A tree's first node is a chain's: what is known better of another mode of the same draft is to be expected of
         this one too, which may have been unlucky."""
-        if other.steps > max(1.0, self.steps):
+        if other.steps >= 1 and other.steps > self.steps:
             self._first, self._first_weight, self._curve = other.first_rate, min(other.steps, _NEXT_WEIGHT), None
 
     def curve(self) -> list[float]:
