@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
-        "offload_runtime/copy/cpu.py",
+        "offload_runtime/copy/queue.py",
         "        target = ready.armed\n",
         "        target = min(ready.armed, 1)\n",
         ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),

@@ -19,9 +19,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.kv.retrieval import RetrievedChunks
 from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
-from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.reordering import ReorderingCopyEngine

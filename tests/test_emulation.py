@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.emulation import emulation_of, measure_link_both_ways
+from offload_runtime.engine.load import emulation_of, measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.kv import HostKVCache, block_bytes

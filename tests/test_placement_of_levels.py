@@ -16,7 +16,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.kv.device import StreamingDraftCache
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 
 CARD = load_profile("rtx4090")

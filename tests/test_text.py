@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_runtime.engine.text import IncrementalDecoder, StopStrings, stop_strings
+from offload_runtime.engine.request import IncrementalDecoder, StopStrings, stop_strings
 from tests.helpers.engine import byte_level_tokenizer
 
 WORDS = ["the", "fox", "▁the", "▁fox", "▁", "▁日本", "▁caf", "é", ".", ","]

@@ -15,7 +15,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.kv import DeviceKVCache, block_bytes
-from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.plan import PlanRequest, RunPlan, machine_figures, plan_run
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams

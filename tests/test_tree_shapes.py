@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.runners.draft_tree_steps import DEPTHS, MOST_DEPTH, StepShape, StepShapes
-from offload_runtime.runners.graphs import MOST_GRAPHS
+from offload_runtime.runners.graphs import DEPTHS, MOST_DEPTH, MOST_GRAPHS, StepShape, StepShapes
 
 CAPACITY_TOKENS = 4096
 NEAR_BOUNDARIES = st.builds(

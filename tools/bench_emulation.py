@@ -22,7 +22,7 @@ from harness import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy import CopyEngine, make_copy_engine
-from offload_runtime.engine.emulation import Emulation, emulation_of, measure_link_both_ways
+from offload_runtime.engine.load import Emulation, emulation_of, measure_link_both_ways
 from offload_runtime.memory import HostArena, current_device, resolve_device
 
 SIZES_MIB = (1, 4, 16, 64, 256)

@@ -28,7 +28,7 @@ from widening.shapes import SHAPES, WideShape, shape_named
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.emulation import Emulation, emulation_of
+from offload_runtime.engine.load import Emulation, emulation_of
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device

@@ -32,7 +32,7 @@ from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.plan.cost import best_tree_tokens
-from offload_runtime.runners.draft_tree_steps import CHILDREN
+from offload_runtime.runners.graphs import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 PARTS = ("streamed", "sizes")

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from offload_runtime_kernels.pace_link import pace_link, pace_link_reference
 
-from offload_runtime.copy.cpu import ThreadCopyEngine, host_pace
-from offload_runtime.copy.cuda import CudaCopyEngine, stream_pace
-from offload_runtime.trace import CopyLog, Label
+from offload_runtime.config import GB
+from offload_runtime.errors import CopyError
+from offload_runtime.trace import CopyLog, Label, OnDone
+
+# One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
+# 64 MiB pieces keep the link at its peak and let others in between.
+COPY_PIECE_BYTES = 64 << 20
+
+# A sleeping thread wakes up to a tenth of a millisecond late, and much later on a busy machine.
+_HOST_SLACK_NS = 5_000_000
+# Makes the copies of one queue as slow as a slower link would. Called where the copies run, in their order: with 0 when
+# a copy begins, after whatever it waited for, and then with the bytes that have been copied since the last call, to go
+# on when the slower link would be done with them.
+LinkPace = Callable[[int], None]
 
 
 class CopyEngine(Protocol):
@@ -95,3 +112,284 @@ def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, 
         engine.enqueue(dst, src, free=free, ready=ready)
     engine.drain()
     return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
+
+
+def host_pace(
+    gbps: float, *, clock_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
+) -> LinkPace:
+    """Pace of a thread that copies: it sleeps.
+
+    Args:
+        gbps: Of the emulated link, GB/s.
+        clock_ns: Nanoseconds of a clock.
+        sleep: Waits for so many seconds.
+    """
+    assert gbps > 0
+    deadline_ns = 0
+
+    def pace(nbytes: int) -> None:
+        nonlocal deadline_ns
+        now_ns, duration_ns = clock_ns(), round(nbytes / (gbps * GB) * 1e9)
+        deadline_ns = pace_link_reference(deadline_ns, now_ns, duration_ns, slack_ns=_HOST_SLACK_NS)
+        if deadline_ns > now_ns:
+            sleep((deadline_ns - now_ns) / 1e9)
+
+    return pace
+
+
+class _HostEvent:
+    """Counts how often it was armed and how often it fired; fired as often as armed means done."""
+
+    def __init__(self) -> None:
+        self.armed = 0
+        self.fired = 0
+
+
+class ThreadCopyEngine:
+    """Copy engine of the CPU: a worker thread copies while the main thread computes.
+
+    Args:
+        before_copy: Called in the worker before each copy: tests inject delays and failures with it.
+        pace: Of the link that the copies emulate; None: none.
+        log: Of a trace; None: none.
+    """
+
+    def __init__(
+        self, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
+        log: CopyLog | None = None,
+    ) -> None:  # fmt: skip
+        self.bytes_copied = 0
+        self._pace = pace
+        self.log = log
+        self._before_copy = before_copy
+        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._pending = 0
+        self._copy_s = 0.0
+        self._stall_s = 0.0
+        self._worker = threading.Thread(target=self._run, name="copy-engine", daemon=True)
+        self._worker.start()
+
+    def new_event(self) -> _HostEvent:
+        return _HostEvent()
+
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent,
+        source_free: _HostEvent | None = None, label: Label | None = None,
+    ) -> None:  # fmt: skip
+        self._raise_failure()
+        fired = (ready,) if source_free is None else (ready, source_free)
+        with self._changed:
+            for event in fired:
+                event.armed += 1
+            self._pending += 1
+            self._queue.put((dst, src, free, free.armed, fired, label))
+
+    def compute_wait(self, ready: _HostEvent) -> None:
+        started = time.perf_counter()
+        self.wait(ready)
+        ended = time.perf_counter()
+        self._stall_s += ended - started
+        if self.log is not None:
+            self.log.on_stalled()(started, ended)
+
+    def compute_record(self, free: _HostEvent) -> None:
+        with self._changed:
+            free.armed += 1
+            free.fired = free.armed
+            self._changed.notify_all()
+
+    def is_done(self, ready: _HostEvent) -> bool:
+        return ready.fired >= ready.armed
+
+    def wait(self, ready: _HostEvent) -> None:
+        target = ready.armed
+        with self._changed:
+            self._changed.wait_for(lambda: ready.fired >= target or self._failure is not None)
+        self._raise_failure()
+
+    def copy_seconds(self) -> float:
+        return self._copy_s
+
+    def stall_seconds(self) -> float:
+        return self._stall_s
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending == 0 or self._failure is not None)
+        self._raise_failure()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._worker.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CopyError(
+                f"a copy to the device failed ({self._failure}): the streamed weights cannot be trusted any more; "
+                "load the runtime again"
+            ) from self._failure
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            dst, src, free, free_target, fired, label = item
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: free.fired >= free_target)  # noqa: B023 (used at once)
+                if self._before_copy is not None:
+                    self._before_copy()
+                started = time.perf_counter()
+                if self._pace is not None:
+                    self._pace(0)
+                with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
+                    dst.copy_(src)
+                if self._pace is not None:
+                    self._pace(src.nbytes)
+                ended = time.perf_counter()
+                self._copy_s += ended - started
+                if self.log is not None:
+                    self.log.on_copied(label, src.nbytes)(started, ended)
+            except BaseException as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.bytes_copied += src.nbytes
+                for event in fired:
+                    event.fired += 1
+                self._pending -= 1
+                self._changed.notify_all()
+
+
+def stream_pace(gbps: float, device: torch.device) -> LinkPace:
+    """Pace of the current CUDA stream: a kernel of one warp waits by the GPU's clock, the host waits for nothing.
+
+    Args:
+        gbps: Of the emulated link, GB/s.
+        device: The GPU.
+    """
+    assert gbps > 0
+    deadline_ns = torch.zeros(1, dtype=torch.int64, device=device)  # on the GPU's clock
+    pace_link(deadline_ns, 0)  # compiles
+    torch.cuda.current_stream(device).synchronize()  # the copies have a stream of their own
+    return lambda nbytes: pace_link(deadline_ns, round(nbytes / (gbps * GB) * 1e9))
+
+
+class _IntervalTimer:
+    """Sums the time between pairs of CUDA events without ever waiting for one."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, OnDone | None]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+
+    def event(self) -> torch.cuda.Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event, done: OnDone | None) -> None:
+        self._open.append((start, end, done))
+
+    def harvest(self) -> float:
+        """Add what has finished to the total and return it, in seconds."""
+        while self._open and self._open[0][1].query():
+            start, end, done = self._open.popleft()
+            self.total_s += start.elapsed_time(end) / 1e3
+            if done is not None:
+                done(start, end)
+            self._spare += (start, end)
+        return self.total_s
+
+
+class CudaCopyEngine:
+    """Copy engine of a GPU: a dedicated stream, ordered against the current compute stream by events only.
+
+    Args:
+        device: The GPU.
+        before_copy: Called with the copy stream current before each copy: tests inject delays with it.
+        pace: Of the link that the copies emulate; None: none.
+        log: Of a trace; None: none.
+    """
+
+    def __init__(
+        self, device: torch.device, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
+        log: CopyLog | None = None,
+    ) -> None:  # fmt: skip
+        self.bytes_copied = 0
+        self._pace = pace
+        self.log = log
+        self._device = device
+        self._before_copy = before_copy
+        # What keeps the pace is a kernel: it must not queue behind the compute's.
+        self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
+        self._copies = _IntervalTimer()
+        self._stalls = _IntervalTimer()
+        if log is not None:
+            log.recorder.before_finish += [self.copy_seconds, self.stall_seconds]
+
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
+        source_free: torch.cuda.Event | None = None, label: Label | None = None,
+    ) -> None:  # fmt: skip
+        self._copies.harvest()
+        start, end = self._copies.event(), self._copies.event()
+        done = None if self.log is None else self.log.on_copied(label, src.nbytes)
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                self._stream.wait_event(free)
+                if self._before_copy is not None:
+                    self._before_copy()
+                start.record(self._stream)
+                if self._pace is not None:
+                    self._pace(0)
+                for offset in range(0, src.nbytes, COPY_PIECE_BYTES):
+                    piece = slice(offset, offset + COPY_PIECE_BYTES)
+                    dst[piece].copy_(src[piece], non_blocking=True)
+                    if self._pace is not None:
+                        self._pace(src[piece].nbytes)
+                end.record(self._stream)
+                ready.record(self._stream)
+                if source_free is not None:
+                    source_free.record(self._stream)
+        except RuntimeError as error:
+            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+        self._copies.add(start, end, done)
+        self.bytes_copied += src.nbytes
+
+    def compute_wait(self, ready: torch.cuda.Event) -> None:
+        self._stalls.harvest()
+        stream = torch.cuda.current_stream(self._device)
+        start, end = self._stalls.event(), self._stalls.event()
+        done = None if self.log is None else self.log.on_stalled()
+        start.record(stream)
+        stream.wait_event(ready)
+        end.record(stream)
+        self._stalls.add(start, end, done)
+
+    def compute_record(self, free: torch.cuda.Event) -> None:
+        free.record(torch.cuda.current_stream(self._device))
+
+    def is_done(self, ready: torch.cuda.Event) -> bool:
+        return ready.query()
+
+    def wait(self, ready: torch.cuda.Event) -> None:
+        try:
+            ready.synchronize()
+        except RuntimeError as error:
+            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+
+    def copy_seconds(self) -> float:
+        return self._copies.harvest()
+
+    def stall_seconds(self) -> float:
+        return self._stalls.harvest()
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.drain()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.generate import OnPrefill, TokenStream
+from offload_runtime.engine.request import stop_strings
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.text import stop_strings
 from offload_runtime.errors import ContextLengthError, OptionError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from offload_runtime.engine.emulation import emulation_of
+from offload_runtime.engine.load import emulation_of
 from offload_runtime.engine.request import Request
 from offload_runtime.hardware import load_profile
 from offload_runtime.memory import resolve_device

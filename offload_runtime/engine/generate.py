@@ -32,7 +32,6 @@ class Generation:
         expected: What the figures are held against.
         requests: One for each of the slots 0, 1, …
         windows: Most tokens proposed per step, fixed or chosen.
-        is_current: Whether the target's cache is still this generation's.
         on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
         on_progress: Called with (requests finished, requests) before every pass and at the end.
         should_stop: Asked before every pass; once it says yes, requests that are not finished end as they are.
@@ -41,12 +40,13 @@ class Generation:
 
     def __init__(
         self, parts: RuntimeParts, expected: Expectation, requests: Sequence[Request],
-        windows: WindowSize | ChosenWindows, *, is_current: Callable[[], bool], on_prefill: OnPrefill | None = None,
+        windows: WindowSize | ChosenWindows, *, on_prefill: OnPrefill | None = None,
         on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
         on_logits: OnLogits | None = None,
     ) -> None:  # fmt: skip
         self.requests = requests
-        self._parts, self._expected, self._windows, self.is_current = parts, expected, windows, is_current
+        self.is_current = True  # the target's cache is still this generation's
+        self._parts, self._expected, self._windows = parts, expected, windows
         self._on_prefill, self._on_progress, self._should_stop = on_prefill, on_progress, should_stop
         self._on_logits = on_logits
         self._proposer: Proposer = NoProposer()  # until the generation begins, the runtime's counts for another
@@ -146,7 +146,7 @@ class Generation:
     def _let_go(self, request: Request) -> None:
         """Bring the cache of a finished request to its tokens: a step may have committed some behind an end in the
         middle of its window. Of several requests it is of no more use, and would be streamed in every pass."""
-        if not self.is_current():
+        if not self.is_current:
             return
         cache = self._parts.target.cache
         kept = len(request.sequence) - 1 if len(self.requests) == 1 else 0
@@ -157,7 +157,7 @@ class Generation:
         if self._proposer.name is None:
             return ()
         inner: Sequence[Acceptance] = ()
-        if self.is_current():  # else the proposer counts for another generation by now
+        if self.is_current:  # else the proposer counts for another generation by now
             with device_errors(self._parts.budget.device):
                 inner = self._proposer.counts(request.slot)
         return request.tally.levels(self._proposer.name, inner)
@@ -165,7 +165,7 @@ class Generation:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Around work on the target: an error instead of another generation's keys."""
-        if not self.is_current():
+        if not self.is_current:
             raise OptionError(
                 "another generation has begun on this runtime since, or it was closed: this one cannot go on"
             )
@@ -210,7 +210,7 @@ class TokenStream:
     @property
     def is_current(self) -> bool:
         """Whether the target's cache still holds this generation."""
-        return self._generation.is_current()
+        return self._generation.is_current
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""

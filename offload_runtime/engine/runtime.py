@@ -26,10 +26,9 @@ from offload_runtime.engine.expectation import expect
 from offload_runtime.engine.generate import Generation, OnBatchProgress, OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.load import LoadedRuntime, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat
+from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat, stop_strings
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.engine.text import stop_strings
 from offload_runtime.engine.traced import TracedTarget, TraceOutput, device_facts
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
@@ -66,7 +65,7 @@ class Runtime:
         self._unfreeze = weakref.finalize(self, gc.unfreeze)
         self._windows = loaded.windows
         self._cache_owner: object | None = None
-        self._current: object | None = None  # the generation whose tokens the cache holds
+        self._current: Generation | None = None  # whose tokens the cache holds
         self._closed = False
         traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
         self._trace = self._trace_output(trace, traced)
@@ -366,6 +365,7 @@ class Runtime:
             raise OptionError("this runtime is closed: load it again")
         parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
         windows = self._windows.settle(prompts[0][1], parts.proposer)
+        self._let_go_of_current()
         cache = self._models.target.runner.cache
         for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
             cache.truncate(slot, 0 if slot else num_kept)
@@ -373,13 +373,17 @@ class Runtime:
             Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
             for slot, (tokens, params) in enumerate(prompts)
         ]
-        current = self._current = object()
-        self._cache_owner = None
-        return Generation(
+        self._current = Generation(
             parts, self._expected, requests, windows if speculate else WindowSize(0),
-            is_current=lambda: self._current is current, on_prefill=on_prefill, on_progress=on_progress,
-            should_stop=should_stop, on_logits=on_logits,
+            on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop, on_logits=on_logits,
         )  # fmt: skip
+        return self._current
+
+    def _let_go_of_current(self) -> None:
+        """The cache is nobody's any more."""
+        if self._current is not None:
+            self._current.is_current = False
+        self._current, self._cache_owner = None, None
 
     def owns_cache(self, owner: object) -> bool:
         """Whether what the cache holds was left there by `owner`."""
@@ -402,7 +406,8 @@ class Runtime:
         """
         if self._closed:
             return
-        self._closed, self._current = True, None
+        self._closed = True
+        self._let_go_of_current()
         try:
             self._unfreeze()
             self._give_back()

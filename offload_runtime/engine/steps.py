@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from offload_runtime.config import GenerationParams
 from offload_runtime.copy import CopyEngine
-from offload_runtime.engine.request import Request
-from offload_runtime.engine.text import Tokenizer
+from offload_runtime.engine.request import Request, Tokenizer
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget, PageableMemory

@@ -4,13 +4,18 @@ The lowest room: it knows bytes and devices, and nothing of what lies in them.
 """
 
 from offload_runtime.memory.arena import PAGE_BYTES, HostArena, check_host_memory
-from offload_runtime.memory.device_budget import (
+from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
     DeviceBudget,
     current_device,
     device_memory_used_by_others,
+    overwrite,
+    pack,
+    packed_words,
     resolve_device,
+    unpack,
+    upload,
 )
 from offload_runtime.memory.page_locking import (
     CountedRegistrar,
@@ -19,11 +24,6 @@ from offload_runtime.memory.page_locking import (
     PageableMemory,
     Registrar,
     make_registrar,
-    overwrite,
-    pack,
-    packed_words,
-    unpack,
-    upload,
 )
 
 __all__ = [

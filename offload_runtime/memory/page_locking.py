@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
@@ -169,41 +167,3 @@ class PageableMemory:
         for read in self._reads:
             with contextlib.suppress(CancelledError):
                 read.exception()
-
-
-_ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
-
-
-def packed_words(sizes: Iterable[int]) -> int:
-    """Words that parts of so many integers take in one tensor."""
-    return sum(-(-size // _ALIGNED_WORDS) * _ALIGNED_WORDS for size in sizes)
-
-
-def pack(parts: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Integers of several parts in one tensor: int32 [packed_words], host. `unpack` finds the parts in it."""
-    words = array("i")  # far quicker to a tensor than a list is
-    for part in parts:
-        words.extend(part)
-        words.extend([0] * (-len(part) % _ALIGNED_WORDS))
-    return torch.frombuffer(words, dtype=torch.int32)
-
-
-def unpack(packed: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
-    """Views of the parts of a packed tensor, by their numbers of integers; each begins at a multiple of 16 bytes."""
-    views: list[torch.Tensor] = []
-    offset = 0
-    for size in sizes:
-        views.append(packed[offset : offset + size])
-        offset += packed_words([size])
-    return views
-
-
-def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on the device, enqueued on the current stream. From pageable memory the host would
-    wait for all that is queued there; torch keeps the page-locked copy until it has been read."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
-    """The same into a tensor that is there, of the same shape."""
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)

@@ -162,7 +162,7 @@ class Decoder:
             index, q.view(*rows.shape, config.num_heads, config.head_dim), rows.query,
             scale=self._attention_scale, sliding_window=config.layer_windows[index], prefill=rows.prefill,
         )  # fmt: skip
-        mixed = out.reshape(rows.num_rows, config.q_size)
+        mixed = out.reshape(rows.num_rows, -1)
         return _padded(mixed, qkv.shape[0] - rows.num_rows)
 
 

@@ -26,7 +26,7 @@ from offload_runtime.model import padded_rows
 from offload_runtime.plan.memory import RunPlan
 from offload_runtime.plan.models import ModelPlan
 from offload_runtime.plan.request import MachineFigures
-from offload_runtime.runners.draft_tree_steps import STEP_ROWS
+from offload_runtime.runners.graphs import STEP_ROWS
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115

@@ -22,15 +22,15 @@ from offload_runtime.kv import (
     prefill_workspace_bytes,
     ring_blocks,
 )
+from offload_runtime.kv.device import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.kv.retrieval_cache import retrieved_draft_bytes
-from offload_runtime.kv.streaming import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     longest_context,
 )
 from offload_runtime.runners import PassShape, tree_slots
-from offload_runtime.runners.draft_tree_steps import MOST_DEPTH, STEP_ROWS
+from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import ModelLayout, packed_bytes

@@ -3,11 +3,13 @@
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_kv import DraftRunner
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
-from offload_runtime.runners.draft_tree_steps import draft_graph_bytes, tree_buffer_bytes, tree_slots
 from offload_runtime.runners.graphs import (
     StepGraphs,
+    draft_graph_bytes,
     step_activation_bytes,
     step_graph_bytes,
+    tree_buffer_bytes,
+    tree_slots,
     warm_up_batches,
     warm_up_lengths,
 )

@@ -14,7 +14,7 @@ import torch
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner

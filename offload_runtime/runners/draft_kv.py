@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
+from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.

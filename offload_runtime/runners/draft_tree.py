@@ -20,22 +20,22 @@ from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
-from offload_runtime.kv.streaming import StreamingDraftCache
+from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import overwrite, pack, packed_words, unpack
 from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
-from offload_runtime.runners.draft_tree_steps import (
+from offload_runtime.runners.graphs import (
     CHILDREN,
     DEPTHS,
     MOST_DEPTH,
     STEP_ROWS,
+    StepGraphs,
     StepLine,
     StepShape,
     StepShapes,
     input_sizes,
     step_inputs,
 )
-from offload_runtime.runners.graphs import StepGraphs
 from offload_runtime.runners.target import window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import DRAFT, TraceRecorder

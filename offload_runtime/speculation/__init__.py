@@ -14,8 +14,18 @@ from offload_runtime.speculation.controller import (
 )
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
-from offload_runtime.speculation.proposer import DraftRequest, NoProposer, Proposer, makes_trees
-from offload_runtime.speculation.step import OnLogits, StepResult, accepted_path, first_token, run_step, still_computing
+from offload_runtime.speculation.step import (
+    DraftRequest,
+    NoProposer,
+    OnLogits,
+    Proposer,
+    StepResult,
+    accepted_path,
+    first_token,
+    makes_trees,
+    run_step,
+    still_computing,
+)
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 

@@ -21,11 +21,11 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner
-from offload_runtime.runners.draft_tree_steps import MOST_DEPTH
+from offload_runtime.runners.graphs import MOST_DEPTH
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.speculation.proposer import DraftRequest, Proposer, chains_where
+from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Known, Said
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.proposer import DraftRequest, chains_where
+from offload_runtime.speculation.step import DraftRequest, chains_where
 from offload_runtime.speculation.tree import Proposal
 
 

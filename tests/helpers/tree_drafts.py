@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
-from offload_runtime.kv.streaming import StreamingDraftCache, kept_positions
+from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots

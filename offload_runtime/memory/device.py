@@ -1,4 +1,4 @@
-"""A ledger of device memory with a hard limit, and which device that is.
+"""The compute device: which one it is, a ledger of its memory with a hard limit, and small uploads to it.
 
 Everything is reserved up front. On CUDA the ledger also caps torch's allocator, so that a mistake in the arithmetic
 ends in an error instead of in more memory than the user allowed.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,6 +22,8 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
+
+_ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
 
 
 class DeviceBudget:
@@ -178,3 +182,38 @@ def resolve_device(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise DeviceError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} GPU(s)")
     return torch.device("cuda", index)
+
+
+def packed_words(sizes: Iterable[int]) -> int:
+    """Words that parts of so many integers take in one tensor."""
+    return sum(-(-size // _ALIGNED_WORDS) * _ALIGNED_WORDS for size in sizes)
+
+
+def pack(parts: Iterable[Sequence[int]]) -> torch.Tensor:
+    """Integers of several parts in one tensor: int32 [packed_words], host. `unpack` finds the parts in it."""
+    words = array("i")  # far quicker to a tensor than a list is
+    for part in parts:
+        words.extend(part)
+        words.extend([0] * (-len(part) % _ALIGNED_WORDS))
+    return torch.frombuffer(words, dtype=torch.int32)
+
+
+def unpack(packed: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
+    """Views of the parts of a packed tensor, by their numbers of integers; each begins at a multiple of 16 bytes."""
+    views: list[torch.Tensor] = []
+    offset = 0
+    for size in sizes:
+        views.append(packed[offset : offset + size])
+        offset += packed_words([size])
+    return views
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on the device, enqueued on the current stream. From pageable memory the host would
+    wait for all that is queued there; torch keeps the page-locked copy until it has been read."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
+    """The same into a tensor that is there, of the same shape."""
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)

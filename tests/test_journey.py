@@ -1,0 +1,74 @@
+"""How many files someone meets who follows one token from the token loop to the target's first kernel."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import offload_runtime
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401
+
+PACKAGE = Path(offload_runtime.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+LOOP, STEP, KERNEL = "engine/generate.py", ("engine/steps.py", "run"), ("model/decoder.py", "embed")
+MOST_FILES = {"plain": 12, "tree": 20}
+
+
+@contextmanager
+def journeys() -> Iterator[list[list[str]]]:
+    """The files of the package whose functions are called, in order: one list a step, up to the target's embedding."""
+    steps: list[list[str]] = []
+    under_way = False
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal under_way
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(PACKAGE):
+            return
+        name = path.relative_to(PACKAGE).as_posix()
+        if (name, frame.f_code.co_name) == STEP:
+            steps.append([LOOP])
+            under_way = True
+        if under_way and name not in steps[-1]:
+            steps[-1].append(name)
+        if (name, frame.f_code.co_name) == KERNEL:
+            under_way = False
+
+    sys.setprofile(called)
+    try:
+        yield steps
+    finally:
+        sys.setprofile(None)
+
+
+def longest_journey(target: Path, **options: Any) -> list[str]:
+    asked = {"max_new_tokens": 24, "ignore_eos": True}
+    with load(target, resident_layers=2, **options) as runtime:
+        runtime.generate(PROMPT, **asked)
+        with journeys() as steps:
+            runtime.generate(PROMPT, **asked)
+    assert len(steps) > 2 and all(step[-1] == KERNEL[0] or KERNEL[0] in step for step in steps)
+    return max(steps, key=len)
+
+
+def of_the_page(kind: str) -> list[str]:
+    """Files that the page's table names for a kind of decoding, in order."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \|([^|]*)\|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
+    return [name for name, plain, tree in rows if (plain if kind == "plain" else tree).strip()]
+
+
+def test_a_token_of_plain_decoding(target: Path) -> None:
+    found = longest_journey(target, draft="none")
+    assert len(found) <= MOST_FILES["plain"]
+    assert sorted(found) == sorted(of_the_page("plain"))
+
+
+def test_a_token_of_a_tree_over_a_streamed_target(target: Path, draft: Path) -> None:
+    found = longest_journey(target, draft=draft, tree_nodes=60)
+    assert len(found) <= MOST_FILES["tree"]
+    assert sorted(found) == sorted(of_the_page("tree"))
