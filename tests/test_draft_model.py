@@ -19,10 +19,10 @@ from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import (
     DeviceWindow,
     DraftModel,
-    Known,
     ModelRunner,
     PassShape,
     StepGraphs,
+    WindowInput,
     device_window_bytes,
 )
 from tests.helpers.assembly import CPU, Assembled, make_runner
@@ -254,7 +254,7 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     expected = dense_streaming(draft).propose(tokens, 12, NOISY)
     model = draft.model(NOISY)
     model.catch_up(0, tokens)
-    model.window.upload({0: Known(tokens[-3:], 350, 360, 364)})
+    model.window.upload({0: WindowInput(tokens[-3:], 350, 360, 364)})
     model.steps(5, longest={0: 350})
     model.window.end.add_(4)
     model.steps(8, longest={0: 355})
@@ -273,7 +273,7 @@ def test_a_window_is_bounded(draft: Draft) -> None:
     assert model.room(300) == 7 and len(propose(model, tokens, 30)) == 7
     roomy = draft.model(NOISY)
     assert len(propose(roomy, tokens, 1000)) == roomy.room(300) == draft.cache.capacity_tokens - 300 + 1
-    roomy.window.upload({0: Known(tokens[-2:], 300, 1000, 1000)})
+    roomy.window.upload({0: WindowInput(tokens[-2:], 300, 1000, 1000)})
     with pytest.raises(AssertionError):
         roomy.steps(draft.cache.capacity_tokens, longest={0: 300})
 
@@ -281,7 +281,7 @@ def test_a_window_is_bounded(draft: Draft) -> None:
 def test_device_window_holds_tokens_at_absolute_positions() -> None:
     window = DeviceWindow(CPU, capacity=6, batch=3)
     window.use(2)
-    window.upload({1: Known([7, 8, 9], 1003, 1005, 1006)})
+    window.upload({1: WindowInput([7, 8, 9], 1003, 1005, 1006)})
     cursor = torch.zeros(2, dtype=torch.int32)
     for position, token in ((1003, -1), (1005, 11), (1006, 12)):
         window.put(torch.tensor([5, position], dtype=torch.int32), torch.tensor([3, token]), cursor)
@@ -294,7 +294,7 @@ def test_device_window_holds_tokens_at_absolute_positions() -> None:
     (number, said), *others = window.read().items()
     assert (number, said.end, said.base, others) == (1, 1003, 1000, [])
     assert said.between(1000, 1006) == [7, 8, 9, -1, 0, 11]
-    window.upload({0: Known([1], 1, 2, 2)})
+    window.upload({0: WindowInput([1], 1, 2, 2)})
     assert window.read()[0].between(0, 1) == [1] and window.end.tolist() == [1, 0], "sequence 1 waits from now on"
     assert device_window_bytes(6, batch=3) == window.end.untyped_storage().nbytes()
 
@@ -351,7 +351,7 @@ def test_steps_never_wait_and_leave_copies_alone(gpu_draft: Draft) -> None:
         with torch.cuda.stream(side):
             for _ in range(8):
                 target.copy_(source, non_blocking=True)
-        model.window.upload({0: Known(tokens[-2:], 350, 362, 362)})
+        model.window.upload({0: WindowInput(tokens[-2:], 350, 362, 362)})
         model.steps(12, longest={0: 350})  # the first ones are captured meanwhile
     finally:
         torch.cuda.set_sync_debug_mode("default")

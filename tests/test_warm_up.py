@@ -16,7 +16,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.build_proposer import warm_up_middle
+from offload_runtime.engine.build_proposer import warm_up_verifier
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
@@ -204,7 +204,7 @@ def test_warming_up_the_middle_level_leaves_nothing(
             if warm:
                 proposer, runner = drafting(runtime._parts.proposer), runtime._models.target.runner
                 played = played_by(proposer._verifier, monkeypatch)  # type: ignore[union-attr]
-                warm_up_middle(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
+                warm_up_verifier(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]
                 usual, *others = DIFFERENT_WAYS
                 plays = {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}

@@ -27,7 +27,7 @@ from widening.shapes import WideShape, shape_named
 from offload_runtime.config import GB, ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.memory import resolve_device
-from offload_runtime.runners import Known, StepGraphs
+from offload_runtime.runners import StepGraphs, WindowInput
 from offload_runtime.weights import layer_layout
 
 STEPS = 32  # timed together, as a window is drafted
@@ -69,7 +69,7 @@ def measure(runtime: Runtime, *, context: int, cache: str, repeats: int, copy_gb
     tokens = torch.randint(0, config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
     draft.start([SamplingParams(temperature=0.7, seed=1)])
     draft.catch_up(0, tokens)
-    draft.window.upload({0: Known(tokens[-2:], context, context + STEPS, context + STEPS)})
+    draft.window.upload({0: WindowInput(tokens[-2:], context, context + STEPS, context + STEPS)})
     times_ms = partial(event_times_ms, warmups=3)  # three that capture
     window, first = (partial(draft.steps, count, longest={0: context}) for count in (STEPS, 1))
     whole, one = percentiles(times_ms(window, repeats=repeats)), percentiles(times_ms(first, repeats=repeats))

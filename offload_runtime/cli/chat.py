@@ -117,8 +117,8 @@ class ChatSession:
                 return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
             if name not in COMMANDS:
-                known = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
-                raise OptionError(f"unknown command {name}; {known}")
+                listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
+                raise OptionError(f"unknown command {name}; {listing}")
             COMMANDS[name].run(self, "".join(argument))
         except OffloadError as error:
             self._report(error, is_turn=is_message)

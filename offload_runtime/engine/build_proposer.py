@@ -34,7 +34,7 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    draft: str, models: LoadedModels, middle: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
+    draft: str, models: LoadedModels, verifier: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
     recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
     make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
@@ -43,15 +43,15 @@ def make_proposer(
     Args:
         draft: `none`, `ngram`, or anything else for the draft model.
         models: What was loaded.
-        middle: The middle level to put on top; None for a chain.
+        verifier: The retrieval verifier to put on top; None for a chain.
         budget: Of the device.
         batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
         link: How long it is busy with passes, and behind them; None for nothing streamed.
-        make_policy: Makes what chooses the chunks of the middle level; takes the arguments of `RetrievalPolicy`.
+        make_policy: Makes what chooses the chunks of the retrieval verifier; takes the arguments of `RetrievalPolicy`.
     """
-    if middle is not None:
-        hierarchy = _make_triforce(models, middle, budget, recorder, make_policy)
+    if verifier is not None:
+        hierarchy = _make_triforce(models, verifier, budget, recorder, make_policy)
         extra_ngrams = link is not None and link.most_rows > 1
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if extra_ngrams else hierarchy
     if models.draft is None:
@@ -89,10 +89,10 @@ def _make_triforce(
     )  # fmt: skip
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
-    budget.reserve("steps of the middle level", plan.step_bytes)
+    budget.reserve("steps of the retrieval verifier", plan.step_bytes)
     gamma = options.gamma_draft if draft is not None else 0
     window = DeviceWindow(budget.device, batch=batch)
-    middle = RetrievalVerifier(
+    verifier = RetrievalVerifier(
         target.runner.decoder, layers, retrieved, target.rope, window, gamma=gamma,
         max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
     )  # fmt: skip
@@ -105,25 +105,25 @@ def _make_triforce(
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
-        window, middle, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
+        window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         max_tokens_with_draft=source.max_tokens_with_draft,
     )  # fmt: skip
     if budget.device.type == "cuda":
         with ExitStack() as eager:
-            for graphs in [middle.graphs] if first is None else [middle.graphs, first.graphs]:
+            for graphs in [verifier.graphs] if first is None else [verifier.graphs, first.graphs]:
                 eager.enter_context(graphs.eager())
-            warm_up_middle(proposer, target.runner, gamma=gamma, batch=batch)
+            warm_up_verifier(proposer, target.runner, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()
-    middle.recorder = recorder
+    verifier.recorder = recorder
     if first is not None:
         first.recorder = recorder
     return proposer
 
 
-def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
-    """Compile the kernels of the middle level's steps, which would hold up the first proposals. `start` has to follow.
+def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+    """Compile the kernels of the verifier's steps, which would hold up the first proposals. `start` has to follow.
 
     Leaves the target's cache empty, and the draft's with what was played.
 
@@ -134,18 +134,18 @@ def warm_up_middle(proposer: TriForceProposer, target: ModelRunner, *, gamma: in
         batch: Sequences.
     """
 
-    def play(slots: Sequence[SamplingParams], length: int) -> None:
+    def take_step(slots: Sequence[SamplingParams], length: int) -> None:
         proposer.start(slots)
         proposer.propose([DraftRequest(slot, [0] * length, gamma=1) for slot in range(len(slots))])
 
     for params in DIFFERENT_WAYS[1:]:
-        play([params], 1)
+        take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
-        play(DIFFERENT_WAYS[:1] * num_sequences, 1)
+        take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
     longest = min(
         target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
     )  # a step puts so many behind
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
-        play(DIFFERENT_WAYS[:1], length)
+        take_step(DIFFERENT_WAYS[:1], length)
         target.cache.truncate(0, 0)

@@ -128,8 +128,8 @@ class Conversation:
             return 0
         if self._frequencies != self._runtime.frequency_set(len(tokens)):
             return 0  # what is cached was rotated otherwise than this length wants it
-        known = min(self._runtime.cached_tokens(), len(self._cached), len(tokens) - 1)
-        return next((i for i in range(known) if tokens[i] != self._cached[i]), known)
+        kept = min(self._runtime.cached_tokens(), len(self._cached), len(tokens) - 1)
+        return next((i for i in range(kept) if tokens[i] != self._cached[i]), kept)
 
 
 class Reply:

@@ -37,7 +37,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         # Shown already, gives the new tokens their context. Piece by piece: a run of byte tokens that begins in the
         # middle of a character is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
-        self._known = [self._end_of(context)]
+        self._shown = [self._end_of(context)]
         self._new: list[int] = []
 
     def push(self, token: int) -> str:
@@ -46,10 +46,10 @@ class IncrementalDecoder:
         piece = self._pending_text()
         if not piece or piece.endswith("\ufffd"):
             return ""
-        self._known.append(self._new)
+        self._shown.append(self._new)
         self._new = []
-        while sum(map(len, self._known[1:])) >= self._CONTEXT_TOKENS:
-            del self._known[0]
+        while sum(map(len, self._shown[1:])) >= self._CONTEXT_TOKENS:
+            del self._shown[0]
         return piece
 
     def flush(self) -> str:
@@ -59,9 +59,9 @@ class IncrementalDecoder:
         return piece
 
     def _pending_text(self) -> str:
-        known = [token for piece in self._known for token in piece]
-        before = self._tokenizer.decode(known, skip_special_tokens=True)
-        after = self._tokenizer.decode(known + self._new, skip_special_tokens=True)
+        shown = [token for piece in self._shown for token in piece]
+        before = self._tokenizer.decode(shown, skip_special_tokens=True)
+        after = self._tokenizer.decode(shown + self._new, skip_special_tokens=True)
         return after[len(before) :]
 
     def _end_of(self, context: Sequence[int]) -> list[int]:

@@ -155,7 +155,7 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
 def _measure_copies(found: Findings, effort: _Effort, bench: LinkBench, reader: HostReader) -> None:
     budget_s = effort.budget_s
 
-    def beside() -> tuple[float, float]:
+    def at_once() -> tuple[float, float]:
         by_threads = found.figures.get("host_by_threads")
         if by_threads is None:
             raise CannotMeasureError(found.missing["host_by_threads"])
@@ -169,7 +169,7 @@ def _measure_copies(found: Findings, effort: _Effort, bench: LinkBench, reader: 
         {
             "link_back_gbps": partial(bench.back_gbps, budget_s=budget_s / 2),
             "link_both_gbps": partial(bench.both_gbps, budget_s=budget_s),
-            ("host_gbps_while_link_busy", "link_gbps_while_host_busy"): beside,
+            ("host_gbps_while_link_busy", "link_gbps_while_host_busy"): at_once,
         },
     )
 

@@ -14,7 +14,7 @@ from offload_runtime.runners.graphs import (
     warm_up_lengths,
 )
 from offload_runtime.runners.target import ModelRunner, PassShape
-from offload_runtime.runners.token_window import DeviceWindow, Known, Said, device_window_bytes
+from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes
 
 __all__ = [
     "Asked",
@@ -24,11 +24,11 @@ __all__ = [
     "DraftModel",
     "DraftRunner",
     "DraftTree",
-    "Known",
     "ModelRunner",
     "PassShape",
-    "Said",
     "StepGraphs",
+    "WindowInput",
+    "WindowOutput",
     "device_window_bytes",
     "draft_graph_bytes",
     "step_activation_bytes",

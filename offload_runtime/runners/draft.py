@@ -20,7 +20,7 @@ from offload_runtime.model import PassRows, RopeTable
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import window_pass
-from offload_runtime.runners.token_window import DeviceWindow, Known
+from offload_runtime.runners.token_window import DeviceWindow, WindowInput
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
@@ -68,7 +68,7 @@ class DraftModel:
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self._choosing = cache if isinstance(cache, ChoosingCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
-        self._reach_tokens = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
+        self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
         self._last_token = draft_vocab_size - 1
         self._device = device = cache.store(0).data.device
@@ -95,32 +95,32 @@ class DraftModel:
         """
         with self.graphs.eager():
             for params in DIFFERENT_WAYS[1:]:
-                self._play([params], 1)
+                self._take_steps([params], 1)
             for num_sequences in warm_up_batches(self._batch):
-                self._play(DIFFERENT_WAYS[:1] * num_sequences, 1)
+                self._take_steps(DIFFERENT_WAYS[:1] * num_sequences, 1)
             for length in warm_up_lengths(self._capacity_tokens - 1):
-                self._play(DIFFERENT_WAYS[:1], length)
+                self._take_steps(DIFFERENT_WAYS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
-                self._play_catching_up(length)
+                self._catch_up_behind(length)
         if self._choosing is not None:
             self._choosing.warm_up()
         self.forget()
 
-    def _play(self, slots: Sequence[SamplingParams], length: int) -> None:
+    def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
         self.start(slots)
         texts = {sequence: [0] * length for sequence in range(len(slots))}
         self.propose(texts, dict.fromkeys(texts, 2))
 
-    def _play_catching_up(self, length: int) -> None:
+    def _catch_up_behind(self, length: int) -> None:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self.forget()
-        known = length + REWRITTEN_TOKENS  # which a first step feeds itself
-        self.catch_up(0, [0] * known)
+        inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
+        self.catch_up(0, [0] * inputs)
         for power in range(CATCH_UP_TOKENS.bit_length()):
-            known += 1 << power
-            if known <= self._capacity_tokens:
-                self.catch_up(0, [0] * known)
+            inputs += 1 << power
+            if inputs <= self._capacity_tokens:
+                self.catch_up(0, [0] * inputs)
 
     def forget(self) -> None:
         """Empty the cache."""
@@ -137,7 +137,7 @@ class DraftModel:
         kept = self.texts.num_kept(length)
         if kept > self._capacity_tokens:
             return 0
-        in_cache = self._reach_tokens - kept + 1  # the last guess needs no place in the cache
+        in_cache = self._max_tokens_with_draft - kept + 1  # the last guess needs no place in the cache
         return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
 
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
@@ -150,12 +150,12 @@ class DraftModel:
             return proposals
         for sequence in asked:
             self.catch_up(sequence, texts[sequence])
-        self.window.upload({sequence: _known(texts[sequence], count) for sequence, count in asked.items()})
+        self.window.upload({sequence: _inputs(texts[sequence], count) for sequence, count in asked.items()})
         self.steps(max(asked.values()), longest={sequence: len(texts[sequence]) for sequence in asked})
-        said = self.window.read()  # the only wait for the device
+        outputs = self.window.read()  # the only wait for the device
         for sequence, count in asked.items():
             tokens = texts[sequence]
-            guesses = said[sequence].between(len(tokens), len(tokens) + count)
+            guesses = outputs[sequence].between(len(tokens), len(tokens) + count)
             self.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
             bad = next((index for index, token in enumerate(guesses) if token < 0), count)
             proposals[sequence] = guesses[:bad]  # a draft with NaN logits has nothing to say
@@ -185,13 +185,13 @@ class DraftModel:
             longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
                 knows.
         """
-        cache, known = self._runner.cache, self.window.known
+        cache, inputs = self._runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + count, known[sequence].last) - 1 - self.texts.start(sequence)
+            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.start(sequence)
             for sequence, end in longest.items()
         }
-        assert count > 0 and max(lengths.values()) <= self._reach_tokens
+        assert count > 0 and max(lengths.values()) <= self._max_tokens_with_draft
         for sequence, length in lengths.items():
             self._set_frequencies(sequence, length)
         self._set_places(longest)
@@ -208,8 +208,8 @@ class DraftModel:
             key = first, self.window.num_rows, reach, choice, self._sampling.filters
             self.graphs.run(key, partial(self._step, first, reach))
         if self.recorder is not None:
-            told = {"steps": count, "sequences": len(longest)}
-            self.recorder.add(DRAFT, "draft steps", started, self.recorder.mark(), told)
+            metadata = {"steps": count, "sequences": len(longest)}
+            self.recorder.add(DRAFT, "draft steps", started, self.recorder.mark(), metadata)
 
     def _step(self, first: bool, reach: int) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.
@@ -233,7 +233,7 @@ class DraftModel:
 
     def _reach(self, length: int) -> int:
         """Keys that attention looks at."""
-        return graph_reach(length, self._reach_tokens) if self._device.type == "cuda" else length
+        return graph_reach(length, self._max_tokens_with_draft) if self._device.type == "cuda" else length
 
     def _set_frequencies(self, sequence: int, length: int) -> None:
         """Rotate by the frequencies of a sequence of `length` tokens."""
@@ -254,7 +254,7 @@ class DraftModel:
             self._place_host = places
 
 
-def _known(tokens: Sequence[int], count: int) -> Known:
+def _inputs(tokens: Sequence[int], count: int) -> WindowInput:
     """A text behind which `count` tokens are proposed."""
     length = len(tokens)
-    return Known(tokens[-REWRITTEN_TOKENS:], length, length + count, length + count)
+    return WindowInput(tokens[-REWRITTEN_TOKENS:], length, length + count, length + count)

@@ -90,11 +90,11 @@ class DraftKVState:
         Returns:
             These.
         """
-        known = _common_prefix(self._cached[sequence], tokens[:-1])
-        target = max(known, len(tokens) - 1 - most)
+        kept = _common_prefix(self._cached[sequence], tokens[:-1])
+        target = max(kept, len(tokens) - 1 - most)
         if self._streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self._streaming.sink_tokens)  # sinks are fed when they move, and never again
-        self._bring(sequence, tokens, known, target)
+        self._bring(sequence, tokens, kept, target)
         return tokens[target:]
 
     @torch.inference_mode()
@@ -107,20 +107,20 @@ class DraftKVState:
         """Whether the cache has the keys of exactly these tokens."""
         return self._cached[sequence] == list(tokens)
 
-    def _bring(self, sequence: int, tokens: Sequence[int], known: int, target: int) -> None:
-        """Bring the cache to the first `target` of `tokens`, of which it keeps the first `known`."""
+    def _bring(self, sequence: int, tokens: Sequence[int], kept: int, target: int) -> None:
+        """Bring the cache to the first `target` of `tokens`, of which it keeps the first `kept`."""
         # First, so that an interruption never leaves it longer than the cache.
         cached, self._cached[sequence] = self._cached[sequence], []
-        del cached[known:]
-        if self._must_begin_anew(sequence, len(tokens), known):
+        del cached[kept:]
+        if self._must_begin_anew(sequence, len(tokens), kept):
             self._begin_anew(sequence, tokens[:target], self.start_for(len(tokens)))
         else:
             if self.start_for(len(tokens)) > self.start(sequence):
                 self._let_go(sequence, cached, self.start_for(len(tokens)))
-            self._set_length(sequence, known)
+            self._set_length(sequence, kept)
             self._cached[sequence] = cached
-            self._feed(sequence, tokens[known:target])
-        cached += tokens[known:target]
+            self._feed(sequence, tokens[kept:target])
+        cached += tokens[kept:target]
         self._cached[sequence] = cached
 
     def learned(self, sequence: int, newest: Sequence[int]) -> None:
@@ -140,16 +140,16 @@ class DraftKVState:
         else:
             cache.commit(sequence, length - cache.length(sequence))
 
-    def _must_begin_anew(self, sequence: int, length: int, known: int) -> bool:
+    def _must_begin_anew(self, sequence: int, length: int, kept: int) -> bool:
         """Whether a streaming cache has let go of what it should hold, or would be fed too much at a time."""
         cache = self._streaming
         if cache is None:
             return False
         start = cache.start_for(length)
-        if start < cache.start(sequence) or (start and known < start + cache.sink_tokens):
+        if start < cache.start(sequence) or (start and kept < start + cache.sink_tokens):
             return True
         # A prompt is rotated by its indices.
-        return start > 0 and length - known > CATCH_UP_TOKENS
+        return start > 0 and length - kept > CATCH_UP_TOKENS
 
     def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Prefill what a streaming cache keeps of `tokens`, and nothing else."""

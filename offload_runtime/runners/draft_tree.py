@@ -41,7 +41,7 @@ from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_log
 from offload_runtime.trace import DRAFT, TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
-_MOST_KNOWN = 3
+_MOST_FED = 3
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class DraftTree:
         """
         width = self.width(len(asked))
         lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
-        self._cache.begin_window(list(asked), [line.known for line in lines])
+        self._cache.begin_window(list(asked), [line.fed for line in lines])
         shape = self._shape(lines, width)
         started = None if self.recorder is None else self.recorder.mark()
         self._upload(lines, shape)
@@ -210,17 +210,17 @@ class DraftTree:
         self._deepest = max(self._deepest, shape.depth)
         self._choose(shape)
         if self.recorder is not None:
-            told = {"rows": [len(line.tokens) for line in lines]}
-            self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), told)
-        said = self._outputs[: shape.batch * shape.rows].cpu()
-        tokens = said[:, : self._children].tolist()
-        scores = said[:, self._children :].contiguous().view(torch.float32).tolist()
+            metadata = {"rows": [len(line.tokens) for line in lines]}
+            self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), metadata)
+        outputs = self._outputs[: shape.batch * shape.rows].cpu()
+        tokens = outputs[:, : self._children].tolist()
+        scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()
         answers: dict[int, list[Children]] = {}
         for number, line in enumerate(lines):
-            if line.known:
-                self.texts.learned(line.sequence, asked[line.sequence].text[-line.known :])
+            if line.fed:
+                self.texts.learned(line.sequence, asked[line.sequence].text[-line.fed :])
             # The last of the known tokens is the root where that is asked about.
-            first = number * shape.rows + line.known - (1 if line.known else 0)
+            first = number * shape.rows + line.fed - (1 if line.fed else 0)
             last = number * shape.rows + len(line.tokens)
             answers[line.sequence] = [_children(tokens[row], scores[row]) for row in range(first, last)]
         return answers
@@ -228,24 +228,24 @@ class DraftTree:
     def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
         text, branches = asked.text, asked.branches
-        known: Sequence[int] = ()
+        fed: Sequence[int] = ()
         if not branches[0].slots:
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            known = self.texts.catch_up_but(sequence, text, min(_MOST_KNOWN, width - 1))
+            fed = self.texts.catch_up_but(sequence, text, min(_MOST_FED, width - 1))
             branches = branches[1:]
-        branches = branches[: width - len(known)]
+        branches = branches[: width - len(fed)]
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
         start = self.texts.start(sequence)
         end = len(text) - start
-        places = list(range(end - len(known), end))
+        places = list(range(end - len(fed), end))
         return StepLine(
             sequence,
-            tokens=[min(token, self._last_token) for token in (*known, *(branch.token for branch in branches))],
+            tokens=[min(token, self._last_token) for token in (*fed, *(branch.token for branch in branches))],
             positions=[*places, *(end - 1 + len(path) for path in slots)],
             slots=[*places, *(path[-1] for path in slots)],
             paths=[*([] for _ in places), *slots],
-            known=len(known),
+            fed=len(fed),
             committed=end,
             start=start,
             rope_shift=self.texts.rope_shift(sequence),
@@ -321,5 +321,5 @@ def _children(tokens: list[int], scores: list[float]) -> Children:
     """What is allowed of a row of the output; nothing where its logits were NaN."""
     if tokens[0] < 0:
         return Children([], [])
-    told = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
-    return Children([token for token, _ in told], [score for _, score in told])
+    allowed = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
+    return Children([token for token, _ in allowed], [score for _, score in allowed])

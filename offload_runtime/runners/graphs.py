@@ -16,7 +16,7 @@ from offload_runtime.memory import packed_words
 # Deepest node below the text.
 MOST_DEPTH = 256
 # On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
-_FEW_ROWS = 8
+_NARROW_ROWS = 8
 DEPTHS = (128, MOST_DEPTH)
 # Keys that all queries of a program read together come in so many blocks at least: in few, reading them for each query
 # on its own takes as long.
@@ -224,7 +224,7 @@ class StepShapes:
         """The shape of a step: as `StepShape` says, in tokens; `width` rows of a sequence are the most."""
         if not self.rounded:
             return StepShape(batch, rows, depth, reach, committed)
-        rows = min(_FEW_ROWS, width) if rows <= _FEW_ROWS else width
+        rows = min(_NARROW_ROWS, width) if rows <= _NARROW_ROWS else width
         depth = next(most for most in DEPTHS if depth <= most)
         return StepShape(batch, rows, depth, *self._span(reach, committed))
 
@@ -267,7 +267,7 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class StepLine:
-    """The rows of one sequence in a step: `known` tokens that are only fed, then `asked` nodes.
+    """The rows of one sequence in a step: `fed` tokens that are only fed, then `asked` nodes.
 
     Positions, slots and `committed` are the cache's: the text's less `start`. Keys are rotated `rope_shift` further.
     """
@@ -277,7 +277,7 @@ class StepLine:
     positions: list[int]
     slots: list[int]
     paths: list[list[int]]
-    known: int
+    fed: int
     committed: int
     start: int
     rope_shift: int

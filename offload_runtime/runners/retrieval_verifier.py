@@ -47,7 +47,7 @@ class RetrievalVerifier:
         self.cache = cache
         self._window = window
         self._gamma = gamma
-        self._reach_tokens = max_tokens_with_draft
+        self._max_tokens_with_draft = max_tokens_with_draft
         self._rope = rope
         self._decoder = decoder
         self._layers = layers
@@ -98,14 +98,14 @@ class RetrievalVerifier:
         key = num_proposals, self.cache.shape, self._sampling.filters
         self.graphs.run(key, partial(self._step, num_proposals))
         if self.recorder is not None:
-            told = {"proposals": num_proposals, "refresh": refresh}
-            self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), told)
+            metadata = {"proposals": num_proposals, "refresh": refresh}
+            self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), metadata)
 
     def _step(self, num_proposals: int) -> None:
         """Captured: no tensor of the host."""
         window, count = self._window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
-        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._reach_tokens)
+        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
         # The middle level promises no bits, so its products only have to be quick.
         logits = window_pass(self._decoder, self._layers, self.cache, rows, None)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)

@@ -23,7 +23,7 @@ WINDOW_CAPACITY_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Known:
+class WindowInput:
     """What the host tells the device about a sequence.
 
     Attributes:
@@ -48,7 +48,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Said:
+class WindowOutput:
     """What the device has said of a sequence: `end` tokens are known, proposals lie behind."""
 
     end: int
@@ -77,7 +77,7 @@ class DeviceWindow:
         assert capacity > 0 and batch > 0
         self.capacity = capacity
         self.num_rows = 1  # sequences 0 to num_rows - 1 take part in steps
-        self.known: Mapping[int, Known] = {}  # as of the last upload
+        self.inputs: Mapping[int, WindowInput] = {}  # as of the last upload
         self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
 
     @property
@@ -99,30 +99,30 @@ class DeviceWindow:
         assert 0 < num_rows <= len(self._state)
         self.num_rows = num_rows
 
-    def upload(self, known: Mapping[int, Known]) -> None:
+    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
         """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
 
         Args:
             known: By sequence; the others stand still.
         """
-        assert known and all(sequence < self.num_rows for sequence in known)
-        assert all(one.last - one.base <= self.capacity for one in known.values())
-        width = max(len(one.tokens) for one in known.values())
+        assert inputs and all(sequence < self.num_rows for sequence in inputs)
+        assert all(one.last - one.base <= self.capacity for one in inputs.values())
+        width = max(len(one.tokens) for one in inputs.values())
         rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
-        for sequence, one in known.items():
+        for sequence, one in inputs.items():
             header = [one.end, one.base, one.stop, one.last]
             rows[sequence][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
         host = torch.tensor(rows, dtype=torch.int32)
         overwrite(self._rows[:, : host.shape[1]], host)
-        self.known = dict(known)
+        self.inputs = dict(inputs)
 
-    def read(self) -> dict[int, Said]:
+    def read(self) -> dict[int, WindowOutput]:
         """What there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
-        width = max(one.last - one.base for one in self.known.values())
+        width = max(one.last - one.base for one in self.inputs.values())
         rows: list[list[int]] = self._rows[:, : WINDOW_HEADER_WORDS + width].tolist()
         return {
-            sequence: Said(rows[sequence][0], rows[sequence][1], rows[sequence][WINDOW_HEADER_WORDS:])
-            for sequence in self.known
+            sequence: WindowOutput(rows[sequence][0], rows[sequence][1], rows[sequence][WINDOW_HEADER_WORDS:])
+            for sequence in self.inputs
         }
 
     def rows(

@@ -50,7 +50,7 @@ class ChildProbabilities:
         self.sharpness = sharpness
         self.missed = missed
         self._curvature = 0.0  # running mean of the variance of sharpness * scores
-        self._told = 0  # observations of a child
+        self._observed = 0  # observations of a child
         self._asked = 0  # observations
 
     def log_probabilities(self, scores: Sequence[float]) -> list[float]:
@@ -62,14 +62,14 @@ class ChildProbabilities:
         rest = math.log1p(-self.missed) - math.log(sum(weights))
         return [self.sharpness * (score - best) + rest for score in scores]
 
-    def observe(self, scores: Sequence[float], said: int | None) -> None:
+    def observe(self, scores: Sequence[float], child: int | None) -> None:
         """The target has said the child with this index, or none of them (None)."""
         if not scores:
             return
         self._asked += 1
-        self.missed += ((said is None) - self.missed) / min(self._asked + 10, _MEMORY)
+        self.missed += ((child is None) - self.missed) / min(self._asked + 10, _MEMORY)
         self.missed = min(max(self.missed, _LEAST_MISSED), _MOST_MISSED)
-        if said is None or len(scores) == 1:
+        if child is None or len(scores) == 1:
             return
         best = max(scores)
         weights = [math.exp(self.sharpness * (score - best)) for score in scores]
@@ -78,10 +78,10 @@ class ChildProbabilities:
         scaled = [self.sharpness * (score - best) for score in scores]
         mean = sum(weight * value for weight, value in zip(weights, scaled, strict=True)) / total
         variance = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, scaled, strict=True)) / total
-        self._told += 1
-        memory = min(self._told, _MEMORY)
+        self._observed += 1
+        memory = min(self._observed, _MEMORY)
         self._curvature += (variance - self._curvature) / memory
-        step = (scaled[said] - mean) / (max(self._curvature, 1e-2) * (memory + 10))
+        step = (scaled[child] - mean) / (max(self._curvature, 1e-2) * (memory + 10))
         logarithm = math.log(self.sharpness) + min(max(step, -_MOST_STEP), _MOST_STEP)
         self.sharpness = min(max(math.exp(logarithm), _LEAST_SHARPNESS), _MOST_SHARPNESS)
 
@@ -94,14 +94,14 @@ class MatchRates:
 
     def __init__(self) -> None:
         self._rates = list(_RATES_AT_FIRST)
-        self._told = [_TRUST] * len(self._rates)
+        self._observed = [_TRUST] * len(self._rates)
         self._logs = [(math.log(rate), math.log1p(-rate)) for rate in self._rates]
 
     def observe(self, matched: int, hit: bool) -> None:
         """What followed a match of so many tokens, at least one, has come true or not."""
         at = _MATCH_CLASSES[min(matched, LONGEST_MATCH)]
-        self._told[at] = min(self._told[at] + 1, _MEMORY)
-        rate = self._rates[at] + (hit - self._rates[at]) / self._told[at]
+        self._observed[at] = min(self._observed[at] + 1, _MEMORY)
+        rate = self._rates[at] + (hit - self._rates[at]) / self._observed[at]
         rate = self._rates[at] = min(max(rate, _LEAST_RATE), _MOST_RATE)
         self._logs[at] = math.log(rate), math.log1p(-rate)
 

@@ -201,8 +201,8 @@ class TreeDraftProposer:
             if chains:
                 for request in chains:
                     self._grown.pop(request.slot, None)
-                said = self._chains.propose(chains)
-                answers |= {request.slot: proposal for request, proposal in zip(chains, said, strict=True)}
+                guesses = self._chains.propose(chains)
+                answers |= {request.slot: proposal for request, proposal in zip(chains, guesses, strict=True)}
                 self._worth.pause()  # what a chain brings is not seen here
             if trees:
                 rows = 1 + max(request.most_nodes for request in trees)
@@ -279,7 +279,7 @@ class TreeDraftProposer:
             self._learn(before, new)
             if self._adopt(before, new) and before.tree.follow(new):
                 one.tree = before.tree
-                one.children = {node: said for node, said in before.children.items() if node in one.tree}
+                one.children = {node: children for node, children in before.children.items() if node in one.tree}
         if self._ngrams is not None:
             self._add_ngrams(one)
         self._grown[request.slot] = one
@@ -289,9 +289,9 @@ class TreeDraftProposer:
         """What the target has said tells how much scores are worth."""
         tree, node = before.tree, before.tree.root
         for token in new:
-            said = before.children.get(node)
-            if said is not None:
-                self._learn_rank(said.scores, said.tokens.index(token) if token in said.tokens else None)
+            children = before.children.get(node)
+            if children is not None:
+                self._learn_rank(children.scores, children.tokens.index(token) if token in children.tokens else None)
             path = tree.walk([token], node)
             if not path:
                 return
@@ -388,12 +388,14 @@ class TreeDraftProposer:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
         placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
-        said = self._model.expand({sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()})
+        answers = self._model.expand(
+            {sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()}
+        )
         found: dict[int, list[float]] = {}
         for sequence, slots in placed.items():
             one = self._grown[sequence]
             found[sequence] = []
-            for (node, slot), children in zip(slots.items(), said[sequence], strict=False):
+            for (node, slot), children in zip(slots.items(), answers[sequence], strict=False):
                 chances = self._probabilities.log_probabilities(children.scores)
                 count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
                 new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)

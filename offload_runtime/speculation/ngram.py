@@ -105,11 +105,11 @@ class NgramLookup:
     ) -> None:
         """Let what follows a node, so deep and so probable, take part: all continuations that have come to it go on,
         and of those that say the same the longest match tells how probable it is."""
-        said: dict[int, list[tuple[int, int]]] = {}
+        continued: dict[int, list[tuple[int, int]]] = {}
         for matched, start in starts:
-            said.setdefault(self._continued(start, depth), []).append((matched, start))
+            continued.setdefault(self._continued(start, depth), []).append((matched, start))
         others = 0.0
-        for token, behind in said.items():
+        for token, behind in continued.items():
             comes, fails = self._rates.logs(behind[0][0] + depth)
             given = others + comes
             others += fails
@@ -150,18 +150,18 @@ class NgramLookup:
             yield start
             start = self._earlier[size][start]
 
-    def _matched(self, start: int, known: int) -> int:
+    def _matched(self, start: int, length: int) -> int:
         """Tokens before `start` that are those of the ending, of which so many are known to be."""
         tokens, most = self._tokens, min(start, LONGEST_MATCH)
-        while known < most and tokens[start - 1 - known] == tokens[-1 - known]:
-            known += 1
-        return known
+        while length < most and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Compare everything that is known with a sequence that may be another one or have been cut, and enter what is
         new."""
-        known = len(self._tokens)
-        if list(tokens[:known]) != self._tokens:
+        length = len(self._tokens)
+        if list(tokens[:length]) != self._tokens:
             self._forget()
         self._guess = None  # what follows now is not what was guessed at
         self._enter(tokens)
@@ -172,9 +172,9 @@ class NgramLookup:
         So that a round costs what it adds, its newest known tokens alone are compared: where it is another sequence or
         was cut all the same, they mostly tell, and where they do not, guesses are worse until `begin`.
         """
-        known = len(self._tokens)
-        first = max(0, known - max(_SIZES))
-        if len(tokens) < known or list(tokens[first:known]) != self._tokens[first:]:
+        length = len(self._tokens)
+        first = max(0, length - max(_SIZES))
+        if len(tokens) < length or list(tokens[first:length]) != self._tokens[first:]:
             self._forget()
         self._enter(tokens)
         self._learn()

@@ -203,11 +203,11 @@ class CandidateTree:
         Returns:
             The child.
         """
-        known = self._child(parent, token)
-        if known is None:
+        child = self._child(parent, token)
+        if child is None:
             return self._make(parent, token, log_probability, source)
-        self._raise(known, parent, log_probability)
-        return known
+        self._raise(child, parent, log_probability)
+        return child
 
     def offer(self, parent: int, tokens: Sequence[int], log_probabilities: Sequence[float], source: str) -> list[float]:
         """As `add` for each of these tokens, for a node that has had no offer. They are all different, the likeliest

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Known, Said
+from offload_runtime.runners import WindowInput, WindowOutput
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.step import DraftRequest, chains_where
 from offload_runtime.speculation.tree import Proposal
@@ -24,10 +24,10 @@ class Window(Protocol):
 
     capacity: int
 
-    def upload(self, known: Mapping[int, Known]) -> None:
+    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
         """Begin anew with the last known tokens of some sequences; the others stand still."""
 
-    def read(self) -> Mapping[int, Said]:
+    def read(self) -> Mapping[int, WindowOutput]:
         """What there is of every uploaded sequence. Waits for the device."""
 
 
@@ -96,7 +96,7 @@ class TriForceProposer:
         self._draft = draft
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
-        self._reach_tokens = max_tokens_with_draft
+        self._max_tokens_with_draft = max_tokens_with_draft
         self.num_steps = 0  # of the retrieval verifier since `start`, each of all sequences
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
@@ -115,22 +115,22 @@ class TriForceProposer:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
         the way."""
-        known = {request.slot: one for request in requests if (one := self._known(request)) is not None}
-        if not known:
+        inputs = {request.slot: one for request in requests if (one := self._inputs(request)) is not None}
+        if not inputs:
             return [Proposal() for _ in requests]
-        texts = {request.slot: request.tokens for request in requests if request.slot in known}
-        lengths = {sequence: one.end for sequence, one in known.items()}
-        reach = {sequence: one.last + 1 - one.end for sequence, one in known.items()}
+        texts = {request.slot: request.tokens for request in requests if request.slot in inputs}
+        lengths = {sequence: one.end for sequence, one in inputs.items()}
+        reach = {sequence: one.last + 1 - one.end for sequence, one in inputs.items()}
         refresh = self._verifier.begin(lengths, reach)
         if self._draft is not None:
             for sequence, tokens in texts.items():
                 self._draft.catch_up(sequence, tokens)
-        self._window.upload(known)
-        said = self._agree(known, refresh=refresh)
+        self._window.upload(inputs)
+        outputs = self._agree(inputs, refresh=refresh)
         proposals = []
         for request in requests:
-            one = known.get(request.slot)
-            guesses = [] if one is None else self._proposals(request.slot, one, said[request.slot])
+            one = inputs.get(request.slot)
+            guesses = [] if one is None else self._proposals(request.slot, one, outputs[request.slot])
             proposals.append(Proposal.chain(guesses, self.name))
         return proposals
 
@@ -144,46 +144,50 @@ class TriForceProposer:
         steps, accepted = self._verifier.counts[slot]
         return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)
 
-    def _known(self, request: DraftRequest) -> Known | None:
+    def _inputs(self, request: DraftRequest) -> WindowInput | None:
         """What the device is told of a sequence; None where there is no room to propose anything."""
         length = len(request.tokens)
         count = min(request.longest_chain, self._room(length))
         stop = length + count
-        return Known(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
+        return (
+            WindowInput(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
+        )
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
-        room = min(self._reach_tokens - length, self._window.capacity - self._KNOWN_TOKENS)
+        room = min(self._max_tokens_with_draft - length, self._window.capacity - self._KNOWN_TOKENS)
         if self._draft is not None:
             room = min(room, self._draft.room(length))
         return room - self._gamma - 1  # the last step may write the keys of proposals beyond what is asked for
 
-    def _agree(self, known: Mapping[int, Known], *, refresh: bool) -> Mapping[int, Said]:
+    def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
         """Enqueue steps until every sequence has reached its stop; what the window holds then.
 
         So many steps at a time as some sequence needs in any case: all together as many as the slowest one takes.
         """
-        ends = {sequence: one.end for sequence, one in known.items()}
+        ends = {sequence: one.end for sequence, one in inputs.items()}
         while True:
-            missing = {sequence: known[sequence].stop - end for sequence, end in ends.items()}
+            missing = {sequence: inputs[sequence].stop - end for sequence, end in ends.items()}
             for _ in range(max(1, max(missing.values()) // (self._gamma + 1))):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
-                    longest = {sequence: min(end, known[sequence].stop - 1) for sequence, end in ends.items()}
+                    longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
                     self._draft.steps(self._gamma, longest=longest)
                 self._verifier.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
                 ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
                 refresh = False
-            said = self._window.read()
-            ends = {sequence: said[sequence].end for sequence in ends if said[sequence].end < known[sequence].stop}
+            outputs = self._window.read()
+            ends = {
+                sequence: outputs[sequence].end for sequence in ends if outputs[sequence].end < inputs[sequence].stop
+            }
             if not ends:
-                return said
+                return outputs
 
-    def _proposals(self, sequence: int, known: Known, said: Said) -> list[int]:
+    def _proposals(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> list[int]:
         """What was agreed on for a sequence, of which the draft takes note."""
         if self._draft is not None:
-            self._draft.learned(sequence, said.between(known.base, known.base + said.end - known.end))
-        proposals = said.between(known.end, known.stop)
+            self._draft.learned(sequence, outputs.between(inputs.base, inputs.base + outputs.end - inputs.end))
+        proposals = outputs.between(inputs.end, inputs.stop)
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
         return proposals[:bad]  # a level with NaN logits has nothing to say

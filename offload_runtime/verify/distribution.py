@@ -169,11 +169,11 @@ def fit_generations(
     answers = []
     for number in range(seeds):
         params = replace(sampling, seed=_FIRST_GENERATION_SEED + number)
-        said = transcribe(
+        transcript = transcribe(
             runtime, prompt, params, count=GENERATION_TOKENS, proposer=proposers[number % len(proposers)],
             gamma=GENERATION_TOKENS - 1,
         )  # fmt: skip
-        answers.append(said.tokens)
+        answers.append(transcript.tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     percentiles = torch.stack([

@@ -139,10 +139,10 @@ def verify_identity(
                     gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
                     trees = "tree" in proposer.modes({})
                     nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
-                said = transcribe(
+                transcript = transcribe(
                     runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
                 )
-                finding = comparison.judge(said)
+                finding = comparison.judge(transcript)
                 runs.append(
                     IdentityRun(
                         prompt_name,
@@ -150,8 +150,8 @@ def verify_identity(
                         sampling.seed,
                         name,
                         gamma,
-                        len(said.tokens),
-                        said.passes,
+                        len(transcript.tokens),
+                        transcript.passes,
                         finding,
                         nodes,
                     )
@@ -177,14 +177,14 @@ class Comparison:
         self._bitwise = bitwise
         self._foreign_in_plain = self._foreign_tokens(plain)
 
-    def judge(self, said: Transcript) -> Finding:
+    def judge(self, transcript: Transcript) -> Finding:
         """What differs, and whether rounding explains it."""
         plain = self._plain
-        at = first_difference(plain.tokens, said.tokens)
-        same_context = min(len(plain.rows), len(said.rows), len(plain.tokens) if at is None else at + 1)
-        differing = differing_rows(plain.rows[:same_context], said.rows[:same_context])
-        foreign = self._foreign_in_plain + self._foreign_tokens(said)
-        mismatch = None if at is None or at >= same_context else self._measure(said, at)
+        at = first_difference(plain.tokens, transcript.tokens)
+        same_context = min(len(plain.rows), len(transcript.rows), len(plain.tokens) if at is None else at + 1)
+        differing = differing_rows(plain.rows[:same_context], transcript.rows[:same_context])
+        foreign = self._foreign_in_plain + self._foreign_tokens(transcript)
+        mismatch = None if at is None or at >= same_context else self._measure(transcript, at)
         if foreign or (self._bitwise and (differing or at is not None)):
             verdict = "defect"
         elif at is None:
@@ -199,11 +199,11 @@ class Comparison:
         differing = sum(a != b for a, b in zip(again, transcript.tokens, strict=False))
         return differing + abs(len(again) - len(transcript.tokens))
 
-    def _measure(self, said: Transcript, at: int) -> Mismatch:
+    def _measure(self, transcript: Transcript, at: int) -> Mismatch:
         """How close plain decoding was to saying what speculation says as new token `at`."""
         sampling, position = self._sampling, torch.tensor([self._first_position + at])
-        row, other = self._plain.rows[at], said.rows[at]
-        expected, token = self._plain.tokens[at], said.tokens[at]
+        row, other = self._plain.rows[at], transcript.rows[at]
+        expected, token = self._plain.tokens[at], transcript.tokens[at]
         slots = SlotSampling.of([sampling], row.device)
         scores, other_scores = (
             perturbed_logits(logits[None], slots, position, torch.zeros_like(position))[0] for logits in (row, other)

@@ -19,7 +19,7 @@ from long_context.session import Session, compare
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
-from offload_runtime.runners import Known
+from offload_runtime.runners import WindowInput
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import NoProposer, Proposer
 
@@ -161,7 +161,7 @@ class NeedleTest:
         known, tokens = [hay.prompt[-2], hay.prompt[-1], *hay.answer], []
         for number in range(len(hay.answer)):
             end = length + number
-            window.upload({0: Known(known[number : number + 2], end, end + 1, end + 1)})
+            window.upload({0: WindowInput(known[number : number + 2], end, end + 1, end + 1)})
             middle.step(0, refresh=True)
             tokens += window.read()[0].between(end, end + 1)
         return tokens

@@ -17,7 +17,7 @@ from long_context.internals import Levels, assign_sampling, levels_of, middle_pa
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.model import Window
-from offload_runtime.runners import Known
+from offload_runtime.runners import WindowInput
 from offload_runtime.speculation import DraftRequest, Proposer, StepResult, run_step
 
 # The first run of a step compiles, the second captures a graph.
@@ -327,11 +327,11 @@ def _lengths(start: Sequence[Sequence[int]]) -> dict[int, int]:
     return {sequence: len(known) for sequence, known in enumerate(start)}
 
 
-def _known(start: Sequence[Sequence[int]], count: int, *, beyond: int = 0) -> dict[int, Known]:
+def _known(start: Sequence[Sequence[int]], count: int, *, beyond: int = 0) -> dict[int, WindowInput]:
     """What a window is told of a start behind which steps put `count` tokens, and propose so many `beyond` them."""
     ends = [(known, len(known)) for known in start]
     return {
-        sequence: Known(known[-2:], end, end + count, end + count + beyond)
+        sequence: WindowInput(known[-2:], end, end + count, end + count + beyond)
         for sequence, (known, end) in enumerate(ends)
     }
 
