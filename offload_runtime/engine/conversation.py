@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.generate import OnPrefill, TokenStream
@@ -11,10 +11,32 @@ from offload_runtime.engine.request import stop_strings
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import ContextLengthError, OptionError
 
-if TYPE_CHECKING:
-    from offload_runtime.engine.runtime import Runtime
-
 _ROLES = ("system", "user", "assistant")
+
+
+class CachedAnswers(Protocol):
+    """What a conversation needs of a `Runtime`: answers that go on from what the cache holds."""
+
+    context_tokens: int
+    tokenizer: Any
+
+    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
+        """Messages as the text the model was trained on."""
+
+    def start(
+        self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int, speculate: bool,
+        on_prefill: OnPrefill | None,
+    ) -> TokenStream:  # fmt: skip
+        """Begin an answer whose first `num_kept` tokens `owner` left in the cache."""
+
+    def owns_cache(self, owner: object) -> bool:
+        """Whether what the cache holds was left there by `owner`."""
+
+    def cached_tokens(self) -> int:
+        """Committed tokens in the cache."""
+
+    def frequency_set(self, length: int) -> int:
+        """Which rotary frequencies a prompt of `length` tokens gets."""
 
 
 class Conversation:
@@ -25,7 +47,7 @@ class Conversation:
         system: What the model is told first, or None.
     """
 
-    def __init__(self, runtime: Runtime, system: str | None = None) -> None:
+    def __init__(self, runtime: CachedAnswers, system: str | None = None) -> None:
         self._runtime = runtime
         self.messages: list[dict[str, str]] = []
         # Text and tokens of the conversation as the model saw and said it; what follows is tokenised apart from it.
