@@ -1,4 +1,5 @@
-"""The copy queue: what everything that goes over the link needs of it, and which one fits a device."""
+"""The copy queue: what everything that goes over the link needs of it, and the ones of a CPU (a thread) and of CUDA (a
+stream), with the pace of an emulated link."""
 
 from __future__ import annotations
 

@@ -92,15 +92,12 @@ class Generation:
         """What there is of every request; all are finished."""
         for request in self.requests:
             request.acceptance = self._acceptance(request)
-        passes = None if self._meter is None else self._meter.read()
+        passes = (self._meter or PassMeter(self._parts)).read()
         predicted_s = self._expected.seconds_per_pass(self.requests)
         found = []
         for request in self.requests:
             assert request.finish_reason is not None, "iterate to the end or call close() first"
-            stats = generation_stats(
-                self._parts, request, passes or PassMeter(self._parts).read(), self._expected,
-                predicted_s_per_pass=predicted_s,
-            )  # fmt: skip
+            stats = generation_stats(self._parts, request, passes, self._expected, predicted_s_per_pass=predicted_s)
             found.append(GenerationResult(request.tokens, request.text, request.finish_reason, stats))
         return found
 

@@ -1,4 +1,7 @@
-"""One line about a loaded runtime: what is resident, what is streamed and how, what is reserved."""
+"""From a `RuntimeConfig` to a loaded runtime: open, plan, reserve, load; on a machine that plays another one, too.
+
+Also the line about what was loaded: what is resident, what is streamed and how, what is reserved.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Runtime:
         self._max_batch = loaded.batch
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
         self._stop_copies = weakref.finalize(self, loaded.engine.close)
-        # Until then collections leave out what there was before it was loaded (see `load_runtime`).
+        # Until it is closed or dropped, collections leave out what there was before it was loaded (see `load_runtime`).
         self._unfreeze = weakref.finalize(self, gc.unfreeze)
         self._windows = loaded.windows
         self._cache_owner: object | None = None

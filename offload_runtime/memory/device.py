@@ -1,7 +1,8 @@
 """The compute device: which one it is, a ledger of its memory with a hard limit, and small uploads to it.
 
 Everything is reserved up front. On CUDA the ledger also caps torch's allocator, so that a mistake in the arithmetic
-ends in an error instead of in more memory than the user allowed.
+ends in an error instead of in more memory than the user allowed. Small things that a pass or a step reads go through
+torch's own page-locked memory, several of them in one copy.
 """
 
 from __future__ import annotations
@@ -18,11 +19,8 @@ from offload_runtime.errors import BudgetError, DeviceError
 
 # Context, cuBLAS and Triton modules of one process, when nothing was there to measure it by (H200, torch 2.11: 0.5 GB).
 TYPICAL_CONTEXT_BYTES = 600_000_000
-
-
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
-
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
 
 

@@ -1,7 +1,6 @@
 """Page-locking of host memory, block by block: it can stop where the system refuses, and what was locked stays so.
 
-What could not be locked is pageable: who copies it, and who writes to it, find out here. Small things that a pass or a
-step is told go through torch's own page-locked memory, several of them in one copy.
+What could not be locked is pageable: who copies it, and who writes to it, find out here.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -32,7 +33,7 @@ class Window:
             assert len(self.parents) == len(self.tokens)
             assert all(-1 <= parent < index for index, parent in enumerate(self.parents))
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """Of each token its distance from the committed end, 0 for what follows it directly."""
         return list(range(len(self.tokens))) if self.parents is None else depths_of(self.parents)
@@ -128,13 +129,14 @@ class RowBuilder:
             slots[b][:count] = range(committed[b], committed[b] + count)
             positions[b][:count] = [committed[b] + depth for depth in depths[b]]
         ancestors = _ancestors(windows, depths, committed) if tree else array("i")
-        present = [b * width + t for b, window in enumerate(windows) for t in range(len(window.tokens))]
-        ragged = len(present) < batch * width
+        present: list[int] = []
+        if any(len(window.tokens) < width for window in windows):
+            present = [b * width + t for b, window in enumerate(windows) for t in range(len(window.tokens))]
         flat_positions = [p for row in positions for p in row]
         parts: list[Sequence[int]] = [
             [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
             [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
-            present if ragged else [],
+            present,
         ]  # fmt: skip
         uploaded = unpack(upload(pack(parts), self._device), map(len, parts))
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
@@ -154,7 +156,7 @@ class RowBuilder:
             full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
             plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
             prefill=prompt_length > 0,
-            present=own if ragged else None,
+            present=own if present else None,
         )
 
 

@@ -1,11 +1,12 @@
-"""One step of speculation: propose, verify in one pass of the target, accept by equality.
+"""One step of speculation: ask a proposer, verify in one pass of the target, accept by equality.
 
 The target's own sample at each position is *the* token (shared-noise sampling); a proposal only decides whether the
 pass could already use it. So the output is the same for every proposer, and none at all. A tree is walked from its root
 by the target's samples: the child that says what the target says behind a node, and so on.
 
-The rows of a pass are a flat list, each with its request's slot and position, so that windows of any lengths, of
-requests with options of their own, share it.
+A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
+serves all requests of a step at once. The rows of a pass are a flat list, each with its request's slot and position, so
+that windows of any lengths, of requests with options of their own, share it.
 """
 
 from __future__ import annotations

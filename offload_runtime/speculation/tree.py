@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count as numbers
 from itertools import islice
@@ -83,7 +84,7 @@ class Proposal:
         """Whether every node but the last has one child: a window that needs no tree."""
         return self.parents == tuple(range(-1, len(self.tokens) - 1))
 
-    @property
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         """Of every node its distance from the committed end, 1 for what follows it directly."""
         return tuple(depth + 1 for depth in depths_of(self.parents))
