@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
-from offload_runtime.runners.graphs import MOST_DEPTH, StepShapes
 from offload_runtime.weights import PlainWeight
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
@@ -100,48 +97,11 @@ def ask(draft: TreeDraft, tree: DraftTree, growing: Mapping[int, Growing], param
         growing[sequence].answered(chosen[sequence])
 
 
-class Replays:
-    """Graphs in all but speed: a step sees the cache as it was addressed when the step was captured."""
-
-    def __init__(self, cache: DeviceKVCache) -> None:
-        self._cache, self._captured = cache, dict[Hashable, slice]()
-        self._eager = False
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        self._eager = True
-        try:
-            yield
-        finally:
-            self._eager = False
-
-    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
-        if self._eager:
-            return False
-        new = key not in self._captured
-        self._captured.setdefault(key, self._cache._rows)
-        return new
-
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        now = self._cache._rows
-        self._cache._rows = self._captured.get(key, now)
-        step()
-        self._cache._rows = now
-
-
-def with_replays(draft: TreeDraft) -> tuple[DraftTree, Replays]:
-    """A tree whose steps are as on CUDA."""
-    _, tree = draft.parts()
-    cache = draft.runner.cache
-    replays = Replays(cache)
-    tree._shapes, tree._graphs = StepShapes(tree.room(0), rounded=True), replays  # type: ignore[assignment]
-    return tree, replays
-
-
 @pytest.mark.parametrize(("params", "rounded"), [*((params, False) for params in PARAMS), (PARAMS[1], True)], ids=str)
 def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams, rounded: bool) -> None:
     """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
-    tree = with_replays(draft)[0] if rounded else draft.parts()[1]
+    _, tree = draft.parts(fixed_shapes=rounded)
+    tree.warm_up()
     tree.start(numbered(params, BATCH))
     growing = {
         sequence: Growing(random_tokens(length, seed=sequence), sequence)
@@ -170,7 +130,7 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams, rounded: bool
 ) -> None:
     """Of a cache that lets go of the rest, while trees grow and come true, and while the text goes on otherwise."""
-    tree = with_replays(streaming)[0] if rounded else streaming.parts()[1]
+    _, tree = streaming.parts(fixed_shapes=rounded)
     tree.start(numbered(params, BATCH))
     cache, moved, chance = streaming.runner.cache, set[str](), random.Random(1)
     growing = {s: Growing(random_tokens(length, seed=s), s) for s, length in enumerate((322, 1, 578))}
@@ -222,19 +182,6 @@ def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(
     (said,) = tree.expand({0: Asked(growing.text, [Branch(growing.text[-1])])}).values()
     assert streaming.runner.cache.start(0) == 256
     check(streaming, growing.text, [()], said, SamplingParams(), 0)
-
-
-def test_steps_made_ready_are_about_what_is_kept(streaming: TreeDraft) -> None:
-    tree, replays = with_replays(streaming)
-    tree.expand({0: Asked([5, 6], [Branch(6)])})  # all kernels are there now
-    text = random_tokens(700, seed=3)
-    tree.texts.catch_up(0, text)
-    replays._captured.clear()
-    while tree.get_ready([len(text)], 0):
-        pass
-    num_captured = len(replays._captured)
-    tree.expand({0: Asked(text, [Branch(text[-1])])})
-    assert len(replays._captured) == num_captured > 0, "the step was expected"
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -313,54 +260,39 @@ def test_nodes_with_nan_have_no_children(draft: TreeDraft, monkeypatch: pytest.M
     check(draft, text, [path for n, path in enumerate(chosen) if n != 3], [*said[:3], said[4]], SamplingParams(), 0)
 
 
-def test_steps_made_ready_behind_prompts_are_about_all_sequences(draft: TreeDraft) -> None:
-    """A prompt is read into one sequence of the cache, and a step of two is captured behind it."""
-    tree, replays = with_replays(draft)
-    first = {sequence: Asked([5, 6], [Branch(6)]) for sequence in (0, 1)}
-    tree.expand(first)  # all kernels are there now
-    replays._captured.clear()
-    texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in ((0, 50), (1, 60))}
-    for sequence, text in texts.items():
-        tree.texts.catch_up(sequence, text)
-    while tree.get_ready([len(text) for text in texts.values()], 0):
-        pass
-    num_captured = len(replays._captured)
-    said = tree.expand({sequence: Asked(text, [Branch(text[-1])]) for sequence, text in texts.items()})
-    assert len(replays._captured) == num_captured > 0, "the step was expected"
-    for sequence, text in texts.items():
-        check(draft, text, [()], said[sequence], SamplingParams(), sequence)
-
-
-def test_nothing_is_made_ready_for_texts_without_room(draft: TreeDraft) -> None:
-    tree, replays = with_replays(draft)
-    tree.expand({0: Asked([5, 6], [Branch(6)])})
-    replays._captured.clear()
-    capacity = tree.room(0)
-    assert not tree.get_ready([capacity + 1], 9) and not tree.get_ready([capacity + 1, 5 * capacity], 0)
-    assert tree.get_ready([capacity + 1, 2], 0), "only the other one can be asked about"
-    assert {key.batch for key in replays._captured} == {1}  # type: ignore[attr-defined]
-
-
-def test_warming_up_makes_the_kernels_of_all_steps_about_one_text(tmp_path: Path) -> None:
-    draft = make_tree_draft(tmp_path, capacity_tokens=1400)
-    tree, _ = with_replays(draft)
-    tree.warm_up()
-    for length in (1, 130, 256, 300, 900, 1023, 1024, 1399, 1400):
-        for shape in tree._shapes.expected([length], 60, width=tree.width(1), deepest=MOST_DEPTH):
-            assert shape.kind in tree._compiled
-    assert draft.runner.cache.length(0) == 0
-    draft.made.close()
-
-
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> None:
-    """Behind the tokens that it was done with, too."""
-    tree, replays = with_replays(draft)
+    _, tree = draft.parts(fixed_shapes=True)
     tree.warm_up()
     tree.start(numbered(params, BATCH))
-    assert not replays._captured, "a graph of what hardly ever comes again"
+    assert draft.runner.cache.length(0) == 0
     text = [0, 0, 0, 7]
     check(draft, text, [()], tree.expand({0: Asked(text, [Branch(7)])})[0], params, 0)
+
+
+def spines(draft: TreeDraft, tree: DraftTree, params: SamplingParams) -> list[Children]:
+    """What is said behind the roots of two texts and down their best children, then behind a worse child half-way down
+    and on from there: every answer is as it should be."""
+    texts = {0: random_tokens(250, seed=1), 2: random_tokens(9, seed=2)}
+    first = tree.expand({s: Asked(text, [Branch(text[-1])], range(5)) for s, text in texts.items()})
+    worse = {s: first[s][2].tokens[-1] for s in texts}
+    second = tree.expand({s: Asked(text, [Branch(worse[s], (0, 1, 7))], (8, 9, 10)) for s, text in texts.items()})
+    for s, text in texts.items():
+        best = [children.tokens[0] for children in first[s]]
+        check(draft, text, [tuple(best[:count]) for count in range(6)], first[s], params, s)
+        behind = [*best[:2], worse[s], *(children.tokens[0] for children in second[s])]
+        check(draft, text, [tuple(behind[:count]) for count in range(3, 7)], second[s], params, s)
+    return [children for said in (first, second) for s in texts for children in said[s]]
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_nodes_of_a_spine_are_answered_as_plain_sequences(
+    draft: TreeDraft, params: SamplingParams, fixed_shapes: bool
+) -> None:
+    _, tree = draft.parts(fixed_shapes=fixed_shapes)
+    tree.start(numbered(params, BATCH))
+    spines(draft, tree, params)
 
 
 def assert_alike(some: Sequence[Children], others: Sequence[Children]) -> None:
@@ -391,11 +323,11 @@ def test_replays_are_eager_steps(
         cache = draft.runner.cache
         assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shift(2) > 0)
         if graphs:
-            num_graphs = tree._graphs.num_graphs
+            num_graphs = tree.graphs.num_graphs
             assert num_graphs > 0, "nothing was captured"
             tree.start(numbered(SamplingParams(temperature=0.3, top_k=7), BATCH))
             answer = list(_grow(tree, further))
-            assert tree._graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
+            assert tree.graphs.num_graphs == num_graphs, "another way of sampling needs no other graphs"
             tree.start(numbered(params, BATCH))
             again = list(_grow(tree, further))
             # Of what a text is rotated by nothing depends on other texts, unless some of it has been let go of.
@@ -406,55 +338,49 @@ def test_replays_are_eager_steps(
 
 
 @pytest.mark.gpu
-def test_steps_made_ready_behind_several_prompts_are_eager_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """As the passes of the prompts have left the cache, of which each saw a sequence."""
-    device, answers = torch.device("cuda"), []
-    for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800)
-        _, tree = draft.parts(graphs=graphs)
-        tree.expand({sequence: Asked([5, 6], [Branch(6)]) for sequence in range(3)})
-        texts = {sequence: random_tokens(60 + 20 * sequence, seed=sequence) for sequence in range(3)}
-        for sequence, text in texts.items():
-            tree.texts.catch_up(sequence, text)
-        prepared = 0
-        while tree.get_ready([len(text) for text in texts.values()], 0):
-            prepared += 1
-        assert (prepared > 0) == graphs
-        said = tree.expand({sequence: Asked(text, [Branch(text[-1])]) for sequence, text in texts.items()})
-        answers.append([said[sequence][0].tokens for sequence in texts])
-        draft.made.close()
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kept", [None, (4, 64)])
-def test_steps_that_were_made_ready_are_eager_steps(
+def test_all_steps_about_a_text_are_captured_at_load(
     tmp_path_factory: pytest.TempPathFactory, kept: tuple[int, int] | None
 ) -> None:
-    """No step of these texts is captured when it is asked for, and the answers are those of a draft without graphs."""
+    """Behind a text that grows from one reach into the next, with prompts of other sequences read in between; the
+    answers are those of a draft without graphs."""
     device, answers = torch.device("cuda"), []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=800, kept=kept)
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=2900, kept=kept)
         _, tree = draft.parts(graphs=graphs)
-        tree.start(numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
         tree.warm_up()
-        one, said = Growing(random_tokens(490, seed=3), 3), []
-        prepared = 0
-        while tree.get_ready([len(one.text)], 40):
-            prepared += 1
-        assert (prepared > 1) == graphs
-        num_graphs = tree._graphs.num_graphs
+        tree.start(numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
+        num_graphs = tree.graphs.num_graphs
+        assert (num_graphs > 0) == graphs
+        one, said = Growing(random_tokens(1000, seed=3), 3), []
         for request in range(8):
+            tree.texts.catch_up(2, random_tokens(40 + request, seed=request))
             chosen = one.choose(6 + 20 * (request % 2), tree.num_slots)
             said += tree.expand({0: Asked(one.text, list(chosen.values()))})[0]
             one.answered(chosen)
             if request % 2:
                 tree.adopt(0, *one.go_on())
-        assert len(one.text) > 490 and tree._graphs.num_graphs == num_graphs
+        assert len(one.text) > 1000 and tree.graphs.num_graphs == num_graphs
         answers.append(said)
         draft.made.close()
     for captured, eager in zip(*answers, strict=True):
         assert captured.tokens == eager.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_spines_of_replays_are_those_of_eager_steps(
+    tmp_path_factory: pytest.TempPathFactory, params: SamplingParams
+) -> None:
+    device, answers = torch.device("cuda"), []
+    for graphs in (True, False):
+        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device)
+        _, tree = draft.parts(graphs=graphs)
+        tree.warm_up()
+        tree.start(numbered(params, BATCH))
+        answers.append(spines(draft, tree, params))
+        draft.made.close()
+    assert_alike(*answers)
 
 
 def _grow(tree: DraftTree, further: int = 0) -> Iterator[Children]:

@@ -9,47 +9,10 @@ import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import CandidateTree, DraftRequest, NoProposer, StepWorth, TreeDraftProposer
+from offload_runtime.speculation import CandidateTree, DraftRequest, StepWorth, TreeDraftProposer
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
-from tests.helpers.sampling import numbered
-from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
-
-
-def test_steps_are_made_ready_behind_passes_alone() -> None:
-    script = random_tokens(200, seed=9)
-    model = SureModel(script, unready=3)
-    proposer = sure_proposer(model)
-    proposer.prepare(0, script[:9])
-    proposer.ahead(steps(0)(torch.empty(0)))
-    assert model.made_ready == [], "no pass is running"
-    proposer.ahead(steps(2)(torch.empty(0)))
-    assert model.made_ready == [([10], 0)] * 2, "for as long as it runs"
-    proposer.propose([DraftRequest(0, script[:10], 4, 4)])
-    assert model.steps == 4 and len(model.made_ready) == 2
-    proposer.ahead(steps(3)(torch.empty(0)))
-    assert model.made_ready[2:] == [([11], 4)] * 2, "until nothing is left to be made ready"
-    assert model.steps == 6, "and then past the window"
-    proposer.propose([DraftRequest(0, script[:11], 4)])
-    proposer.ahead(steps(5)(torch.empty(0)))
-    assert len(model.made_ready) == 4 and model.steps == 6, "not for a chain"
-
-
-def test_steps_are_made_ready_for_a_batch_when_all_of_it_has_been_read() -> None:
-    model = SureModel(random_tokens(200, seed=9), unready=9)
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
-    proposer.start(numbered(SamplingParams(), 3))
-    for sequence, length in enumerate((9, 30, 4)):
-        proposer.prepare(sequence, random_tokens(length, seed=sequence))
-        proposer.ahead(steps(2)(torch.empty(0)))
-    assert model.made_ready == [([10, 31, 5], 0)] * 2
-    proposer.prepare(0, [])  # cut off before anything was proposed
-    proposer.start(numbered(SamplingParams(), 1))
-    proposer.ahead(steps(2)(torch.empty(0)))
-    assert len(model.made_ready) == 2, "of the generation before nothing is left"
-    proposer.prepare(0, random_tokens(7, seed=1))
-    proposer.ahead(steps(1)(torch.empty(0)))
-    assert model.made_ready[2:] == [([8], 0)]
+from tests.helpers.scripted_trees import SteadySteps, SureModel, steps, sure_proposer
 
 
 def test_with_full_agreement_nothing_is_left_to_draft() -> None:
@@ -60,15 +23,26 @@ def test_with_full_agreement_nothing_is_left_to_draft() -> None:
         before = model.steps
         proposal = proposer.propose([DraftRequest(0, script[:length], 4, 4)])[0]
         assert list(proposal.tokens) == script[length : length + 4] and proposal.is_chain
-        assert model.steps - before == (4 if request == 0 else 0)
+        assert model.steps - before == (1 if request == 0 else 0), "a spine of four nodes"
         proposer.ahead(steps(50)(torch.empty(0)))
         length += 5  # all four, and the target's own
-    # Half of it: what was drafted past the rejection is gone, and one step says what follows.
+    # Half of it: what was drafted past the rejection is gone, and one spine says what follows.
     before = model.steps
     proposer.propose([DraftRequest(0, script[:length], 4, 4)])
     text = [*script[: length + 2], 3]
     assert list(proposer.propose([DraftRequest(0, text, 4, 4)])[0].tokens) == script[length + 3 : length + 7]
-    assert model.steps - before == 4
+    assert model.steps - before == 1
+
+
+def test_an_accurate_draft_gets_deep_and_an_inaccurate_one_wide() -> None:
+    script = random_tokens(200, seed=12)
+    deepest = []
+    for scores in ((9.0, 0.0, 0.0), (0.0, 0.0, 0.0)):
+        proposer = sure_proposer(SureModel(script, scores))
+        proposer.propose([DraftRequest(0, script[:10], 30, 30)])
+        proposal = proposer.propose([DraftRequest(0, script[:12], 30, 30)])[0]
+        deepest.append(max(proposal.depths))
+    assert deepest[0] > 12 and deepest[1] < 8
 
 
 def test_running_ahead_ends_with_the_pass_and_with_its_slots() -> None:
@@ -95,9 +69,8 @@ def test_running_ahead_ends_with_the_pass_and_with_its_slots() -> None:
 def test_a_rejected_window_leaves_the_other_branch() -> None:
     """The second child comes true: it was expanded ahead, and its window needs fewer steps."""
     script = random_tokens(200, seed=11)
-    model = SureModel(script)
+    model = SureModel(script, (0.1, 0.05, 0.0))  # nothing is sure
     proposer = sure_proposer(model)
-    proposer._probabilities.sharpness = 0.02  # nothing is sure
     proposer.propose([DraftRequest(0, script[:10], 2, 12)])
     proposer.ahead(steps(1)(torch.empty(0)))
     before = model.steps
@@ -119,23 +92,21 @@ def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch
     assert len(told) == 5
 
 
-class Demanding(StepWorth):
+class Demanding(SteadySteps):
     """One to which a step is worth its time from some gain on; keeps what it was asked."""
 
     def __init__(self, least_gain: float) -> None:
         super().__init__()
         self._least_gain, self.gains = least_gain, list[float]()
 
-    def pays(self, gain: float) -> bool:
+    def pays(self, gain: float, levels: int = 1) -> bool:
         self.gains.append(gain)
         return gain >= self._least_gain
 
 
 def demanding(model: SureModel, least_gain: float) -> tuple[TreeDraftProposer, Demanding]:
     worth = Demanding(least_gain)
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth)
-    proposer.start([SamplingParams()])
-    return proposer, worth
+    return sure_proposer(model, worth), worth
 
 
 def test_a_cost_aware_request_takes_the_steps_that_pay() -> None:
@@ -146,7 +117,7 @@ def test_a_cost_aware_request_takes_the_steps_that_pay() -> None:
         proposer, worth = demanding(model, least_gain)
         sizes.append(len(proposer.propose([DraftRequest(0, script[:10], 8, 30, cost_aware=True)])[0]))
         assert worth.gains and model.steps == 1 + sum(gain >= least_gain for gain in worth.gains)
-    assert sizes[0] == 30 > sizes[1] > sizes[2] == 3, "a first step is taken in any case"
+    assert sizes[0] == 30 > sizes[1] == sizes[2] == 24, "a first spine of eight nodes is taken in any case"
     proposer, worth = demanding(SureModel(script), 2.0)
     assert len(proposer.propose([DraftRequest(0, script[:10], 8, 30)])[0]) == 30 and not worth.gains, (
         "what was asked for"
@@ -169,10 +140,7 @@ def test_chains_between_trees_are_not_held_against_them() -> None:
     script = random_tokens(200, seed=21)
     now_s = 0.0
     worth = StepWorth(clock=lambda: now_s)
-    proposer = TreeDraftProposer(
-        NoProposer(), SureModel(script), device=torch.device("cpu"), ngrams=None, worth=worth
-    )  # fmt: skip
-    proposer.start([SamplingParams()])
+    proposer = sure_proposer(SureModel(script), worth)
     for request, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
         proposer.propose([DraftRequest(0, script[: 10 + 5 * request], 4, nodes, cost_aware=True)])
         if request > 1:
@@ -187,19 +155,16 @@ def test_a_step_takes_what_delays_the_pass(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(0.01)
         return offer(*arguments, **named)
 
-    class Timed(StepWorth):
-        def stepped(self, seconds: float) -> None:
+    class Timed(SteadySteps):
+        def stepped(self, seconds: float, levels: int = 1) -> None:
             taken_s.append(seconds)
 
     offer, taken_s = CandidateTree.offer, list[float]()
     monkeypatch.setattr(CandidateTree, "offer", slowly)
     script = random_tokens(200, seed=22)
     model = SureModel(script)
-    proposer = TreeDraftProposer(
-        NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=Timed()
-    )  # fmt: skip
-    proposer.start([SamplingParams()])
+    proposer = sure_proposer(model, Timed())
     proposer.propose([DraftRequest(0, script[:10], 4, 4)])
-    assert len(taken_s) == model.steps == 4 and min(taken_s) > 0.009
+    assert len(taken_s) == model.steps == 1 and min(taken_s) > 0.039, "four nodes were noted"
     proposer.ahead(steps(3)(torch.empty(0)))
-    assert model.steps > 4 and len(taken_s) == 4
+    assert model.steps > 1 and len(taken_s) == 1

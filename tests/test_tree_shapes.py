@@ -1,66 +1,39 @@
-"""Shapes of steps over trees: what is asked for has been expected."""
+"""Shapes of steps over trees: few, each large enough for the steps that it is for, and all captured at load."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.runners.graphs import DEPTHS, MOST_DEPTH, MOST_GRAPHS, StepShape, StepShapes
+from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GRAPHS, captured_shape, captured_shapes
 
-CAPACITY_TOKENS = 4096
+CAPACITY_TOKENS = 8000
 NEAR_BOUNDARIES = st.builds(
     lambda block, before: min(max(1, block * BLOCK_TOKENS - before), CAPACITY_TOKENS),
-    st.integers(0, 16),
-    st.integers(-5, 150),
+    st.integers(0, 31),
+    st.integers(-5, 260),
 )
 
 
-@given(
-    lengths=st.lists(NEAR_BOUNDARIES, min_size=1, max_size=3), more=st.integers(0, 63),
-    path=st.integers(0, DEPTHS[0]), rows=st.integers(1, 32), further=st.integers(0, 63),
-)  # fmt: skip
-@example(lengths=[BLOCK_TOKENS], more=0, path=0, rows=1, further=0)  # the root alone
-def test_what_is_asked_of_texts_that_grow_was_expected(
-    lengths: list[int], more: int, path: int, rows: int, further: int
-) -> None:
-    shapes = StepShapes(CAPACITY_TOKENS, rounded=True)
-    width = 32 // len(lengths)
-    more = min(more, further, CAPACITY_TOKENS - max(lengths))
-    reach = min(max(lengths) + more + path, CAPACITY_TOKENS)
-    asked = shapes.fitting(len(lengths), min(rows, width), max(path, 1), reach, min(lengths) + more, width=width)
-    assert asked.reach >= reach and asked.rows >= min(rows, width) and asked.depth >= path
-    assert asked.committed <= min(lengths) + more
-    expected = set(shapes.expected(lengths, further, width=width, deepest=DEPTHS[0]))
-    assert asked in expected and len(expected) <= 8
+@given(length=NEAR_BOUNDARIES, path=st.integers(0, MOST_DEPTH), rows=st.integers(1, 32), count=st.integers(1, 5))
+@example(length=1, path=0, rows=1, count=1)  # the root alone
+def test_every_step_about_a_text_fits_a_shape_that_was_captured(length: int, path: int, rows: int, count: int) -> None:
+    width = 32 // count
+    rows, reach = min(rows, width), min(length + path, CAPACITY_TOKENS)
+    shape = captured_shape(count, rows, reach, length, width=width, capacity_tokens=CAPACITY_TOKENS)
+    assert shape.reach >= reach and shape.rows >= rows and shape.depth >= path
+    assert shape.committed <= length and shape.committed % BLOCK_TOKENS == 0
+    assert shape in captured_shapes(count, width=width, capacity_tokens=CAPACITY_TOKENS)
 
 
-@pytest.mark.parametrize("deepest", DEPTHS)
-def test_deeper_steps_than_there_are_are_not_expected(deepest: int) -> None:
-    shapes = StepShapes(CAPACITY_TOKENS, rounded=True)
-    assert {shape.depth for shape in shapes.expected([500], 30, width=32, deepest=deepest)} == {
-        depth for depth in DEPTHS if depth <= deepest
-    }
+def test_texts_of_other_lengths_share_no_more_keys_than_the_shortest_has() -> None:
+    shape = captured_shape(2, 3, 5000, 70, width=16, capacity_tokens=CAPACITY_TOKENS)
+    assert shape.committed == 0 and shape.reach == CAPACITY_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS
 
 
-@given(st.lists(NEAR_BOUNDARIES, min_size=1, max_size=3), st.integers(0, 5000))
-@example([238], 3000)
-def test_what_is_expected_is_kept(lengths: list[int], further: int) -> None:
-    """Else graphs of what is expected would drive each other out, and be captured again and again."""
-    shapes = StepShapes(2 * CAPACITY_TOKENS, rounded=True)
-    assert len(set(shapes.expected(lengths, further, width=10, deepest=MOST_DEPTH))) <= MOST_GRAPHS
-
-
-def test_without_graphs_a_step_is_as_large_as_it_is() -> None:
-    shape = StepShapes(CAPACITY_TOKENS, rounded=False).fitting(2, 3, 5, 77, 70, width=16)
-    assert shape == StepShape(2, 3, 5, 77, 70)
-
-
-def test_kinds_tell_what_needs_other_kernels_apart() -> None:
-    shapes, spans = StepShapes(CAPACITY_TOKENS, rounded=True), ((100, 10), (300, 10), (700, 600), (1700, 1600))
-    kinds = {
-        shapes.fitting(1, rows, depth, reach, committed, width=32).kind
-        for rows in (1, 32) for depth in (3, 200) for reach, committed in spans
-    }  # fmt: skip
-    assert len(kinds) == 2 * 2 * 3
+def test_what_is_captured_at_load_is_kept() -> None:
+    """Else graphs would drive each other out, and be captured again and again."""
+    for count in (1, 3):
+        assert len(captured_shapes(count, width=32 // count, capacity_tokens=131072)) <= MOST_GRAPHS
+    assert len(captured_shapes(1, width=32, capacity_tokens=2048)) == 4

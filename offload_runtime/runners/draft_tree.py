@@ -8,7 +8,7 @@ never touch, nodes that survive are never written again, and a path that came tr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -21,18 +21,20 @@ from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.memory import overwrite, pack, packed_words, unpack
+from offload_runtime.memory import overwrite, pack, packed_words, unpack, upload
 from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import (
     CHILDREN,
-    DEPTHS,
     MOST_DEPTH,
+    MOST_SPINE,
+    NARROW_ROWS,
     STEP_ROWS,
     StepGraphs,
     StepLine,
     StepShape,
-    StepShapes,
+    captured_shape,
+    captured_shapes,
     input_sizes,
     step_inputs,
 )
@@ -57,10 +59,14 @@ class Branch:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a step is to find out about one sequence: its text, and nodes of its tree, parents before their children."""
+    """What a step is to find out about one sequence: its text, and nodes of its tree, parents before their children.
+
+    `spine` are slots for what follows the last of them: its best child, the best child of that, and so on.
+    """
 
     text: Sequence[int]
     branches: Sequence[Branch]
+    spine: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,12 @@ class DraftTree:
         draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences.
         graphs: False runs every step launch by launch on CUDA too.
+        fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
     """
 
     def __init__(
         self, runner: DraftRunner, texts: DraftKVState, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        graphs: bool = True,
+        graphs: bool = True, fixed_shapes: bool | None = None,
     ) -> None:  # fmt: skip
         cache = runner.cache
         assert grows_trees(cache)
@@ -107,15 +114,15 @@ class DraftTree:
         self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
         self._rope = texts.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
-        self._graphs = StepGraphs(device if captured else torch.device("cpu"))
-        rows = max(STEP_ROWS, batch)
-        self._shapes = StepShapes(cache.capacity_tokens, rounded=device.type == "cuda")
-        self._compiled: set[Hashable] = set()  # kinds of steps whose kernels there are
-        self._deepest = DEPTHS[0]  # that steps are made ready for
+        self.graphs = StepGraphs(device if captured else torch.device("cpu"))
+        self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
+        self._batch, rows = batch, max(STEP_ROWS, batch)
         # What steps read and write; the tensors never move.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
         self._inputs = torch.zeros(packed_words(input_sizes(batch, rows, MOST_DEPTH)), dtype=torch.int32, device=device)
-        self._outputs = torch.zeros(rows, 2 * self._children, dtype=torch.int32, device=device)
+        self._outputs = torch.zeros(
+            rows + MOST_SPINE * batch, 2 * self._children, dtype=torch.int32, device=device
+        )  # fmt: skip
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
         self._frequency_sets = [0] * rows
 
@@ -147,72 +154,57 @@ class DraftTree:
         self.texts.learned(sequence, tokens)
         self.texts.move_on(sequence)
 
-    def warm_up(self) -> None:
-        """On CUDA compile the kernels of all shapes, which would hold up the first windows. Leaves the cache empty;
-        `start` has to follow."""
-        if not self._shapes.rounded:
-            return
-        with self._graphs.eager():
-            for length, path in self._shapes.samples():
-                if path <= self.num_slots:
-                    for count in (1, STEP_ROWS):
-                        self.expand({0: Asked([0] * length, [Branch(0, tuple(range(path)))] * count)})
-            for params in DIFFERENT_WAYS:
-                self.start([params])
-                self.expand({0: Asked([0], [Branch(0)])})
-        self.texts.catch_up(0, [])
-        self._cache.adopt(0, self._cache.spare_slots[:1], 0)
-        self._deepest = DEPTHS[0]
-
     @torch.inference_mode()
-    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
-        """On CUDA capture one step that is probably going to be asked for, without which it would take far longer.
+    def warm_up(self) -> None:
+        """Capture the steps about one text and about all of them, which would hold up the first windows.
 
-        Args:
-            lengths: Tokens of the texts that steps will be about.
-            further: So many more tokens they may soon have.
-
-        Returns:
-            Whether there was one that had not been captured.
+        On the CPU there is nothing to do. Reads and writes no keys; `start` has to follow.
         """
-        # Of others nothing can be asked.
-        lengths = [self.texts.num_kept(length) for length in lengths if self.room(length) >= 0]
-        if not lengths:
-            return False
-        self._cache.begin_window([], [])  # a pass is about all sequences; the last one may have read a single prompt
-        width = self.width(len(lengths))
-        for shape in self._shapes.expected(lengths, further, width=width, deepest=self._deepest):
-            if shape.kind in self._compiled and self._graphs.capture(shape, partial(self._pass, shape)):
-                return True
-        return False
+        if not self._fixed_shapes:
+            return
+        self._cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
+        capacity: int = self._cache.capacity_tokens
+        for count in sorted({1, self._batch}):
+            for shape in captured_shapes(count, width=self.width(count), capacity_tokens=capacity):
+                self._upload([_nothing(sequence) for sequence in range(count)], shape)
+                step = partial(self._pass, shape)
+                self.graphs.run(shape, step)
+                self.graphs.capture(shape, step)
+                for params in DIFFERENT_WAYS:
+                    self.start([params] * count)
+                    for rows in (slice(0, count * shape.rows), torch.arange(count, device=self._device)):
+                        self._choose(shape, rows, self._outputs[: len(self._logits[rows])])
+        self._cache.adopt(0, self._cache.spare_slots[:1], 0)
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         """What may follow some nodes, in one step. Waits for it.
 
         Args:
-            asked: By sequence. A root that has not been expanded comes first; what was is not asked again.
+            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. With spines,
+                as long as the shortest of them, the nodes are few.
 
         Returns:
-            For each sequence what follows its nodes, or the first of them that there was room for. A node whose logits
-            are NaN has no children.
+            For each sequence what follows its nodes, or the first of them that there was room for, then what follows
+            those of its spine. A node whose logits are NaN has no children.
         """
         width = self.width(len(asked))
         lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
         self._cache.begin_window(list(asked), [line.fed for line in lines])
-        shape = self._shape(lines, width)
+        further = min(len(one.spine) for one in asked.values())
+        shape = self._shape(lines, width, further)
+        num_rows = shape.batch * shape.rows
         started = None if self.recorder is None else self.recorder.mark()
         self._upload(lines, shape)
-        if shape.kind in self._compiled:
-            self._graphs.capture(shape, partial(self._pass, shape))
-        self._graphs.run(shape, partial(self._pass, shape))
-        self._compiled.add(shape.kind)
-        self._deepest = max(self._deepest, shape.depth)
-        self._choose(shape)
+        self.graphs.run(shape, partial(self._pass, shape))
+        self._choose(shape, slice(0, num_rows), self._outputs[:num_rows])
+        if further:
+            spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
+            self._grow_spines([len(line.tokens) - 1 for line in lines], spines, shape)
         if self.recorder is not None:
-            metadata = {"rows": [len(line.tokens) for line in lines]}
+            metadata = {"rows": [len(line.tokens) for line in lines], "spine": further}
             self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), metadata)
-        outputs = self._outputs[: shape.batch * shape.rows].cpu()
+        outputs = self._outputs[: num_rows + further * shape.batch].cpu()
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()
         answers: dict[int, list[Children]] = {}
@@ -222,8 +214,33 @@ class DraftTree:
             # The last of the known tokens is the root where that is asked about.
             first = number * shape.rows + line.fed - (1 if line.fed else 0)
             last = number * shape.rows + len(line.tokens)
-            answers[line.sequence] = [_children(tokens[row], scores[row]) for row in range(first, last)]
+            rows = [*range(first, last), *range(num_rows + number, len(tokens), shape.batch)]
+            answers[line.sequence] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
+
+    def _grow_spines(self, last_rows: Sequence[int], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
+        """Go on from each sequence's last row with its best child, and the best child of that, step after step without
+        the host: the keys of step i go to slot `spines[sequence][i]`, its children to rows of the output of its own."""
+        batch, num_rows = shape.batch, shape.batch * shape.rows
+        tokens, positions, slots, _, _, committed, _, _, ancestors = self._parts(shape)
+        paths = ancestors.view(num_rows, shape.depth)
+        numbers = [number * shape.rows + row for number, row in enumerate(last_rows)]
+        live, *steps = unpack(
+            upload(pack([numbers, *zip(*spines, strict=True)]), self._device), [batch] * (1 + len(spines[0]))
+        )  # [B] each: rows of the step, slots
+        live = live.long()
+        answer = self._outputs[live]  # [B, 2 C]
+        place = positions[live]
+        for step, slot in enumerate(steps):
+            place = place + 1
+            positions.fill_(-1)  # all other rows only fill up
+            positions[live] = place
+            tokens[live] = answer[:, 0].clamp(0, self._last_token)
+            slots[live] = slot
+            paths[live, (place - committed).long()] = slot
+            self.graphs.run(shape, partial(self._pass, shape))
+            answer = self._outputs[num_rows + step * batch : num_rows + (step + 1) * batch]
+            self._choose(shape, live, answer)
 
     def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
@@ -233,7 +250,7 @@ class DraftTree:
             # The root's own keys are written in any case, so that it always is the last of these rows.
             fed = self.texts.catch_up_but(sequence, text, min(_MOST_FED, width - 1))
             branches = branches[1:]
-        branches = branches[: width - len(fed)]
+        branches = branches[: (min(width, NARROW_ROWS) if asked.spine else width) - len(fed)]
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
         start = self.texts.start(sequence)
@@ -251,15 +268,16 @@ class DraftTree:
             rope_shift=self.texts.rope_shift(sequence),
         )
 
-    def _shape(self, lines: Sequence[StepLine], width: int) -> StepShape:
-        return self._shapes.fitting(
-            len(lines),
-            rows=max(len(line.tokens) for line in lines),
-            depth=max(1, *(len(path) for line in lines for path in line.paths)),
-            reach=max(max(line.positions) for line in lines) + 1,
-            committed=min(line.committed for line in lines),
-            width=width,
-        )
+    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> StepShape:
+        batch, rows = len(lines), max(len(line.tokens) for line in lines)
+        reach = max(max(line.positions) for line in lines) + 1 + further
+        committed = min(line.committed for line in lines)
+        if self._fixed_shapes:
+            return captured_shape(
+                batch, rows, reach, committed, width=width, capacity_tokens=self._cache.capacity_tokens
+            )  # fmt: skip
+        depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
+        return StepShape(batch, rows, depth, reach, committed)
 
     def _upload(self, lines: Sequence[StepLine], shape: StepShape) -> None:
         """Tell the device what the step is about: one copy on the current stream."""
@@ -299,22 +317,27 @@ class DraftTree:
         logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
         self._logits[:num_rows].copy_(logits)
 
-    def _choose(self, shape: StepShape) -> None:
-        """Write the best children of each row. Enqueued while the pass runs, so that it serves all ways of sampling."""
-        num_rows, parts = shape.batch * shape.rows, self._parts(shape)
+    def _choose(self, shape: StepShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
+        """Write the best children of some rows. In no graph, so that the pass' serve all ways of sampling."""
+        parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
         if self._streams:
             ahead = ahead + parts[6].repeat_interleave(shape.rows)
-        scores = perturbed_logits(self._logits[:num_rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]
+        ahead, owners = ahead[rows], owners[rows]
+        scores = perturbed_logits(self._logits[rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
         first = sample(scores, self._greedy, ahead, owners)
         place = first.clamp_min(0)[:, None]
         first_score = scores.gather(1, place)
         others, tokens_of_others = scores.scatter_(1, place, -torch.inf).topk(self._children - 1, dim=1)
-        out = self._outputs[:num_rows]
         out[:, 0] = first
         out[:, 1 : self._children] = tokens_of_others
         out[:, self._children :] = torch.cat((first_score, others), dim=1).view(torch.int32)
+
+
+def _nothing(sequence: int) -> StepLine:
+    """A line of rows that only fill up."""
+    return StepLine(sequence, [], [], [], [], fed=0, committed=0, start=0, rope_shift=0)
 
 
 def _children(tokens: list[int], scores: list[float]) -> Children:

@@ -18,21 +18,22 @@ from offload_runtime.memory import packed_words
 
 # Deepest node below the text.
 MOST_DEPTH = 256
-# On CUDA a step is about few rows of a sequence or as many as there may be, and counts ancestors up to one of these.
-_NARROW_ROWS = 8
-DEPTHS = (128, MOST_DEPTH)
-# Keys that all queries of a program read together come in so many blocks at least: in few, reading them for each query
-# on its own takes as long.
-LEAST_SHARED_BLOCKS = 4
+# On CUDA a step is about few rows of a sequence or as many as there may be.
+NARROW_ROWS = 8
+# Tokens up to which all steps are captured as one: reading them for each query on its own takes no longer than
+# reading them for all queries of a program together.
+_LEAST_REACH = 4 * BLOCK_TOKENS
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
+# Nodes of a spine behind its first one: so many more steps before the host looks at them.
+MOST_SPINE = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
 _ROW_PARTS = 4  # token, position, slot, sequence
 _LINE_PARTS = 4  # sequence, committed, start, RoPE shift
 
-# A draft's chains need two graphs a bucket of context lengths and way of sampling, its trees four a bucket, up to 14
-# where buckets meet, for each number of sequences.
+# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees two a power of two, for each
+# number of sequences.
 MOST_GRAPHS = 24
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
@@ -189,7 +190,7 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int)
 
 @dataclass(frozen=True)
 class StepShape:
-    """All that the pass of a step depends on besides device memory.
+    """All that the pass of a step over trees depends on besides device memory.
 
     Attributes:
         batch: Sequences.
@@ -205,67 +206,39 @@ class StepShape:
     reach: int
     committed: int
 
-    @property
-    def kind(self) -> tuple[int, int, int, bool, bool]:
-        """Steps of a kind are made of the same kernels."""
-        return self.batch, self.rows, self.depth, self.reach > BLOCK_TOKENS, self.committed >= BLOCK_TOKENS
 
-
-@dataclass(frozen=True)
-class StepShapes:
-    """The shapes that there are.
+def captured_shape(
+    batch: int, rows: int, reach: int, committed: int, *, width: int, capacity_tokens: int
+) -> StepShape:  # fmt: skip
+    """The shape that a step is rounded up to where every shape is a CUDA graph: few rows or all, by powers of two.
 
     Args:
+        batch: Sequences.
+        rows: Of each of them; `width` at the most.
+        reach: Tokens of the longest text and path.
+        committed: Tokens of the shortest text.
         capacity_tokens: Of a text and a path behind it.
-        rounded: Up to few shapes, for graphs; False takes them as they are.
     """
+    doubled = _LEAST_REACH
+    while doubled < reach:
+        doubled *= 2
+    # Whose text and path reach beyond half of it has a text of at least so many tokens.
+    shared = doubled // 2 - MOST_DEPTH if doubled > _LEAST_REACH else 0
+    return StepShape(
+        batch, min(NARROW_ROWS, width) if rows <= NARROW_ROWS else width, MOST_DEPTH,
+        min(doubled, -(-capacity_tokens // BLOCK_TOKENS) * BLOCK_TOKENS), shared if committed >= shared else 0,
+    )  # fmt: skip
 
-    capacity_tokens: int
-    rounded: bool
 
-    def fitting(self, batch: int, rows: int, depth: int, reach: int, committed: int, *, width: int) -> StepShape:
-        """The shape of a step: as `StepShape` says, in tokens; `width` rows of a sequence are the most."""
-        if not self.rounded:
-            return StepShape(batch, rows, depth, reach, committed)
-        rows = min(_NARROW_ROWS, width) if rows <= _NARROW_ROWS else width
-        depth = next(most for most in DEPTHS if depth <= most)
-        return StepShape(batch, rows, depth, *self._span(reach, committed))
-
-    def expected(self, lengths: Sequence[int], further: int, *, width: int, deepest: int) -> Iterator[StepShape]:
-        """What steps are like about texts of these lengths, now and until they have `further` more tokens.
-
-        Args:
-            lengths: In tokens, up to the capacity.
-            further: In tokens.
-            width: Most rows of a sequence.
-            deepest: Ancestors that rows have at the most.
-        """
-        shortest, longest = min(lengths), max(lengths)
-        # Deeper than a tree ever is, there would be more of them than graphs are kept.
-        further = min(further, MOST_DEPTH, self.capacity_tokens - longest)
-        for depth, least in zip(DEPTHS, (0, *DEPTHS), strict=False):  # the root alone has no path
-            if depth > deepest:
-                return
-            spans = dict.fromkeys(
-                self._span(min(longest + more + path, self.capacity_tokens), shortest + more)
-                for more in range(further + 1)
-                for path in (least, depth)
-            )
-            for reach, committed in spans:
-                for rows in (width, 1):
-                    yield self.fitting(len(lengths), rows, depth, reach, committed, width=width)
-
-    def samples(self) -> Iterator[tuple[int, int]]:
-        """A text's length and a path's behind it, in tokens, for every kind of steps about one text."""
-        for path in (1, *(shorter + 1 for shorter in DEPTHS[:-1])):
-            for length in (1, BLOCK_TOKENS, LEAST_SHARED_BLOCKS * BLOCK_TOKENS):
-                if length + path <= self.capacity_tokens:
-                    yield length, path
-
-    def _span(self, reach: int, committed: int) -> tuple[int, int]:
-        reach = graph_reach(reach, self.capacity_tokens)
-        quarter = max(LEAST_SHARED_BLOCKS, reach // BLOCK_TOKENS // 4) * BLOCK_TOKENS
-        return reach, committed // quarter * quarter
+def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[StepShape]:
+    """The shapes of all steps about one text, or about several of about the same length: what is captured at load."""
+    reaches = [_LEAST_REACH]
+    while reaches[-1] < capacity_tokens:
+        reaches.append(2 * reaches[-1])
+    return [
+        captured_shape(batch, rows, reach, reach, width=width, capacity_tokens=capacity_tokens)
+        for reach in reaches for rows in sorted({1, width})
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -333,5 +306,6 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, tr
 def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:
     """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
     rows = max(STEP_ROWS, batch)
-    words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + rows * 2 * CHILDREN + rows * config.head_dim // 2
+    outputs = (rows + MOST_SPINE * batch) * 2 * CHILDREN
+    words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + outputs + rows * config.head_dim // 2
     return 4 * words + rows * config.vocab_size * element_bytes

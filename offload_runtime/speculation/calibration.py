@@ -143,7 +143,7 @@ class StepWorth:
 
     def __init__(self, link: LinkTimes | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._link, self._clock = link or LinkTimes(), clock
-        self._step_s: float | None = None
+        self._level_s: dict[bool, float] = {}  # a step, and by itself each of several that follow each other
         self._began_s: float | None = None
         self._rows = 0  # of the window that is proposed
         self._exceptional_s = 0.0  # of this round, what steps took that captured something
@@ -180,22 +180,30 @@ class StepWorth:
         self._late_s, self._exceptional_s = 0.0, 0.0
         self._began_s, self._rows = now_s, rows
 
-    def stepped(self, seconds: float) -> None:
-        """A step of drafting that no pass hid took so long."""
-        if self._step_s is None:
-            self._step_s, usual_s = seconds, 0.0
-        elif _OUTLIER * seconds < self._step_s:
-            self._step_s = usual_s = seconds  # nothing was known but of a first one
+    def seconds(self, levels: int) -> float | None:
+        """How long so many steps that follow each other without the host take; None as long as nothing is known."""
+        level_s = self._level_s.get(levels > 1)
+        return None if level_s is None else levels * level_s
+
+    def stepped(self, seconds: float, levels: int = 1) -> None:
+        """So many steps of drafting that no pass hid took so long."""
+        known_s = self.seconds(levels)
+        if known_s is None:
+            known_s, usual_s = seconds, 0.0
+        elif _OUTLIER * seconds < known_s:
+            known_s = usual_s = seconds  # nothing was known but of a first one
         else:
-            usual_s = min(seconds, _OUTLIER * self._step_s)
-            self._step_s += (1 - _KEPT) * (usual_s - self._step_s)
+            usual_s = min(seconds, _OUTLIER * known_s)
+            known_s += (1 - _KEPT) * (usual_s - known_s)
+        self._level_s[levels > 1] = known_s / levels
         self._exceptional_s += seconds - usual_s
 
-    def stepped_behind(self, seconds: float) -> None:
-        """A step behind a pass took so long: no less than one that nothing runs beside, so one that took far longer was
-        an exception."""
-        if self._step_s is None or _OUTLIER * seconds < self._step_s:
-            self._step_s = seconds
+    def stepped_behind(self, seconds: float, levels: int = 1) -> None:
+        """So many steps behind a pass took so long: no less than where nothing runs beside them, so what took far
+        longer was an exception."""
+        known_s = self.seconds(levels)
+        if known_s is None or _OUTLIER * seconds < known_s:
+            self._level_s[levels > 1] = seconds / levels
 
     def proposed(self) -> None:
         """This round's proposals are made."""
@@ -207,19 +215,20 @@ class StepWorth:
             return 0.0
         return self._link.free_s + self._exceptional_s - (self._clock() - self._began_s)
 
-    def pays(self, gain: float) -> bool:
-        """Whether a step should be made that adds `gain` tokens, as may be expected, to what the next pass gives.
+    def pays(self, gain: float, levels: int = 1) -> bool:
+        """Whether so many steps should be made that add `gain` tokens, as may be expected, to what the next pass gives.
 
         Never beyond the share of the time for which the link may wait for drafting.
         """
-        if self._began_s is None or self._step_s is None:
+        step_s = self.seconds(levels)
+        if self._began_s is None or step_s is None:
             return True
         left_s = self._free_left_s()
-        if self._step_s <= left_s:
+        if step_s <= left_s:
             return True
         if self._rows <= self._link.most_rows:
             round_s = min(self._link.pass_s, self._round_s / self._rounds) if self._rounds else self._link.pass_s
-            if self._idle_s + self._step_s - left_s > _MOST_IDLE * round_s * self._begun:
+            if self._idle_s + step_s - left_s > _MOST_IDLE * round_s * self._begun:
                 return False
         rate = self.tok_per_s
-        return rate is None or gain >= rate * min(self._step_s, self._step_s - left_s)
+        return rate is None or gain >= rate * min(step_s, step_s - left_s)

@@ -21,7 +21,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner
-from offload_runtime.runners.graphs import MOST_DEPTH
+from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
@@ -51,15 +51,8 @@ class TreeModel(Protocol):
     def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
         """The text has gone on with nodes of the tree: move their keys to their places."""
 
-    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
-        """Prepare one more of the steps that texts of these lengths, and up to so many more tokens, will need.
-
-        Returns:
-            Whether there was one to prepare.
-        """
-
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes of each sequence, or the first of them, in one step."""
+        """What may follow some nodes of each sequence, or the first of them, and the nodes of its spine."""
 
 
 @dataclass
@@ -82,14 +75,17 @@ class GrownTree:
         """The most probable candidates that the request may propose, and their nodes."""
         return self.tree.best(self.request.most_nodes, self.request.gamma)
 
-    def placed(self, nodes: Sequence[int]) -> dict[int, int | None]:
-        """A free slot for every one of these nodes; None for the root, whose keys have a place."""
+    def placed(self, nodes: Sequence[int], further: int) -> tuple[dict[int, int | None], list[int]]:
+        """A free slot for every one of these nodes, None for the root, whose keys have a place, and so many more for a
+        spine behind the last of them."""
         others = [node for node in nodes if node != self.tree.root]
-        slots = dict(zip(others, self.tree.free_slots(len(others)), strict=True))
-        return {node: slots.get(node) for node in nodes}
+        slots = self.tree.free_slots(len(others) + further)
+        placed = dict(zip(others, slots, strict=False))
+        return {node: placed.get(node) for node in nodes}, slots[len(others) :]
 
-    def asked(self, placed: Mapping[int, int | None]) -> Asked:
-        """What a step is to find out about nodes that have been given their slots only now, parents first."""
+    def asked(self, placed: Mapping[int, int | None], spine: Sequence[int]) -> Asked:
+        """What a step is to find out about nodes that have been given their slots only now, parents first, and about
+        the spine behind the last of them."""
         tree, branches = self.tree, []
         paths: dict[int, tuple[int, ...]] = {}
         for node, slot in placed.items():
@@ -101,7 +97,7 @@ class GrownTree:
                 path = (*(paths[above] if above in paths else tree.slots(above)), slot)
             paths[node] = path
             branches.append(Branch(tree.token(node), path))
-        return Asked(self.text, branches)
+        return Asked(self.text, branches, spine)
 
 
 class LeastOfBest:
@@ -128,8 +124,8 @@ class LeastOfBest:
 _NEGLIGIBLE = math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
-# A window hardly ever brings more tokens than so many, for which steps are made ready.
-_FURTHER = 63
+# How often the draft's own choice is right, before anything is known, and how many children this looks back on.
+_FIRST_RATE, _RATE_MEMORY = 0.75, 50
 # A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
 _MARGIN = math.log(2)
 
@@ -163,8 +159,7 @@ class TreeDraftProposer:
         self._grown: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
-        self._num_sequences = 1
-        self._begun: list[int] = []  # tokens of the texts that have had no proposals yet
+        self._best_rate = _FIRST_RATE  # how probable the best child of a node is
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain", "tree") if self._chains.modes(texts) else ()
@@ -174,10 +169,9 @@ class TreeDraftProposer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if slots[0].without_noise != self._way:
-            self._probabilities = ChildProbabilities()  # other scores
+            self._probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
         self._way = slots[0].without_noise
         self._bars.clear()
-        self._num_sequences, self._begun = len(slots), []
         self._worth.forget()
         with self._at_work():
             self._model.start(slots)
@@ -188,14 +182,13 @@ class TreeDraftProposer:
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
             self._chains.prepare(slot, tokens)
-        self._begun.append(len(tokens))
         if self._ngrams is not None:
             self._ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         chains = [request for request in requests if request.tree_nodes is None]
         trees = [request for request in requests if request.tree_nodes is not None]
-        self._going_on, self._begun = [], []
+        self._going_on = []
         answers: dict[int, Proposal] = {}
         with self._at_work():
             if chains:
@@ -215,37 +208,18 @@ class TreeDraftProposer:
         return [answers[request.slot] for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """Get ready what comes, then expand the trees past their windows, one step at a time, as far as there are
-        slots for what is found."""
+        """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
         with self._at_work():
-            ready = False
-            while pending():
-                if not ready and self._get_ready():
-                    continue
-                ready = True
-                asked = {}
-                for sequence in self._going_on:
-                    one = self._grown[sequence]
-                    # So deep that a window behind the deepest of this one is full.
-                    nodes = self._next(one, 2 * one.request.gamma)
-                    probable = [node for node in nodes if one.tree.log_probability(node) > _NEGLIGIBLE]
-                    if probable:
-                        asked[sequence] = probable
+            while self._going_on and pending():
+                grown, started_s = [self._grown[sequence] for sequence in self._going_on], time.perf_counter()
+                bars = dict.fromkeys(self._going_on, _NEGLIGIBLE)
+                # So deep that a window behind the deepest of this one is full.
+                asked = self._promising(grown, bars, lambda gamma: 2 * gamma)
                 if not asked:
                     return
-                started_s = time.perf_counter()
-                self._expand(asked)
-                self._worth.stepped_behind(time.perf_counter() - started_s)
-
-    def _get_ready(self) -> bool:
-        """Whether there was another step to prepare for the text behind the pass that runs."""
-        lengths, further = list[int](), 0
-        if len(self._begun) == self._num_sequences:  # fewer of them are asked about only where others have ended
-            lengths = [length + 1 for length in self._begun]
-        elif self._going_on:
-            grown = [self._grown[sequence] for sequence in self._going_on]
-            lengths, further = [one.length + 1 for one in grown], min(_FURTHER, max(one.request.gamma for one in grown))
-        return bool(lengths) and self._model.get_ready(lengths, further)
+                spine = self._spine(asked, bars, lambda gamma: 2 * gamma)
+                self._expand(asked, spine)
+                self._worth.stepped_behind(time.perf_counter() - started_s, 1 + spine)
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
@@ -342,68 +316,138 @@ class TreeDraftProposer:
         guessed = True
         while True:
             started_s = time.perf_counter()
-            asked: dict[int, list[int]] = {}
-            gain, cost_aware = 0.0, True
-            for one in grown:
-                sequence, bar = one.request.slot, least[one.request.slot].value
-                if guessed:
-                    bar = max(bar, self._expected_bar(sequence))
-                # Children are less probable than their parent.
-                nodes = self._next(one, one.request.gamma - 1, len(grown))
-                promising = [node for node in nodes if one.tree.log_probability(node) > bar]
-                if promising:
-                    asked[sequence] = promising
-                    # Without a first step nothing is proposed and no step is timed, so that this would never change.
-                    cost_aware = cost_aware and one.request.cost_aware and one.tree.root not in promising
-                    # All its children together are at most as probable as a node, and each new one drives out another.
-                    displaced = math.exp(least[sequence].value)
-                    gain += sum(math.exp(one.tree.log_probability(node)) - displaced for node in promising)
-            if not asked or (cost_aware and not self._worth.pays(gain)):
+            bars = {sequence: best.value for sequence, best in least.items()}
+            if guessed:
+                bars = {sequence: max(bar, self._expected_bar(sequence)) for sequence, bar in bars.items()}
+            # Children are less probable than their parent.
+            asked = self._promising(grown, bars, lambda gamma: gamma - 1)
+            spine = self._spine(asked, bars, lambda gamma: gamma - 1)
+            # All its children together are at most as probable as a node, and each new one drives out another.
+            gain = sum(
+                chance - math.exp(least[sequence].value)
+                for sequence, nodes in asked.items() for chance in self._chances(sequence, nodes, spine)
+            )  # fmt: skip
+            # Without a first step nothing is proposed and no step is timed, so that this would never change.
+            cost_aware = all(
+                self._grown[sequence].request.cost_aware and self._grown[sequence].tree.root not in nodes
+                for sequence, nodes in asked.items()
+            )
+            if not asked or (cost_aware and not self._worth.pays(gain, 1 + spine)):
                 if not guessed:
                     break
                 guessed = False  # a step takes as long for all that could be in a window
                 continue
-            for sequence, found in self._expand(asked).items():
+            for sequence, found in self._expand(asked, spine).items():
                 for log_probability in found:
                     least[sequence].add(log_probability)
             # All that delays the pass: choosing what to ask and noting the answers, too.
-            self._worth.stepped(time.perf_counter() - started_s)
+            self._worth.stepped(time.perf_counter() - started_s, 1 + spine)
         self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
 
-    def _next(self, one: GrownTree, depth: int, num_sequences: int | None = None) -> list[int]:
-        """The most probable nodes to expand, no deeper than `depth`, as many as a step and the slots take."""
-        # A node's keys need a position.
-        depth = min(depth, self._model.room(one.length), MOST_DEPTH)
-        if depth < 0:
-            return []
-        width = self._model.width(num_sequences or len(self._going_on))
-        # The root needs no slot, but is expanded alone or first.
-        room = self._model.num_slots - one.tree.num_slots
-        return one.tree.next_to_expand(min(width, room), depth)
+    def _promising(
+        self, grown: Sequence[GrownTree], bars: Mapping[int, float], deepest: Callable[[int], int]
+    ) -> dict[int, list[int]]:
+        """By sequence the most probable nodes to expand, as many as a step and the slots take, of those above its bar.
 
-    def _expand(self, asked: Mapping[int, Sequence[int]]) -> dict[int, list[float]]:
-        """Ask the draft what follows some nodes of each sequence, in one step, and put it into the trees.
+        Args:
+            grown: The trees.
+            bars: Log-probabilities by sequence.
+            deepest: From a request's gamma to the depth of nodes that may be expanded.
+        """
+        asked: dict[int, list[int]] = {}
+        width = self._model.width(len(grown))
+        for one in grown:
+            depth = self._deepest(one, deepest)
+            # The root needs no slot, but is expanded alone or first.
+            count = min(width, self._model.num_slots - one.tree.num_slots)
+            nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
+            bar = bars[one.request.slot]
+            if promising := [node for node in nodes if one.tree.log_probability(node) > bar]:
+                asked[one.request.slot] = promising
+        return asked
+
+    def _deepest(self, one: GrownTree, deepest: Callable[[int], int]) -> int:
+        """Greatest depth of a node that may be expanded: its keys need a position."""
+        return min(deepest(one.request.gamma), self._model.room(one.length), MOST_DEPTH)
+
+    def _spine(
+        self, asked: Mapping[int, Sequence[int]], bars: Mapping[int, float], deepest: Callable[[int], int]
+    ) -> int:
+        """Nodes behind the most probable one of each sequence, best child after best child, that the next step had
+        better be about; 0 where it had better be about all that is asked.
+
+        A spine's steps follow each other without the host, and are about a single row: five of them take as long as
+        one about 32 nodes (135M draft, H200). So an accurate draft gets deep and an inaccurate one wide.
+        """
+        length = MOST_SPINE
+        for sequence, (node, *_) in asked.items():
+            one = self._grown[sequence]
+            tree, chance = one.tree, one.tree.log_probability(node)
+            length = min(
+                length,
+                self._deepest(one, deepest) - tree.depth(node),
+                self._model.num_slots - tree.num_slots - 1,
+                math.floor(min(MOST_SPINE, (bars[sequence] - chance) / math.log(self._best_rate))),
+            )
+        if not asked or length <= 0:
+            return 0
+        spine_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)
+        if spine_s is None or step_s is None:
+            return length if spine_s is None else 0  # find out how long it takes
+        deep, wide = (
+            sum(sum(self._chances(sequence, nodes, spine)) for sequence, nodes in asked.items())
+            for spine in (length, 0)
+        )
+        return length if deep / spine_s > wide / step_s else 0
+
+    def _chances(self, sequence: int, nodes: Sequence[int], spine: int) -> list[float]:
+        """Probabilities of what a step is about: of these nodes, or of the first of them and its spine."""
+        tree = self._grown[sequence].tree
+        if not spine:
+            return [math.exp(tree.log_probability(node)) for node in nodes]
+        first = math.exp(tree.log_probability(nodes[0]))
+        return [first * self._best_rate**level for level in range(1 + spine)]
+
+    def _expand(self, asked: Mapping[int, Sequence[int]], spine: int) -> dict[int, list[float]]:
+        """Ask the draft what follows some nodes of each sequence, or the first of them and so many behind it, in one
+        go, and put it into the trees.
 
         Returns:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
-        placed = {sequence: self._grown[sequence].placed(nodes) for sequence, nodes in asked.items()}
+        placed = {
+            sequence: self._grown[sequence].placed(nodes[:1] if spine else nodes, spine)
+            for sequence, nodes in asked.items()
+        }
         answers = self._model.expand(
-            {sequence: self._grown[sequence].asked(slots) for sequence, slots in placed.items()}
+            {sequence: self._grown[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
         )
         found: dict[int, list[float]] = {}
-        for sequence, slots in placed.items():
-            one = self._grown[sequence]
+        for sequence, (slots, further) in placed.items():
+            answered = iter(answers[sequence])
             found[sequence] = []
-            for (node, slot), children in zip(slots.items(), answers[sequence], strict=False):
-                chances = self._probabilities.log_probabilities(children.scores)
-                count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
-                new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
-                if one.tree.depth(node) < one.request.gamma:
-                    found[sequence] += new
-                one.children[node] = children
-                one.tree.set_expanded(node, slot)
+            node, children = -1, Children([], [])
+            for (node, slot), children in zip(slots.items(), answered, strict=False):
+                found[sequence] += self._note(sequence, node, slot, children)
+            for slot, behind in zip(further, answered, strict=False):
+                if not children.tokens:  # logits of NaN: what follows is nothing
+                    break
+                (node,) = self._grown[sequence].tree.walk(children.tokens[:1], node)
+                children = behind
+                found[sequence] += self._note(sequence, node, slot, children)
         return found
+
+    def _note(self, sequence: int, node: int, slot: int | None, children: Children) -> list[float]:
+        """Put what follows a node into its tree: the log-probabilities of what is new there and not too deep."""
+        one = self._grown[sequence]
+        chances = self._probabilities.log_probabilities(children.scores)
+        if chances:
+            self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
+        count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
+        new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
+        one.children[node] = children
+        one.tree.set_expanded(node, slot)
+        return new if one.tree.depth(node) < one.request.gamma else []
 
 
 @cache

@@ -8,7 +8,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Children
-from offload_runtime.speculation import NoProposer, TreeDraftProposer
+from offload_runtime.speculation import NoProposer, StepWorth, TreeDraftProposer
 from offload_runtime.speculation.step import Watch
 
 
@@ -23,13 +23,12 @@ def steps(count: int) -> Watch:
 
 
 class SureModel:
-    """A tree model that says `script` first of all, whatever the path; counts its steps."""
+    """A tree model that says `script` first of all, whatever the path, with these scores; counts its steps."""
 
     num_slots = 40
 
-    def __init__(self, script: Sequence[int], *, unready: int = 0) -> None:
-        self._script, self.steps, self._unready = list(script), 0, unready
-        self.made_ready: list[tuple[list[int], int]] = []
+    def __init__(self, script: Sequence[int], scores: Sequence[float] = (3.0, 0.0, 0.0)) -> None:
+        self._script, self._scores, self.steps = list(script), list(scores), 0
         self._texts: dict[int, list[int]] = {}
 
     def room(self, length: int) -> int:
@@ -47,23 +46,30 @@ class SureModel:
     def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
         self._texts[sequence] = [*self._texts[sequence], *tokens]
 
-    def get_ready(self, lengths: Sequence[int], further: int) -> bool:
-        self.made_ready.append((list(lengths), further))
-        return len(self.made_ready) <= self._unready
-
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
         self.steps += 1
         said = {}
         for sequence, one in asked.items():
             self._texts[sequence] = list(one.text)
-            assert all(slot < self.num_slots for branch in one.branches for slot in branch.slots)
+            slots = [slot for branch in one.branches for slot in branch.slots] + list(one.spine)
+            assert all(slot < self.num_slots for slot in slots)
             places = [len(one.text) + len(branch.slots) for branch in one.branches]
-            said[sequence] = [Children([self._script[place], 90, 91], [3.0, 0.0, 0.0]) for place in places]
+            places += range(places[-1] + 1, places[-1] + 1 + len(one.spine))
+            said[sequence] = [Children([self._script[place], 90, 91], self._scores) for place in places]
         return said
 
 
-def sure_proposer(model: SureModel) -> TreeDraftProposer:
+class SteadySteps(StepWorth):
+    """One whose steps always take as long: one about many nodes as long as five of a spine."""
+
+    def seconds(self, levels: int) -> float | None:
+        return 0.001 * (levels if levels > 1 else 5)
+
+
+def sure_proposer(model: SureModel, worth: StepWorth | None = None) -> TreeDraftProposer:
     """One that has started, of one sequence."""
-    proposer = TreeDraftProposer(NoProposer(), model, device=torch.device("cpu"), ngrams=None)
+    proposer = TreeDraftProposer(
+        NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth or SteadySteps()
+    )  # fmt: skip
     proposer.start([SamplingParams()])
     return proposer

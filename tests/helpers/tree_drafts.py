@@ -32,14 +32,16 @@ class TreeDraft:
     made: Assembled
     runner: ModelRunner
 
-    def parts(self, *, graphs: bool = True, vocab_size: int = VOCAB_SIZE) -> tuple[DraftProposer, DraftTree]:
+    def parts(
+        self, *, graphs: bool = True, fixed_shapes: bool | None = None, vocab_size: int = VOCAB_SIZE
+    ) -> tuple[DraftProposer, DraftTree]:
         """Chains and trees that know nothing yet."""
         for sequence in range(BATCH):
             self.runner.cache.truncate(sequence, 0)
         chains = DraftProposer(self.runner, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
         tree = DraftTree(
             self.runner, chains.model.texts, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH,
-            graphs=graphs,
+            graphs=graphs, fixed_shapes=fixed_shapes,
         )  # fmt: skip
         return chains, tree
 
