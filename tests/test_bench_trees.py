@@ -9,33 +9,43 @@ from pathlib import Path
 import bench_trees
 import pytest
 
+from offload_runtime.hardware import MachineProfile, profile_toml
 from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (one_thread is an autouse fixture)
 
+# A link so slow that room for large trees pays as soon as anything is streamed.
+SLOW_LINK = MachineProfile(
+    "slow", "made up", 1, 10**9, gpu_name="none", vram_bytes=10**9, link_gbps=0.001, link_back_gbps=0.001,
+    hbm_gbps=100.0, tflops={"fp32": 1.0},
+)  # fmt: skip
 
-@pytest.mark.parametrize("nodes", ["", "4,8"])
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: str) -> None:
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "slow.toml"
+    profile.write_text(profile_toml(SLOW_LINK))
     model = write_checkpoint(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the quick brown fox sleeps " * 3)
     out = tmp_path / "trees.json"
     code = bench_trees.main([
         "--source", str(model), "--text", str(text), "--code", str(text), "--shape", "none", "--noises", "0.05",
-        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", nodes, "--chain-tokens", "16", "--depth", "5",
-        "--gamma", "3", "--device", "cpu",
-        "--prompt-tokens", "20", "--tokens", "16", "--size-tokens", "16", "--context", "96", "--dtype", "fp32",
-        "--resident-layers", "1", "--out", str(out),
+        "--temperatures", "0.6", "--sizes", "1,6", "--nodes", "4,8,999", "--depth", "5", "--gammas", "3",
+        "--device", "cpu", "--prompt-tokens", "20", "--tokens", "16", "--size-tokens", "16", "--context", "96",
+        "--dtype", "fp32", "--resident-layers", "1", "--profile", str(profile), "--out", str(out),
     ])  # fmt: skip
     assert code == 0
-    report = json.loads(out.read_text())
-    assert "incomplete" not in report
-    assert report == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["how"] for row in report["streamed"]] == (
-        ["plain", "chain 3", "tree 4", "tree 8"] if nodes else ["plain", "chain 3", "auto"]
-    ) * 2
+    report, printed = json.loads(out.read_text()), capsys.readouterr()
+    assert "incomplete" not in report and report == json.loads(printed.out.splitlines()[-1])
+    assert "tree 999 is left out: tree_nodes 999 exceeds" in printed.err
+    assert [row["how"] for row in report["streamed"]] == ["plain", "auto", "chain 3", "tree 4", "tree 8"] * 2
     assert all(row["bytes_per_pass"] > 0 and row["link_idle_share"] is not None for row in report["streamed"])
     proposed = [row for row in report["streamed"] if row["how"] != "plain"]
     assert all(row["identical"] for row in (*proposed, *report["sizes"]))
-    assert [row["identical_tokens"] for row in proposed] == ([8, 16, 16] if nodes else [8, 16]) * 2
+    assert [row["identical_tokens"] for row in proposed] == [8, 16, 16, 16] * 2
+    for prompt, ratio in zip(("prose", "code"), report["auto"], strict=True):
+        speeds = {row["how"]: row["tok_per_s"] for row in report["streamed"] if row["prompt"] == prompt}
+        fixed = {how: speeds[how] for how in ("chain 3", "tree 4", "tree 8")}
+        assert ratio["prompt"] == prompt and ratio["fixed"] == list(fixed)
+        assert ratio["ratio"] == speeds["auto"] / max(fixed.values()) == speeds["auto"] / speeds[ratio["best"]]
     assert [row["nodes"] for row in report["sizes"]] == [1, 6] * 2
     assert all(1 <= row["predicted_tokens_per_pass"] <= 1 + min(5, row["nodes"]) for row in report["sizes"])
     assert all(0.5 < sum(row["hits_by_rank"]) <= 1 for row in report["sizes"])
@@ -87,7 +97,7 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
         (["--temperatures", "0,-1"], "temperature must be 0 (greedy) or a positive number"),
         (["--tokens", "0"], "--tokens must be at least 1, not 0"),
         (["--plain-tokens", "0"], "--plain-tokens must be at least 1"),
-        (["--gamma", "0"], "--gamma must be at least 1"),
+        (["--gammas", "0"], "--gammas must be at least 1"),
         (["--prompt-tokens", "-2"], "--prompt-tokens must be at least 1"),
         (["--vram", "x"], "'x' is not a size"),
         (["--emulate", "foo"], "there is no profile 'foo'"),

@@ -1,12 +1,17 @@
-"""What trees of a draft model bring while a streamed target's passes run: time lines, tokens a pass, sizes of trees.
+"""What trees of a draft model bring while a streamed target's passes run, and whether windows are chosen well.
 
-    python tools/bench_trees.py --source SmolLM2-135M.gguf --text BOOK --code FILE --emulate rtx4090 --out FILE
+    python tools/bench_trees.py --source SmolLM2-135M.gguf --text BOOK --code FILE --emulate rtx4090 \\
+        --gammas 16,48 --nodes 256,1024 --out FILE
 
-Two parts. `streamed`: a widened target whose weights come over the link, decoded plainly, with chains and with trees,
-for drafts of several qualities (copies of the small model with noise); beside each answer the share of drafting that
-was hidden behind passes, the share of the time that the link was idle, and the time from pass to pass against its bytes
-over the link. `sizes`: tokens a pass against the size of the tree, of the small model itself as target, which says the
-same as the widened one, beside what the draft's hits by rank of child predict. Prints a table, then one JSON line.
+Two parts. `streamed`: a widened target whose weights come over the link, for drafts of several qualities (copies of
+the small model with noise): decoded plainly, with windows as the controller chooses them (`auto`), with chains of
+`--gammas` tokens and with trees of `--nodes`. All answers to a prompt have the same tokens, which is checked. Beside
+each answer the share of the time that the link was idle, the time from pass to pass against its bytes over the link
+and, with `--trace`, the share of drafting that was hidden behind passes; at the end the controller's speed beside that
+of the best fixed window. Each window has played a few steps before it is timed, at another temperature, of whose
+acceptance the controller makes no use. `sizes`: tokens a pass against the size of the tree, of the small model itself
+as target, which says the same as the widened one, beside what the draft's hits by rank of child predict. Prints a
+table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -36,7 +40,14 @@ from offload_runtime.runners.graphs import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 PARTS = ("streamed", "sizes")
-_WARM_UP_TOKENS = 40
+PLAIN, AUTO = "plain", "auto"
+# Of an answer before those that are measured: of the controller's windows, and of a fixed one, which is a step or two
+# with a good draft and eight of less than half a second with a useless one.
+_WARM_UP_TOKENS, _WARM_UP_FIXED_TOKENS = 24, 8
+_WARM_UP_TEMPERATURE = 1.1
+
+# What a generation proposes each pass: tokens in a row and nodes of a tree, or, None of both, what is chosen.
+Window = tuple[int | None, int | None]
 
 
 def answer_row(result: GenerationResult, before: Sequence[GenerationResult] = ()) -> dict[str, Any]:
@@ -71,36 +82,66 @@ def generate(
     return runtime.generate(list(prompt), max_new_tokens=count, temperature=temperature, ignore_eos=True, **how)
 
 
+def windows_of(options: argparse.Namespace) -> dict[str, Window]:
+    """By their names plain decoding, what is chosen, and the fixed windows that this is held against."""
+    chains: dict[str, Window] = {f"chain {gamma}": (gamma, 0) for gamma in options.gammas}
+    trees: dict[str, Window] = {f"tree {nodes}": (None, nodes) for nodes in options.nodes}
+    return {PLAIN: (0, 0), AUTO: (None, None), **chains, **trees}
+
+
+def warmed_up(runtime: Runtime, prompt: Sequence[int], windows: dict[str, Window]) -> dict[str, Window]:
+    """Play each window once, so that kernels are compiled and graphs captured; returns those that have room."""
+    kept = dict[str, Window]()
+    for name, (depth, nodes) in windows.items():
+        count = {PLAIN: 2, AUTO: _WARM_UP_TOKENS}.get(name, _WARM_UP_FIXED_TOKENS)
+        try:
+            generate(runtime, prompt, count, temperature=_WARM_UP_TEMPERATURE, depth=depth, nodes=nodes)
+        except OptionError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+        else:
+            kept[name] = depth, nodes
+    return kept
+
+
 def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
     """Rows of one draft over a streamed target."""
     device = resolve_device(options.device)
-    target, draft = in_shape(small, options.shape, device=device), noisy_copy(small, noise, device=device)
-    with tempfile.TemporaryDirectory() as scratch, Runtime.load(
-        target, draft=draft, device=options.device, dtype=options.dtype, vram=options.vram,
-        resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
-        max_gamma=options.depth, tree_nodes=max(options.nodes, default=None),
-        trace=options.trace or Path(scratch) / "trace.json",
+    target = options.target or in_shape(small, options.shape, device=device)
+    with Runtime.load(
+        target, draft=noisy_copy(small, noise, device=device), device=options.device, dtype=options.dtype,
+        vram=options.vram, resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
+        profile=options.profile, trace=options.trace,
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         prompts = encoded(runtime, options)
-        for depth, nodes in ((options.gamma, 0), (None, None)):  # compiles, captures
-            generate(runtime, prompts["prose"], _WARM_UP_TOKENS, temperature=0.6, depth=depth, nodes=nodes)
+        windows = warmed_up(runtime, prompts["prose"], windows_of(options))
         for temperature, (name, prompt) in product(options.temperatures, prompts.items()):
-            say = partial(generate, runtime, prompt, temperature=temperature)
-            plain = say(options.plain_tokens, depth=0, nodes=0)
-            shared = {
-                "noise": noise, "emulated": runtime.emulated, "link_peak_gbps": plain.stats.link_peak_gbps,
-                "prompt": name, "temperature": temperature,
-            }  # fmt: skip
-            yield {**shared, "how": "plain", **answer_row(plain)}
-            chain = say(options.chain_tokens, depth=options.gamma, nodes=0)
-            yield {**shared, "how": f"chain {options.gamma}", **answer_row(chain, [plain])}
-            for nodes in options.nodes:
-                tree = say(options.tokens, depth=options.depth, nodes=nodes)
-                yield {**shared, "how": f"tree {nodes}", **answer_row(tree, [plain, chain])}
-            if not options.nodes:
-                chosen = say(options.tokens, depth=None, nodes=None)
-                yield {**shared, "how": "auto", **answer_row(chosen, [plain, chain])}
+            before: list[GenerationResult] = []
+            for how, (depth, nodes) in windows.items():
+                count = options.plain_tokens if how == PLAIN else options.tokens
+                result = generate(runtime, prompt, count, temperature=temperature, depth=depth, nodes=nodes)
+                yield {
+                    "noise": noise, "emulated": runtime.emulated, "link_peak_gbps": result.stats.link_peak_gbps,
+                    "prompt": name, "temperature": temperature, "how": how, **answer_row(result, before),
+                }  # fmt: skip
+                before.append(result)
+
+
+def best_fixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The controller's speed beside the best fixed window's, by draft, temperature and prompt, as far as measured."""
+    by_case: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        by_case.setdefault((row["noise"], row["temperature"], row["prompt"]), {})[row["how"]] = row["tok_per_s"]
+    found = []
+    for (noise, temperature, prompt), speeds in by_case.items():
+        fixed = {how: speed for how, speed in speeds.items() if how not in (PLAIN, AUTO)}
+        if AUTO in speeds and fixed:
+            best = max(fixed, key=lambda how: fixed[how])
+            found.append({
+                "noise": noise, "temperature": temperature, "prompt": prompt, "auto_tok_per_s": speeds[AUTO],
+                "best": best, "best_tok_per_s": fixed[best], "ratio": speeds[AUTO] / fixed[best], "fixed": list(fixed),
+            })  # fmt: skip
+    return found
 
 
 def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
@@ -146,6 +187,12 @@ def table(report: dict[str, Any]) -> str:
             + (f" {row['times_plain']:.2f} x plain" if "times_plain" in row else "")
             + ("" if row.get("identical", True) else " DIFFERS")
         )
+    for ratio in report["auto"]:
+        lines.append(
+            f"noise {ratio['noise']:<5} T {ratio['temperature']} {ratio['prompt']:5} auto "
+            f"{ratio['auto_tok_per_s']:.2f} of {ratio['best_tok_per_s']:.2f} tok/s of {ratio['best']}, the best of "
+            f"{len(ratio['fixed'])} fixed windows: {ratio['ratio']:.3f}"
+        )
     for row in report["sizes"]:
         lines.append(
             f"noise {row['noise']:<5} T {row['temperature']} {row['prompt']:5} {row['nodes']:5} nodes "
@@ -155,10 +202,12 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The target, the drafts, where they are, and how much they say."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = harness.bench_parser(__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the small model")
     parser.add_argument("--shape", default="llama2-13b", help="of the streamed target, or none: the small model's")
+    parser.add_argument("--target", type=Path, help="a widened checkpoint of widen_model.py, instead of --shape")
     parser.add_argument("--noises", type=harness.floats, default=(0.02, 0.05, 0.1), help="of the drafts")
     parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=256)
@@ -168,15 +217,36 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vram")
     parser.add_argument("--resident-layers", default="auto")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
+    parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
+    parser.add_argument("--temperatures", type=harness.floats, default=(0.0, 0.6))
+    parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
+    parser.add_argument("--sizes", type=harness.integers, default=(1, 4, 16, 64, 256, 1024))
+    parser.add_argument("--gammas", type=harness.integers, default=(16,), help="of fixed chains")
+    parser.add_argument("--nodes", type=harness.integers, default=(), help="of fixed trees")
+    parser.add_argument("--depth", type=int, default=63, help="longest path of a tree of --sizes")
+    parser.add_argument("--size-tokens", type=int, default=256)
+    parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
+    parser.add_argument("--profile", help="figures to plan by, by a profile's name or file")
+    return parser.parse_args(argv)
 
 
-def check_models(options: argparse.Namespace, texts: Sequence[tuple[Path, str]]) -> None:
-    """Refuse what would fail only after minutes; `texts` are files and the options that name them.
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would fail only after minutes.
 
     Raises:
         OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
         DeviceError, ProfileError: There is no such device or machine.
     """
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
+    if "sizes" in parts and not options.sizes:
+        raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
+    harness.require_all_positive(options, "depth", "size_tokens", "sizes", "gammas", "nodes")
+    harness.check_machine(None, options.profile)
+    for temperature in options.temperatures:
+        SamplingParams(temperature=temperature)
     resolve_device(options.device)
     harness.require_all_positive(options, "prompt_tokens", "tokens", "plain_tokens", "context")
     for noise in options.noises:
@@ -185,47 +255,16 @@ def check_models(options: argparse.Namespace, texts: Sequence[tuple[Path, str]])
     harness.check_machine(options.vram, options.emulate)
     if options.shape != "none":
         shape_named(options.shape)
-    for path, option in texts:
+    for path, option in ((options.text, "--text"), (options.code, "--code")):
         if not harness.read_text(path, option).strip():
             raise OptionError(f"{path} is empty: name a text to begin with by {option}")
     check_out(options.out)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = harness.bench_parser(__doc__)
-    add_model_options(parser)
-    parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
-    parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
-    parser.add_argument("--temperatures", type=harness.floats, default=(0.0, 0.6))
-    parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
-    parser.add_argument("--sizes", type=harness.integers, default=(1, 4, 16, 64, 256, 1024))
-    parser.add_argument("--nodes", type=harness.integers, default=(), help="of fixed trees; else they are chosen")
-    parser.add_argument("--depth", type=int, default=63, help="longest path of a tree")
-    parser.add_argument("--gamma", type=int, default=16, help="length of a chain")
-    parser.add_argument("--chain-tokens", type=int, default=96)
-    parser.add_argument("--size-tokens", type=int, default=256)
-    parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
-    return parser.parse_args(argv)
-
-
-def check(options: argparse.Namespace) -> None:
-    """Refuse what makes no sense. Raises as `check_models`."""
-    parts = options.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
-    if "sizes" in parts and not options.sizes:
-        raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
-    harness.require_all_positive(options, "depth", "gamma", "chain_tokens", "size_tokens", "sizes", "nodes")
-    for temperature in options.temperatures:
-        SamplingParams(temperature=temperature)
-    check_models(options, [(options.text, "--text"), (options.code, "--code")])
-
-
 def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     """Settings and machine, asked for once something is measured: it would otherwise hold some of the GPU already."""
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
-    settings |= {key: Path(settings[key]).name for key in ("source", "text", "code")}
+    settings |= {key: Path(settings[key]).name for key in ("source", "target", "text", "code")}
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 
@@ -235,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     check(options)
     parts = options.parts.split(",")
-    report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "sizes": []}
+    report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "auto": [], "sizes": []}
     origin: dict[str, Any] = {}
     small = open_checkpoint(options.source)
     for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
@@ -243,8 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in measure(options, small, noise):
                 report[part].append(row)
                 origin = origin or origin_of(options)
+                report["auto"] = best_fixed(report["streamed"])
                 write_unfinished({**report, **origin}, options.out)
-                print(table({"streamed": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
+                print(table({"streamed": [], "auto": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
     report |= origin or origin_of(options)
     print(table(report))
     emit(report, options.out)
