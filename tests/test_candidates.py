@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.speculation import CandidateTree, LinkTimes, StepWorth
+from offload_runtime.speculation import CandidateTree, StepWorth
 from offload_runtime.speculation.calibration import ChildProbabilities, MatchRates
 from tests.helpers.tree_drafts import path_of
 
@@ -367,9 +367,15 @@ def test_rates_of_matches_follow_what_comes_true() -> None:
 class Watched:
     """A `StepWorth` and the hands of its clock."""
 
-    def __init__(self, link: LinkTimes | None = None) -> None:
+    def __init__(self, free_s: float = 0.0) -> None:
         self.now_s = 100.0
-        self.worth = StepWorth(link, lambda: self.now_s)
+        self.worth = StepWorth(free_s, lambda: self.now_s)
+
+    def stepped(self, *times_s: float) -> None:
+        """Steps that took so long, each often enough to be believed."""
+        for seconds in times_s:
+            for _ in range(3):
+                self.worth.stepped(seconds)
 
     def rounds(self, count: int, *, tokens: int, seconds: float) -> None:
         """So many, each of which gave so many tokens, and the beginning of another one."""
@@ -386,7 +392,7 @@ def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
     watched = Watched()
     assert watched.least_gain() == 0  # nothing is known
     watched.rounds(1, tokens=0, seconds=0.0)
-    watched.worth.stepped(0.01)
+    watched.stepped(0.01)
     assert watched.least_gain() == 0
     watched.rounds(4, tokens=6, seconds=0.2)
     assert watched.worth.tok_per_s == pytest.approx(30) and watched.least_gain() == pytest.approx(0.3, abs=0.011)
@@ -400,8 +406,8 @@ def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
 
 
 def test_while_the_link_is_busy_any_step_pays() -> None:
-    watched = Watched(LinkTimes(free_s=0.05))
-    watched.worth.stepped(0.01)
+    watched = Watched(free_s=0.05)
+    watched.stepped(0.01)
     watched.rounds(3, tokens=6, seconds=0.2)
     assert watched.least_gain() == 0
     watched.now_s += 0.045  # half of a step would delay the pass
@@ -410,81 +416,22 @@ def test_while_the_link_is_busy_any_step_pays() -> None:
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
 
 
-def drafted_s(watched: Watched, *, rows: int = 200, least_s: float = 0.0) -> float:
-    """How long steps of 2 ms that bring much are made in a round of 0.3 s."""
-    watched.worth.begin(10, rows)
-    began_s = watched.now_s
-    for _ in range(120):
-        if not watched.worth.pays(5.0) and watched.now_s - began_s >= least_s:
-            break
-        watched.now_s += 0.002
-        watched.worth.stepped(0.002)
-    watched.worth.proposed()
-    taken_s, watched.now_s = watched.now_s - began_s, began_s + 0.3
-    return taken_s
-
-
-def test_drafting_keeps_a_link_waiting_for_a_small_share_of_the_time() -> None:
-    """Whatever it would bring; of some rounds together, so that a tree may grow deep again after quiet ones."""
-    watched = Watched(LinkTimes(free_s=0.05, pass_s=0.3, most_rows=200))
-    watched.worth.stepped(0.002)
-    first_s = drafted_s(watched)
-    assert first_s == pytest.approx(0.05 + 0.03 * 0.3, abs=0.003)  # the first round has but its own share
-    always = [drafted_s(watched) - 0.05 for _ in range(30)]
-    assert sum(always) / 30 == pytest.approx(0.03 * 0.3, rel=0.2) and max(always[5:]) < 0.012
-    for _ in range(10):
-        watched.worth.begin(10, 200)
-        watched.worth.proposed()
-        watched.now_s += 0.3
-    after_rest = [drafted_s(watched) - 0.05 for _ in range(30)]
-    assert after_rest[0] == pytest.approx(5 * 0.03 * 0.3, abs=0.006)  # what counts is decayed
-    assert max(after_rest[1:]) < 0.3 * after_rest[0]
-    # Made all the same, as without a first step nothing is proposed.
-    assert drafted_s(watched, least_s=0.1) > 0.1
-    assert drafted_s(watched) == pytest.approx(0.05, abs=0.003)
-    # What came before is none of the next generation's business, for better or worse.
-    for least_s in (0.1, 0.0):
-        drafted_s(watched, least_s=least_s)
-        watched.worth.forget()
-        assert drafted_s(watched) == pytest.approx(first_s, abs=0.0021)
-    # Nor does the link wait for rows that take longer to compute than to bring.
-    assert drafted_s(watched, rows=201) == pytest.approx(0.24)
-
-
-def test_the_link_waits_by_the_share_of_the_rounds_there_are() -> None:
-    """Of a short text much less is streamed than at the full context."""
-    watched = Watched(LinkTimes(free_s=0.05, pass_s=3.0, most_rows=200))
-    watched.worth.stepped(0.002)
-    for _ in range(5):
-        drafted_s(watched)
-    late = [drafted_s(watched) - 0.05 for _ in range(30)]
-    assert sum(late) / 30 < 1.3 * 0.03 * 0.3
-
-
-def test_a_step_that_captured_something_does_not_end_drafting() -> None:
-    link = LinkTimes(free_s=0.05, pass_s=0.3, most_rows=200)
-    for captured_s in (0.06, 0.15, 0.4, 3.0):
-        watched = Watched(link)
-        watched.worth.begin(0, 200)
-        watched.now_s += captured_s
-        watched.worth.stepped(captured_s)  # the first one there is
-        watched.worth.proposed()
-        watched.now_s += 0.3
-        watched.worth.stepped_behind(0.003)
-        assert drafted_s(watched) >= 0.05
-        for _ in range(5):
-            drafted_s(watched)
-        watched.worth.begin(10, 200)
-        watched.now_s += captured_s
-        watched.worth.stepped(captured_s)  # a later one
-        watched.worth.proposed()
-        watched.now_s += 0.3
-        assert drafted_s(watched) >= 0.04
+def test_how_long_a_spine_takes_is_known_apart() -> None:
+    watched = Watched()
+    assert watched.worth.seconds(1) is watched.worth.seconds(8) is None
+    for seconds in (0.5, 0.006, 0.007):  # the first one has loaded what it needs
+        watched.worth.stepped(seconds, 8)
+    assert watched.worth.seconds(8) == pytest.approx(0.006) and watched.worth.seconds(4) == pytest.approx(0.003)
+    assert watched.worth.seconds(1) is None
+    watched.worth.stepped(9.0, 8, hidden=True)  # a pass ran beside it
+    assert watched.worth.seconds(8) == pytest.approx(0.006)
+    watched.worth.stepped(0.012, 8)
+    assert 0.006 < watched.worth.seconds(8) < 0.008  # type: ignore[operator]
 
 
 def test_exceptional_steps_and_rounds_do_not_decide_for_long() -> None:
     watched = Watched()
-    watched.worth.stepped(2.0)  # a graph was captured
+    watched.stepped(2.0)  # other programs were busy
     watched.rounds(5, tokens=6, seconds=0.2)
     watched.worth.stepped(0.01)
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)

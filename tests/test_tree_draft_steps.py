@@ -156,8 +156,9 @@ def test_a_step_takes_what_delays_the_pass(monkeypatch: pytest.MonkeyPatch) -> N
         return offer(*arguments, **named)
 
     class Timed(SteadySteps):
-        def stepped(self, seconds: float, levels: int = 1) -> None:
-            taken_s.append(seconds)
+        def stepped(self, seconds: float, levels: int = 1, *, hidden: bool = False) -> None:
+            if not hidden:
+                taken_s.append(seconds)
 
     offer, taken_s = CandidateTree.offer, list[float]()
     monkeypatch.setattr(CandidateTree, "offer", slowly)

@@ -50,10 +50,11 @@ def make_proposer(
         link: How long it is busy with passes, and behind them; None for nothing streamed.
         make_policy: Makes what chooses the chunks of the retrieval verifier; takes the arguments of `RetrievalPolicy`.
     """
+    link = link or LinkTimes()
+    link_bound = link.most_rows > 1
     if verifier is not None:
         hierarchy = _make_triforce(models, verifier, budget, recorder, make_policy)
-        extra_ngrams = link is not None and link.most_rows > 1
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if extra_ngrams else hierarchy
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if link_bound else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner = models.draft.runner
@@ -70,8 +71,10 @@ def make_proposer(
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
-    trees = TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(link))
-    return WithNgrams(trees, ngrams)
+    trees = TreeDraftProposer(
+        chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(link.free_s), link_bound=link_bound
+    )  # fmt: skip
+    return WithNgrams(trees, ngrams, alone=not link_bound)
 
 
 def _make_triforce(

@@ -158,7 +158,7 @@ class DraftTree:
     def warm_up(self) -> None:
         """Capture the steps about one text and about all of them, which would hold up the first windows.
 
-        On the CPU there is nothing to do. Reads and writes no keys; `start` has to follow.
+        On the CPU there is nothing to do. Leaves keys in the first spare slot alone; `start` has to follow.
         """
         if not self._fixed_shapes:
             return
@@ -172,8 +172,8 @@ class DraftTree:
                 self.graphs.capture(shape, step)
                 for params in DIFFERENT_WAYS:
                     self.start([params] * count)
-                    for rows in (slice(0, count * shape.rows), torch.arange(count, device=self._device)):
-                        self._choose(shape, rows, self._outputs[: len(self._logits[rows])])
+                    self._choose(shape, slice(0, count * shape.rows), self._outputs[: count * shape.rows])
+                    self._grow_spines([0] * count, [self._cache.spare_slots[:1]] * count, shape)
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)
 
     @torch.inference_mode()

@@ -27,8 +27,8 @@ _KEPT = 0.8
 # A step this much slower than another has compiled or captured something, and is no measure of the next one; a round so
 # much longer than those before has waited for whoever reads the text.
 _OUTLIER = 4.0
-# Share of the time of passes bound by the link in which it may wait for drafting, over some rounds together.
-_MOST_IDLE = 0.03
+# Measurements of a step until its time is known.
+_ENOUGH = 3
 
 
 class ChildProbabilities:
@@ -134,19 +134,16 @@ class StepWorth:
     """Whether another step of drafting pays while no pass runs: the tokens that it adds to a window against those that
     the time it takes is worth, at the rate at which tokens have come lately.
 
-    Where passes are bound by the link it is kept busy all the same: what is not drafted now is drafted behind the pass.
-
     Args:
-        link: For how long it is busy with and behind passes; None for nothing streamed.
+        free_s: Seconds behind a pass in which drafting delays nothing: the link brings what the next one begins with.
         clock: In seconds.
     """
 
-    def __init__(self, link: LinkTimes | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._link, self._clock = link or LinkTimes(), clock
-        self._level_s: dict[bool, float] = {}  # a step, and by itself each of several that follow each other
+    def __init__(self, free_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._free_s, self._clock = free_s, clock
+        # Of a step, and of each of several that follow each other without the host, and how often it was measured.
+        self._level_s: dict[bool, tuple[float, int]] = {}
         self._began_s: float | None = None
-        self._rows = 0  # of the window that is proposed
-        self._exceptional_s = 0.0  # of this round, what steps took that captured something
         self.forget()
 
     @property
@@ -158,15 +155,13 @@ class StepWorth:
         """What comes next is not another round of what was before."""
         self.pause()
         self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
-        self._late_s = 0.0  # by which proposing has delayed the newest pass
-        self._idle_s, self._begun = 0.0, 0.0  # the same of rounds before, and all rounds; both decayed
 
     def pause(self) -> None:
         """What is played until rounds begin again is not counted."""
         self._began_s = None
 
-    def begin(self, new_tokens: int, rows: int = 1) -> None:
-        """Proposals for another round begin, of windows of so many rows; the round before gave so many tokens."""
+    def begin(self, new_tokens: int) -> None:
+        """Proposals for another round begin; the round before gave so many tokens."""
         now_s = self._clock()
         if self._began_s is not None:
             round_s, weight = now_s - self._began_s, 1.0
@@ -175,60 +170,27 @@ class StepWorth:
             self._new_tokens = _KEPT * self._new_tokens + weight * new_tokens
             self._round_s = _KEPT * self._round_s + weight * round_s
             self._rounds = _KEPT * self._rounds + 1
-        self._idle_s = _KEPT * (self._idle_s + self._late_s)
-        self._begun = _KEPT * self._begun + 1
-        self._late_s, self._exceptional_s = 0.0, 0.0
-        self._began_s, self._rows = now_s, rows
+        self._began_s = now_s
 
     def seconds(self, levels: int) -> float | None:
-        """How long so many steps that follow each other without the host take; None as long as nothing is known."""
-        level_s = self._level_s.get(levels > 1)
-        return None if level_s is None else levels * level_s
+        """How long so many steps that follow each other without the host take; None as long as nobody knows."""
+        level_s, count = self._level_s.get(levels > 1, (0.0, 0))
+        return levels * level_s if count >= _ENOUGH else None
 
-    def stepped(self, seconds: float, levels: int = 1) -> None:
-        """So many steps of drafting that no pass hid took so long."""
-        known_s = self.seconds(levels)
-        if known_s is None:
-            known_s, usual_s = seconds, 0.0
-        elif _OUTLIER * seconds < known_s:
-            known_s = usual_s = seconds  # nothing was known but of a first one
-        else:
-            usual_s = min(seconds, _OUTLIER * known_s)
-            known_s += (1 - _KEPT) * (usual_s - known_s)
-        self._level_s[levels > 1] = known_s / levels
-        self._exceptional_s += seconds - usual_s
-
-    def stepped_behind(self, seconds: float, levels: int = 1) -> None:
-        """So many steps behind a pass took so long: no less than where nothing runs beside them, so what took far
-        longer was an exception."""
-        known_s = self.seconds(levels)
-        if known_s is None or _OUTLIER * seconds < known_s:
-            self._level_s[levels > 1] = seconds / levels
-
-    def proposed(self) -> None:
-        """This round's proposals are made."""
-        self._late_s = max(0.0, -self._free_left_s())
-
-    def _free_left_s(self) -> float:
-        """Seconds in which drafting delays nothing yet; negative when it has delayed its pass."""
-        if self._began_s is None:
-            return 0.0
-        return self._link.free_s + self._exceptional_s - (self._clock() - self._began_s)
+    def stepped(self, seconds: float, levels: int = 1, *, hidden: bool = False) -> None:
+        """So many steps of drafting took so long; `hidden` behind a pass, beside which they take no less than alone."""
+        known_s, count = self._level_s.get(levels > 1, (math.inf, 0))
+        level_s = seconds / levels
+        if count < _ENOUGH or _OUTLIER * level_s < known_s:
+            known_s = min(known_s, level_s)  # the first ones load what they need
+        elif not hidden:
+            known_s += (1 - _KEPT) * (min(level_s, _OUTLIER * known_s) - known_s)
+        self._level_s[levels > 1] = known_s, count + 1
 
     def pays(self, gain: float, levels: int = 1) -> bool:
-        """Whether so many steps should be made that add `gain` tokens, as may be expected, to what the next pass gives.
-
-        Never beyond the share of the time for which the link may wait for drafting.
-        """
-        step_s = self.seconds(levels)
-        if self._began_s is None or step_s is None:
+        """Whether so many steps should be made that are expected to add `gain` tokens to what the next pass gives."""
+        step_s, rate = self.seconds(levels), self.tok_per_s
+        if self._began_s is None or step_s is None or rate is None:
             return True
-        left_s = self._free_left_s()
-        if step_s <= left_s:
-            return True
-        if self._rows <= self._link.most_rows:
-            round_s = min(self._link.pass_s, self._round_s / self._rounds) if self._rounds else self._link.pass_s
-            if self._idle_s + step_s - left_s > _MOST_IDLE * round_s * self._begun:
-                return False
-        rate = self.tok_per_s
-        return rate is None or gain >= rate * min(step_s, step_s - left_s)
+        late_s = self._clock() + step_s - self._began_s - self._free_s
+        return gain >= rate * min(step_s, late_s)

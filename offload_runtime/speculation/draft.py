@@ -142,16 +142,18 @@ class TreeDraftProposer:
         device: Where it computes.
         ngrams: Whose guesses join the trees; None for nobody's.
         worth: Says when a step is not worth the wait any more; None for one that knows of no link.
+        link_bound: Whether passes take as long however wide a window is. Then a tree is all that is ever chosen: what
+            chains would propose is in it, and finding out about them is dear.
     """
 
     name = "draft"
 
     def __init__(
         self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None,
-        worth: StepWorth | None = None,
+        worth: StepWorth | None = None, link_bound: bool = False,
     ) -> None:  # fmt: skip
         self._chains, self._model, self._ngrams = chains, model, ngrams
-        self._worth = worth or StepWorth()
+        self._worth, self._modes = worth or StepWorth(), ("tree",) if link_bound else ("chain", "tree")
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
@@ -162,7 +164,7 @@ class TreeDraftProposer:
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ("chain", "tree") if self._chains.modes(texts) else ()
+        return self._modes if self._chains.modes(texts) else ()
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         self._forget()
@@ -198,13 +200,11 @@ class TreeDraftProposer:
                 answers |= {request.slot: proposal for request, proposal in zip(chains, guesses, strict=True)}
                 self._worth.pause()  # what a chain brings is not seen here
             if trees:
-                rows = 1 + max(request.most_nodes for request in trees)
-                self._worth.begin(sum(self._new_tokens(request) for request in trees), rows)
+                self._worth.begin(sum(self._new_tokens(request) for request in trees))
                 grown = [self._follow(request) for request in trees]
                 self._fill_windows(grown)
                 answers |= {one.request.slot: one.window()[0] for one in grown}
                 self._going_on = [request.slot for request in trees]
-                self._worth.proposed()
         return [answers[request.slot] for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
@@ -219,7 +219,7 @@ class TreeDraftProposer:
                     return
                 spine = self._spine(asked, bars, lambda gamma: 2 * gamma)
                 self._expand(asked, spine)
-                self._worth.stepped_behind(time.perf_counter() - started_s, 1 + spine)
+                self._worth.stepped(time.perf_counter() - started_s, 1 + spine, hidden=True)
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         return ()
