@@ -23,7 +23,7 @@ from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Proposal
 from offload_runtime.speculation import accepted_path as honest_path
 from offload_runtime.speculation import step as rounds
-from offload_runtime.verify.replay import ScriptedProposer, forced_rows, transcribe
+from offload_runtime.verify.replay import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 
@@ -213,7 +213,7 @@ def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     assert said.passes < 19
     torch.testing.assert_close(said.rows, plain.rows, rtol=1e-4, atol=1e-4)
     answers = [plain.tokens[:6], [3, 1, 4, 1, 5, 9]]
-    first, other = forced_rows(runtime, prompt, answers)
+    first, other = runtime.logits(prompt, answers)
     torch.testing.assert_close(first, plain.rows[:6], rtol=1e-4, atol=1e-4)
     expected = transcribe(runtime, [*prompt, 3, 1, 4], SamplingParams(), count=1).rows[0]
     torch.testing.assert_close(other[3], expected, rtol=1e-4, atol=1e-4)

@@ -6,8 +6,10 @@ They run through the runtime's own token loop, with the proposer under test in p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 
 import torch
 
@@ -98,12 +100,22 @@ class Transcript:
     Attributes:
         tokens: What was said.
         rows: [N, V] in the model's dtype, on the host: the target's logits that each token was chosen from.
+        sampling: How they were chosen.
+        first_position: Of the first token.
         passes: Passes of the target after prefill.
     """
 
     tokens: list[int]
     rows: torch.Tensor
+    sampling: SamplingParams
+    first_position: int
     passes: int
+
+    @cached_property
+    def foreign_tokens(self) -> int:
+        """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
+        again = resample(self.rows, self.sampling, self.first_position)
+        return sum(a != b for a, b in zip_longest(again, self.tokens))
 
 
 def transcribe(
@@ -127,16 +139,7 @@ def transcribe(
         list(prompt), GenerationParams(count, (), gamma, True, sampling, tree_nodes), proposer=proposer,
         on_logits=lambda _, logits: rows.append(logits.to("cpu", copy=True)),
     )  # fmt: skip
-    return Transcript(result.tokens, torch.cat(rows), result.stats.passes)
-
-
-def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-    """The logits behind every token of given answers, from one plain pass over each: nothing is proposed or accepted.
-
-    Yields [N, V] in the model's dtype, on the host, for an answer of N tokens. Ends the runtime's current generation;
-    no other may begin before the last answer.
-    """
-    yield from (rows.cpu() for rows in runtime.logits(list(prompt), answers))
+    return Transcript(result.tokens, torch.cat(rows), sampling, len(prompt), result.stats.passes)
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
@@ -159,9 +162,8 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Index of the first token that differs, the end of the shorter one included; None when all are equal."""
-    shorter = min(len(left), len(right)) if len(left) != len(right) else None
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), shorter)
+    pairs = enumerate(zip_longest(left, right))
+    return next((index for index, (a, b) in pairs if a != b), None)
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
