@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
-    config, params = options.loading(), options.params()
+    config, params = options.config(), options.params()
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive and options.as_json:
@@ -44,8 +44,6 @@ def chat(options: ChatOptions) -> None:
             _converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
-    if config.trace is not None:
-        terminal.status_line(f"trace written to {config.trace}")
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
@@ -119,7 +117,10 @@ class ChatSession:
             if name not in COMMANDS:
                 listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
                 raise OptionError(f"unknown command {name}; {listing}")
-            COMMANDS[name].run(self, "".join(argument))
+            command = COMMANDS[name]
+            if command.argument == "FILE" and not argument:
+                raise OptionError(f"{name} needs the name of a file: {name} FILE")
+            command.run(self, "".join(argument))
         except OffloadError as error:
             self._report(error, is_turn=is_message)
         return True
@@ -219,12 +220,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _help(session: ChatSession, argument: str) -> None:
-    console = terminal.stderr_console()
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
-        console.print(f"  {usage:<16} {command.help}", style="dim")
-    console.print("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.", style="dim")
-    console.print("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.", style="dim")
+        terminal.dim_line(f"  {usage:<16} {command.help}")
+    terminal.dim_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
+    terminal.dim_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
 
 
 def _reset(session: ChatSession, argument: str) -> None:
@@ -242,25 +242,18 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    console = terminal.stderr_console()
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
         for name, figure in _stat_rows(session.last_stats):
-            console.print(f"  {name:<20} {figure}", style="dim")
-    console.print(f"  {session.runtime.load_report}", style="dim")
-    console.print(f"  {session.runtime.placement}", style="dim")
+            terminal.dim_line(f"  {name:<20} {figure}")
+    terminal.dim_line(f"  {session.runtime.load_report}")
+    terminal.dim_line(f"  {session.runtime.placement}")
 
 
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
-    more = [
-        ("link idle", render.share_figure(stats.link_idle_share)),
-        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
-        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", render.prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
-    ]  # fmt: skip
-    return [
+    rows = [
         ("prompt", f"{stats.prompt_tokens} tokens"),
         ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),
         ("first token", f"{stats.time_to_first_token_s:.2f} s"),
@@ -270,36 +263,34 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
-        *((name, figure) for name, figure in more if figure),
+        ("link idle", render.share_figure(stats.link_idle_share)),
+        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
+        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
+        ("time of a pass", render.prediction_figure(stats)),
+        ("emulated machine", stats.emulated or ""),
     ]
+    return [(name, figure) for name, figure in rows if figure]
 
 
 def _save(session: ChatSession, argument: str) -> None:
-    path = _path_argument("/save", argument)
+    path = terminal.user_path(argument)
     save_json(path, session.conversation.to_json())
-    terminal.status_line(f"saved {_count(len(session.conversation.messages))} to {path}")
+    terminal.status_line(f"saved {_count(session)} to {path}")
 
 
 def _load(session: ChatSession, argument: str) -> None:
-    path = _path_argument("/load", argument)
+    path = terminal.user_path(argument)
     session.conversation.restore(read_json_object(path))
-    terminal.status_line(f"loaded {_count(len(session.conversation.messages))} from {path}")
+    terminal.status_line(f"loaded {_count(session)} from {path}")
+
+
+def _count(session: ChatSession) -> str:
+    messages = len(session.conversation.messages)
+    return "1 message" if messages == 1 else f"{messages} messages"
 
 
 def _exit(session: ChatSession, argument: str) -> None:
     raise EndOfChat
-
-
-def _path_argument(command: str, argument: str) -> Path:
-    """Return the file that a command names; raises `OptionError` when it names none."""
-    if not argument:
-        raise OptionError(f"{command} needs the name of a file: {command} FILE")
-    return terminal.user_path(argument)
-
-
-def _count(messages: int) -> str:
-    """Write a number of messages for people."""
-    return "1 message" if messages == 1 else f"{messages} messages"
 
 
 COMMANDS = {

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Column, Table
 
 from offload_runtime.cli.generate import Prompt, load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import DemoOptions
 from offload_runtime.cli.render import link_figure
-from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
+from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import GenerationParams, RuntimeConfig, format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_runtime.engine import GenerationResult, Runtime
 
 # The n-gram draft copies from the text so far, so the question must have an answer with something to copy.
@@ -35,7 +35,6 @@ _WARM_UP_TOKENS = 4
 def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
     import psutil
-    from rich.console import Console
 
     from offload_runtime.engine import fetch_demo_model
 
@@ -62,7 +61,7 @@ def demo(options: DemoOptions) -> None:
             result = answer(params, write_text, speculate=speculate, show_progress=show_progress)
             results[name] = result
             peak_bytes.append(result.stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
-    Console(highlight=False).print(comparison_table(results, peak_bytes, on_gpu=on_gpu))
+    print_tables([comparison_table(results, peak_bytes, on_gpu=on_gpu)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
@@ -96,8 +95,6 @@ def machine_line(device_type: str) -> str:
 
 def comparison_table(results: Mapping[str, GenerationResult], peak_bytes: Sequence[int], *, on_gpu: bool) -> Table:
     """Return the figures with one column per run."""
-    from rich.table import Column, Table
-
     table = Table("", *(Column(name, justify="right") for name in results))
     stats = [result.stats for result in results.values()]
     table.add_row("tokens/s", *(f"{s.tok_per_s:.2f}" for s in stats))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -24,7 +24,8 @@ from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, Runtime
+    from offload_runtime.engine import GenerationResult, Reply, Runtime, TokenStream
+    from offload_runtime.engine.generate import OnPrefill
     from offload_runtime.engine.request import PromptRoom
     from offload_runtime.plan import RunPlan
 
@@ -33,14 +34,16 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params = options.loading(max_batch=max(1, len(options.prompt_file or ()))), options.params()
+    config, params = options.config(max_batch=max(1, len(options.prompt_file or ()))), options.params()
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
+    is_batch = len(prompts) > 1
 
-    def check(room: PromptRoom) -> object:
-        if len(prompts) == 1:
-            return room.fit(prompts[0], params.max_new_tokens)
-        return room.fit_all(prompts, params.max_new_tokens)
+    def check(room: PromptRoom) -> None:
+        if is_batch:
+            room.fit_all(prompts, params.max_new_tokens)
+        else:
+            room.fit(prompts[0], params.max_new_tokens)
 
     show, show_progress = show_nothing if options.as_json else terminal.write_text, not options.no_progress
     results: Sequence[GenerationResult]
@@ -51,7 +54,7 @@ def generate(options: GenerateOptions) -> None:
     ):
         terminal.status_line(runtime.placement)
         try:
-            if len(prompts) > 1:
+            if is_batch:
                 results = _answer_batch(runtime, prompts, params, show_progress=show_progress)
             else:
                 results = [stream_answer(runtime.stream, prompts[0], params, show=show, show_progress=show_progress)]
@@ -61,26 +64,22 @@ def generate(options: GenerateOptions) -> None:
             results, failure = error.answers, error  # shown as far as they had come, before the error
         about = run_record(runtime, config, params)
         load_report = runtime.load_report
-    if config.trace is not None:
-        terminal.status_line(f"trace written to {config.trace}")
-    if len(prompts) == 1:
-        if options.as_json:
-            terminal.write_json({**answer_record(results[0]), **about}, sys.stdout)
-        else:
-            terminal.write_text("\n")
-        terminal.status_line(" · ".join([*_figures(results[0]), load_report]))
+    answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
+    if options.as_json:
+        records = [{"name": name, **answer_record(result)} for name, result in answers]
+        answered = {"results": records} if is_batch else answer_record(results[0])
+        terminal.write_json({**answered, **about}, sys.stdout)
+    elif is_batch:
+        texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
+        terminal.write_text("".join(texts))
     else:
-        answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
-        if options.as_json:
-            records = [{"name": name, **answer_record(result)} for name, result in answers]
-            terminal.write_json({"results": records, **about}, sys.stdout)
-        else:
-            terminal.write_text(
-                "".join(f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers)
-            )
+        terminal.write_text("\n")
+    if is_batch:
         for name, result in answers:
             terminal.status_line(f"{name}: {' · '.join(_figures(result))}")
         terminal.status_line(load_report)
+    else:
+        terminal.status_line(" · ".join([*_figures(results[0]), load_report]))
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -113,29 +112,28 @@ def show_nothing(piece: str) -> None:
 # --- what other commands share
 
 
+@contextmanager
 def load_runtime(
-    config: RuntimeConfig,
-    *,
-    show_progress: bool,
-    explain: bool = False,
+    config: RuntimeConfig, *, show_progress: bool, explain: bool = False,
     check: Callable[[PromptRoom], object] | None = None,
-) -> Runtime:
+) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
     weights are read. `explain` prints the plan on stderr."""
     from offload_runtime.engine import Runtime
 
+    on_plan = partial(_explain, config=config) if explain else None
     with terminal.ProgressBars(enabled=show_progress) as bars:
-        return Runtime.from_config(
-            config,
-            on_progress=partial(bars.update, unit="bytes"),
-            on_plan=partial(_explain, config=config) if explain else None,
-            check=check,
-        )
+        on_progress = partial(bars.update, unit="bytes")
+        runtime = Runtime.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+    with runtime:
+        yield runtime
+    if config.trace is not None:
+        terminal.status_line(f"trace written to {config.trace}")
 
 
 def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
-    from offload_runtime.cli.plan import memory_tables, print_tables, speed_line
+    from offload_runtime.cli.plan import memory_tables, speed_line
     from offload_runtime.engine.expectation import planned_figures
     from offload_runtime.plan import COMMON_PROFILE
 
@@ -144,62 +142,44 @@ def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
         "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
         f"figures of {COMMON_PROFILE}"
     )
-    print_tables([*memory_tables(plan), unknown if machine is None else speed_line(plan, machine)], sys.stderr)
-
-
-class AnswerStream(Protocol):
-    """What `Runtime.stream` and `Conversation.say` return: pieces of text, then the result."""
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished answer; only after the last piece or `close`."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def close(self) -> None:
-        """Stop here and keep what there is."""
-
-
-class _StopRequest:
-    """Whether Ctrl-C was pressed."""
-
-    requested = False
+    speed = unknown if machine is None else speed_line(plan, machine)
+    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
 
 
 @contextmanager
-def _stopping() -> Iterator[_StopRequest]:
+def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
     """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
 
     A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets
-    the plain KeyboardInterrupt.
+    the plain KeyboardInterrupt. So does who presses it while the prompt is worked on.
+
+    Yields:
+        What is set at the first Ctrl-C, bars of progress, and what shows the layers of a prefill in them.
     """
-    stop = _StopRequest()
+    stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.set()
 
-    # Signal handlers can be set from the main thread only; elsewhere no Ctrl-C arrives either.
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    def on_prefill(done_layers: int, layers: int) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        bars.update("prefill", done_layers, layers, unit="layers")
+
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
-        yield stop
+        with terminal.ProgressBars(enabled=show_progress) as bars:
+            yield stop, bars, on_prefill
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
 def stream_answer(
-    start: Callable[..., AnswerStream],
-    prompt: Prompt,
-    params: GenerationParams,
-    *,
-    show: Callable[[str], None],
-    show_progress: bool,
-    speculate: bool = True,
-) -> GenerationResult:
+    start: Callable[..., TokenStream | Reply], prompt: Prompt, params: GenerationParams, *,
+    show: Callable[[str], None], show_progress: bool, speculate: bool = True,
+) -> GenerationResult:  # fmt: skip
     """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
@@ -212,14 +192,14 @@ def stream_answer(
     """
     shown_characters = 0
     failure: BudgetError | None = None
-    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
-        stream = start(prompt, **_keywords(params), speculate=speculate, on_prefill=_stoppable_prefill(stop, bars))
+    with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
+        stream = start(prompt, **_keywords(params), speculate=speculate, on_prefill=on_prefill)
         try:
             for piece in stream:
                 bars.close()
                 show(piece)
                 shown_characters += len(piece)
-                if stop.requested:
+                if stop.is_set():
                     break
         except (KeyboardInterrupt, BudgetError) as error:
             if not shown_characters:
@@ -243,13 +223,10 @@ def _answer_batch(
     After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
     on, and at the second one, Ctrl-C raises KeyboardInterrupt.
     """
-    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
+    with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
+        on_progress = partial(bars.update, "answers", unit="finished")
         return runtime.generate_batch(
-            prompts,
-            **_keywords(params),
-            on_prefill=_stoppable_prefill(stop, bars),
-            on_progress=partial(bars.update, "answers", unit="finished"),
-            should_stop=lambda: stop.requested,
+            prompts, **_keywords(params), on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
         )
 
 
@@ -259,14 +236,3 @@ def _keywords(params: GenerationParams) -> dict[str, Any]:
     sampling = given.pop("sampling")
     del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
     return {**sampling, **given}
-
-
-def _stoppable_prefill(stop: _StopRequest, bars: terminal.ProgressBars) -> Callable[[int, int], None]:
-    """Show the layers of a prefill, and end it where Ctrl-C asked for that."""
-
-    def on_prefill(done_layers: int, layers: int) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        bars.update("prefill", done_layers, layers, unit="layers")
-
-    return on_prefill

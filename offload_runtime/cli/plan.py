@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich import box
+from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
@@ -21,8 +23,6 @@ from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_runtime.plan import MachineFigures, PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 _FALLBACK_PROFILE = "rtx4090"
@@ -30,8 +30,8 @@ _FALLBACK_PROFILE = "rtx4090"
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config = options.config(gamma=options.gamma, max_batch=options.batch)
-    picture = None if options.plot is None else terminal.user_path(options.plot)
+    config = options.config(max_batch=options.batch)
+    picture = options.plot
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
@@ -56,7 +56,7 @@ def plan(options: PlanOptions) -> None:
         about = {"fits": True, "target": config.target, "profile": machine.name}
         terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
     else:
-        print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
+        terminal.print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
@@ -76,15 +76,6 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 
 # --- tables and lines
-
-
-def print_tables(tables: Sequence[Table | str], output: TextIO) -> None:
-    """Print tables and lines one after the other."""
-    from rich.console import Console
-
-    console = Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    for item in tables:
-        console.print(item)
 
 
 def plan_tables(
@@ -141,8 +132,6 @@ def _peak(held_bytes: int, limit_bytes: int | None) -> str:
 
 
 def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
-    from rich.table import Column, Table
-
     columns = (Column(footer=text, justify="right" if text == footer[1] else "left") for text in footer)
     table = Table(*columns, title=title, title_justify="left", show_header=False, show_footer=True)
     for row in rows:
@@ -224,9 +213,6 @@ def _steps_table(predicted: RunForecast) -> Table:
 
 
 def _figures_table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Column, Table
-
     # As narrow as can be: a terminal of 80 columns must not cut figures off.
     headers = (Column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True) for name in columns)
     return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
@@ -263,22 +249,13 @@ def _duration(seconds: float) -> str:
 
 def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
     """What `--json` prints of a run that fits."""
-    return {
-        "context_tokens": predicted.context_tokens,
-        "batch": plan.target.batch,
-        **memory_record(plan),
-        "gamma": predicted.gamma,
-        "tree_nodes": predicted.tree_nodes,
-        "pass": {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)},
-        "prefill": asdict(predicted.prefill),
-        "draft_step_s": predicted.draft_step_s,
-        "middle_step_s": predicted.verifier_step_s,
-        "plain_tok_per_s": predicted.plain_tok_per_s,
-        "draft_acceptance": predicted.draft_acceptance,
-        "usual": asdict(predicted.usual),
-        "by_acceptance": [asdict(row) for row in predicted.steps],
-        "upgrades": [asdict(gain) for gain in gains],
-    }
+    record = asdict(predicted)
+    record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
+    record["middle_step_s"], record["by_acceptance"] = record["verifier_step_s"], record["steps"]
+    for name in ("plain", "verify", "verifier_step_s", "steps"):
+        del record[name]
+    upgrades = [asdict(gain) for gain in gains]
+    return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
 
 def _pass_record(time: PassTime) -> dict[str, Any]:

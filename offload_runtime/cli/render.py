@@ -21,18 +21,16 @@ def speed_figures(stats: GenerationStats) -> list[str]:
 
     Figures of an emulated machine begin with its name.
     """
-    figures = [] if stats.emulated is None else [f"emulating {stats.emulated}"]
-    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    proposals = acceptance_figure(stats), depth_figure(stats), source_figure(stats), window_figure(stats)
-    figures += [figure for figure in proposals if figure]
-    if stats.link_gbps is not None:
-        idle = share_figure(stats.link_idle_share)
-        figures.append(f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}")
-    if hidden := share_figure(stats.hidden_draft_share):
-        figures.append(f"drafting hidden {hidden}")
-    if prediction := prediction_figure(stats):
-        figures.append(prediction)
-    return figures
+    idle, hidden = share_figure(stats.link_idle_share), share_figure(stats.hidden_draft_share)
+    figures = [
+        f"emulating {stats.emulated}" if stats.emulated else "",
+        f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass",
+        acceptance_figure(stats), depth_figure(stats), source_figure(stats), window_figure(stats),
+        "" if stats.link_gbps is None else f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}",
+        f"drafting hidden {hidden}" if hidden else "",
+        prediction_figure(stats),
+    ]  # fmt: skip
+    return [figure for figure in figures if figure]
 
 
 def prediction_figure(stats: GenerationStats) -> str:
@@ -90,12 +88,7 @@ def link_figure(stats: GenerationStats) -> str:
 
 def answer_record(result: GenerationResult) -> dict[str, Any]:
     """Return what `--json` prints of one answer."""
-    return {
-        "tokens": list(result.tokens),
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "stats": result.stats.to_dict(),
-    }
+    return {**vars(result), "stats": result.stats.to_dict()}
 
 
 def run_record(runtime: Runtime, config: RuntimeConfig, params: GenerationParams) -> dict[str, Any]:

@@ -9,15 +9,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, read_file, status_line, write_json, write_text
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_file, status_line, write_json
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_runtime.engine import Runtime
     from offload_runtime.verify.distribution import Fit
     from offload_runtime.verify.equality import IdentityRun
@@ -52,7 +51,7 @@ def verify(options: VerifyOptions) -> None:
     else:
         _print_report(report)
         if runtime.emulated is not None:
-            write_text(f"on an emulated {runtime.emulated}\n")
+            print_tables([f"on an emulated {runtime.emulated}"], sys.stdout)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
@@ -84,23 +83,16 @@ def _machine(runtime: Runtime) -> dict[str, Any]:
 
 def _print_report(report: VerificationReport) -> None:
     """Print both tables, the findings in words and the verdict."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(identity_table(report.runs))
-    console.print(fit_table(report.fits, report.level))
     findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
-    for line in findings[:_MOST_FINDINGS]:
-        write_text(line + "\n")
+    lines = findings[:_MOST_FINDINGS]
     if len(findings) > _MOST_FINDINGS:
-        write_text(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all\n")
-    write_text(verdict_line(report) + "\n")
+        lines.append(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all")
+    tables = identity_table(report.runs), fit_table(report.fits, report.level)
+    print_tables([*tables, *lines, verdict_line(report)], sys.stdout)
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
     """Return one row per draft and setting."""
-    from rich.table import Column, Table
-
     figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
     table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
     order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
@@ -123,8 +115,6 @@ def _verdicts(runs: Iterable[IdentityRun]) -> str:
 
 def fit_table(fits: Sequence[Fit], level: float) -> Table:
     """Return one row per test of fit."""
-    from rich.table import Column, Table
-
     figures = (Column(name, justify="right") for name in ("draws", "chi-square", "freedom", "p", "verdict"))
     title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
     table = Table("test", *figures, title=title, title_justify="left")

@@ -169,10 +169,10 @@ def fit_generations(
     answers = []
     for number in range(seeds):
         params, proposer = replace(sampling, seed=_FIRST_GENERATION_SEED + number), proposers[number % len(proposers)]
-        said = transcribe(
+        generation = transcribe(
             runtime, prompt, params, count=GENERATION_TOKENS, proposer=proposer, gamma=GENERATION_TOKENS - 1
         )
-        answers.append(said.tokens)
+        answers.append(generation.tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     percentiles = torch.empty_like(shares)

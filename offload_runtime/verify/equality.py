@@ -125,11 +125,12 @@ def verify_identity(
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
-            sampling = replace(setting, seed=prompt_number * len(settings) + setting_number)
+            seed = prompt_number * len(settings) + setting_number
+            sampling = replace(setting, seed=seed)
             plain = transcribe(runtime, prompt, sampling, count=count)
             on_step()
             script = ScriptedProposer(
-                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=sampling.seed
+                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=seed
             )
             for number, (name, proposer) in enumerate({**loaded, "script": script, AS_LOADED: own}.items()):
                 gamma, nodes = None, None
@@ -137,12 +138,12 @@ def verify_identity(
                     gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
                     trees = "tree" in proposer.modes({})
                     nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
-                said = transcribe(
+                other = transcribe(
                     runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
                 )
-                finding = compare(plain, said, bitwise=runtime.device.type == "cuda")
+                finding = compare(plain, other, bitwise=runtime.device.type == "cuda")
                 run = IdentityRun(
-                    prompt_name, setting_name, sampling.seed, name, gamma, len(said.tokens), said.passes, finding, nodes
+                    prompt_name, setting_name, seed, name, gamma, len(other.tokens), other.passes, finding, nodes
                 )
                 runs.append(run)
                 on_step()
