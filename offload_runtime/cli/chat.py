@@ -13,9 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload_runtime.cli import render, terminal
-from offload_runtime.cli.generate import load_runtime, stream_answer
+from offload_runtime.cli import terminal
+from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import ChatOptions
+from offload_runtime.cli.render import (
+    answer_record,
+    link_figure,
+    prediction_figure,
+    run_record,
+    share_figure,
+    speed_figures,
+)
 from offload_runtime.config import GenerationParams, format_bytes, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
@@ -36,7 +44,7 @@ def chat(options: ChatOptions) -> None:
         load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
     ):
         write_record = partial(terminal.write_json, output=output) if options.as_json else None
-        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
+        conversation, about = runtime.conversation(options.system), run_record(runtime, config, params)
         session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)
@@ -127,15 +135,7 @@ class ChatSession:
 
     def _answer(self, text: str) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        as_text = self.write_record is None
-        wrote = False
-
-        def show(piece: str) -> None:
-            nonlocal wrote
-            wrote = wrote or bool(piece)
-            if as_text:
-                terminal.write_text(piece)
-
+        show = terminal.write_text if self.write_record is None else show_nothing
         try:
             result = stream_answer(
                 self.conversation.say, text, self.params, show=show, show_progress=self.show_progress
@@ -143,20 +143,16 @@ class ChatSession:
         except KeyboardInterrupt:
             terminal.status_line("stopped before the answer began; the message was not kept")
             return False
-        finally:
-            # The next line of output, be it a status or an error, must not continue the answer's last one.
-            if as_text and wrote:
-                terminal.write_text("\n")
         self.last_stats = result.stats
         if self.write_record is not None:
-            self.write_record({**render.answer_record(result), **self.about})
+            self.write_record({**answer_record(result), **self.about})
         terminal.status_line(" · ".join(self._figures(result)))
         return result.finish_reason != "interrupted"
 
     def _figures(self, result: GenerationResult) -> list[str]:
         """Return the parts of the status line below an answer."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
+        figures = [*speed_figures(result.stats), f"context {used} of {reserved}"]
         if result.finish_reason == "interrupted":
             return ["stopped", *figures]
         if result.finish_reason == "length" and used >= reserved:
@@ -171,7 +167,7 @@ class ChatSession:
         if is_turn and self.write_record is not None:
             record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
             for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= {**render.answer_record(result), **self.about}
+                record |= {**answer_record(result), **self.about}
             self.write_record(record)
         terminal.error_line(error)
 
@@ -207,11 +203,8 @@ def save_json(path: Path, record: dict[str, Any]) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
     try:
-        text = terminal.decode_utf8(path.read_bytes(), str(path))
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(text)
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+        record = json.loads(terminal.read_text(path, str(path)))
     except (json.JSONDecodeError, RecursionError) as error:
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
     if not isinstance(record, dict):
@@ -259,14 +252,14 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("first token", f"{stats.time_to_first_token_s:.2f} s"),
         ("speed", f"{stats.tok_per_s:.1f} tokens/s, {stats.tokens_per_pass:.2f} tokens per pass"),
         ("streamed per pass", format_bytes(stats.bytes_per_pass)),
-        ("link", render.link_figure(stats)),
+        ("link", link_figure(stats)),
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
-        ("link idle", render.share_figure(stats.link_idle_share)),
-        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
+        ("link idle", share_figure(stats.link_idle_share)),
+        ("drafting hidden", share_figure(stats.hidden_draft_share)),
         ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", render.prediction_figure(stats)),
+        ("time of a pass", prediction_figure(stats)),
         ("emulated machine", stats.emulated or ""),
     ]
     return [(name, figure) for name, figure in rows if figure]

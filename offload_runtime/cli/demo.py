@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Column, Table
 
-from offload_runtime.cli.generate import Prompt, load_runtime, show_nothing, stream_answer
+from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import DemoOptions
 from offload_runtime.cli.render import link_figure
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
-from offload_runtime.config import GenerationParams, RuntimeConfig, format_bytes
+from offload_runtime.config import RuntimeConfig, format_bytes
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, Runtime
+    from offload_runtime.engine import GenerationResult
 
 # The n-gram draft copies from the text so far, so the question must have an answer with something to copy.
 DEFAULT_PROMPT = (
@@ -50,16 +50,16 @@ def demo(options: DemoOptions) -> None:
         write_text(f"{machine_line(runtime.device.type)}\n")
         status_line(runtime.load_report)
         status_line(runtime.placement)
+        ways = {"plain": partial(runtime.stream, speculate=False), "speculative": runtime.stream}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        answer = partial(_answer, runtime, messages)
-        for speculate in (False, True):
-            answer(short, show_nothing, speculate=speculate, show_progress=False)
-        for name, speculate in (("plain", False), ("speculative", True)):
+        for start in ways.values():
+            _finished(stream_answer(start, messages, short, show=show_nothing, show_progress=False))
+        for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            result = answer(params, write_text, speculate=speculate, show_progress=show_progress)
-            results[name] = result
+            result = stream_answer(start, messages, params, show=write_text, show_progress=show_progress)
+            results[name] = _finished(result)
             peak_bytes.append(result.stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
     print_tables([comparison_table(results, peak_bytes, on_gpu=on_gpu)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
@@ -68,15 +68,8 @@ def demo(options: DemoOptions) -> None:
         raise typer.Exit(1)
 
 
-def _answer(
-    runtime: Runtime, messages: Prompt, params: GenerationParams, show: Callable[[str], None], *, speculate: bool,
-    show_progress: bool,
-) -> GenerationResult:  # fmt: skip
-    """Answer once; leave at once when Ctrl-C stopped it, because half an answer compares with nothing."""
-    result = stream_answer(
-        runtime.stream, messages, params, show=show, speculate=speculate, show_progress=show_progress
-    )
-    show("\n")
+def _finished(result: GenerationResult) -> GenerationResult:
+    """Leave at once when Ctrl-C stopped an answer, because half of one compares with nothing."""
     if result.finish_reason == "interrupted":
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
     return result

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from offload_runtime.engine.request import PromptRoom
     from offload_runtime.plan import RunPlan
 
+    StartAnswer = Callable[..., TokenStream | Reply]
+    CheckPrompts = Callable[[PromptRoom], object]
+
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -72,8 +75,6 @@ def generate(options: GenerateOptions) -> None:
     elif is_batch:
         texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
         terminal.write_text("".join(texts))
-    else:
-        terminal.write_text("\n")
     if is_batch:
         for name, result in answers:
             terminal.status_line(f"{name}: {' · '.join(_figures(result))}")
@@ -114,9 +115,8 @@ def show_nothing(piece: str) -> None:
 
 @contextmanager
 def load_runtime(
-    config: RuntimeConfig, *, show_progress: bool, explain: bool = False,
-    check: Callable[[PromptRoom], object] | None = None,
-) -> Iterator[Runtime]:  # fmt: skip
+    config: RuntimeConfig, *, show_progress: bool, explain: bool = False, check: CheckPrompts | None = None
+) -> Iterator[Runtime]:
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
     weights are read. `explain` prints the plan on stderr."""
     from offload_runtime.engine import Runtime
@@ -177,10 +177,10 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
 
 
 def stream_answer(
-    start: Callable[..., TokenStream | Reply], prompt: Prompt, params: GenerationParams, *,
-    show: Callable[[str], None], show_progress: bool, speculate: bool = True,
-) -> GenerationResult:  # fmt: skip
-    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes.
+    start: StartAnswer, prompt: Prompt, params: GenerationParams, *, show: Callable[[str], None], show_progress: bool
+) -> GenerationResult:
+    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes, and a line's end after
+    the last one.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
@@ -192,27 +192,31 @@ def stream_answer(
     """
     shown_characters = 0
     failure: BudgetError | None = None
-    with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
-        stream = start(prompt, **_keywords(params), speculate=speculate, on_prefill=on_prefill)
-        try:
-            for piece in stream:
-                bars.close()
-                show(piece)
-                shown_characters += len(piece)
-                if stop.is_set():
-                    break
-        except (KeyboardInterrupt, BudgetError) as error:
-            if not shown_characters:
-                raise
-            failure = error if isinstance(error, BudgetError) else None
-        stream.close()
-        result = stream.result
-        # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
-        if result.finish_reason == "interrupted":
-            show(result.text[shown_characters:])
+    try:
+        with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
+            stream = start(prompt, **_keywords(params), on_prefill=on_prefill)
+            try:
+                for piece in stream:
+                    bars.close()
+                    show(piece)
+                    shown_characters += len(piece)
+                    if stop.is_set():
+                        break
+            except (KeyboardInterrupt, BudgetError) as error:
+                if not shown_characters:
+                    raise
+                failure = error if isinstance(error, BudgetError) else None
+            stream.close()
+            # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
+            if stream.result.finish_reason == "interrupted":
+                show(stream.result.text[shown_characters:])
+    finally:
+        # Whatever is printed next, be it an error, must not continue the answer's last line.
+        if shown_characters:
+            show("\n")
     if failure is not None:
-        raise BudgetError(str(failure), [result]) from failure
-    return result
+        raise BudgetError(str(failure), [stream.result]) from failure
+    return stream.result
 
 
 def _answer_batch(

@@ -33,12 +33,18 @@ SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
 
 
-# --- how options are read. To typer they are texts, and the callbacks below make values of them: what these raise is the
-# program's own error, while what a `parser` raises would be told in typer's words.
+_model, _sampling, _machine, _output, _proposing = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Model", "Sampling", "Machine", "Output", "Speculation (none of it changes the output)")
+)
 
 
-def _count(*, least: int = 0) -> Callable[[typer.CallbackParam, str], int | None]:
-    """What reads a count of at least `least`; None for `auto`, which leaves it to the runtime."""
+# --- how options are read: typer sees texts, and callbacks make values of them. What these raise is the program's own
+# error, while what a `parser` raises would be told in typer's words.
+
+
+def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
+    """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
         name = param.opts[0]
@@ -54,7 +60,7 @@ def _count(*, least: int = 0) -> Callable[[typer.CallbackParam, str], int | None
             raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
         return count
 
-    return read
+    return option("auto", metavar=metavar, parser=str, callback=read, help=help)
 
 
 def _size(text: str | None) -> int | None:
@@ -65,10 +71,6 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else user_path(text)
 
 
-_model, _sampling, _machine, _output, _proposing = (
-    partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Model", "Sampling", "Machine", "Output", "Speculation (none of it changes the output)")
-)
 _memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_size)
 _machine_profile = partial(_machine, None, metavar="NAME|FILE")
 _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_path)
@@ -85,13 +87,11 @@ _DTYPE = _machine("auto", help="auto: the checkpoint's own on a GPU, fp32 on a C
 _SEED = _sampling(0, min=0, help="The same seed gives the same tokens.")
 _JSON = _output(False, "--json", help="One JSON object on stdout and nothing else.")
 _NO_PROGRESS = _output(False, "--no-progress", help="No progress bars on stderr.")
-_GAMMA = _proposing(
-    "auto",
-    metavar="N|auto",
-    parser=str,
-    callback=_count(least=1),
-    help="Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, "
-    "by what was accepted and how long it took.",
+_GAMMA = _count(
+    _proposing,
+    "Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, by what "
+    "was accepted and how long it took.",
+    least=1,
 )
 _max_new_tokens = partial(_sampling, min=1, help="Longest answer, in tokens.")
 _temperature = partial(_sampling, min=0.0, help="0 is greedy decoding.")
@@ -107,9 +107,7 @@ class RunOptions:
         metavar="MODEL|ngram|none",
         help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
     )
-    context: int | None = _model(
-        "auto", metavar="TOKENS|auto", parser=str, callback=_count(least=1), help="Tokens of context to reserve."
-    )
+    context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
     kv: KVPlace = _model(
         "auto",
         help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
@@ -134,13 +132,10 @@ class RunOptions:
         SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the middle level."
     )
     gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to the middle level.")
-    tree_nodes: int | None = _proposing(
-        "auto",
-        metavar="N|auto",
-        parser=str,
-        callback=_count(),
-        help="Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains "
-        "only. auto chooses; beside --gamma N it stands for chains.",
+    tree_nodes: int | None = _count(
+        _proposing,
+        "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "
+        "auto chooses; beside --gamma N it stands for chains.",
     )
     dtype: Dtype = _DTYPE
     vram_bytes: int | None = _memory("--vram", help="Most GPU memory to use, such as 24GB or 20GiB.")
@@ -149,12 +144,8 @@ class RunOptions:
         "--pinned",
         help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
     )
-    resident_layers: int | None = _machine(
-        "auto",
-        metavar="N|auto",
-        parser=str,
-        callback=_count(),
-        help="Layers that stay on the device; the others are streamed over the link in every pass.",
+    resident_layers: int | None = _count(
+        _machine, "Layers that stay on the device; the others are streamed over the link in every pass."
     )
 
     def config(self, *, max_batch: int = 1) -> RuntimeConfig:

@@ -160,11 +160,16 @@ def _new_progress(*, in_bytes: bool) -> progress.Progress:
 
 def read_file(path: str, option: str) -> str:
     """Text of the UTF-8 file that an option names (`-` is stdin), byte for byte; raises `OptionError`."""
+    return read_text(None, "stdin") if path == "-" else read_text(user_path(path), f"{option} {path}")
+
+
+def read_text(path: Path | None, source: str) -> str:
+    """Text of a UTF-8 file, or of stdin, byte for byte; raises `OptionError` naming `source`."""
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
+        raw = sys.stdin.buffer.read() if path is None else path.read_bytes()
     except OSError as error:
-        raise OptionError(f"{option} {path} cannot be read: {error.strerror or error}") from error
-    return decode_utf8(raw, "stdin" if path == "-" else f"{option} {path}")
+        raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
+    return decode_utf8(raw, source)
 
 
 def user_path(text: str) -> Path:
