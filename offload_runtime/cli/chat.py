@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload_runtime.cli import terminal
+from offload_runtime.cli import render, terminal
 from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.cli.render import (
-    answer_record,
-    link_figure,
-    prediction_figure,
-    run_record,
-    share_figure,
-    speed_figures,
-)
 from offload_runtime.config import GenerationParams, format_bytes, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
@@ -44,7 +36,7 @@ def chat(options: ChatOptions) -> None:
         load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
     ):
         write_record = partial(terminal.write_json, output=output) if options.as_json else None
-        conversation, about = runtime.conversation(options.system), run_record(runtime, config, params)
+        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
         session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)
@@ -68,7 +60,7 @@ def _converse_at_terminal(session: ChatSession) -> None:
             if text:
                 with terminal.silent_keyboard():
                     interrupted = not session.take(text)
-        except (EOFError, EndOfChat):
+        except EOFError:
             return
         except KeyboardInterrupt:
             if interrupted:
@@ -78,22 +70,17 @@ def _converse_at_terminal(session: ChatSession) -> None:
 
 
 def _converse_through_pipe(session: ChatSession) -> None:
-    """Take one line of stdin as one turn until the input ends; Ctrl-C ends the program, there is nobody to go on."""
-    for text in _lines_of_stdin():
-        try:
-            if text and not session.take(text):
-                raise KeyboardInterrupt
-        except EndOfChat:
-            return
-
-
-def _lines_of_stdin() -> Iterator[str]:
-    """Yield stdin line by line, without waiting for more than one line, skipping lines that are not text."""
+    """Take one line of stdin as one turn until the input ends, without waiting for more than one line; Ctrl-C ends the
+    program, there is nobody to go on."""
     for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), start=1):
         try:
-            yield terminal.decode_utf8(raw, f"line {number} of stdin").strip()
-        except OptionError as error:
+            text = terminal.decode_utf8(raw, f"line {number} of stdin").strip()
+            if text and not session.take(text):
+                raise KeyboardInterrupt
+        except OptionError as error:  # of a line that is not text
             terminal.error_line(error)
+        except EOFError:
+            return
 
 
 @dataclass
@@ -130,7 +117,13 @@ class ChatSession:
                 raise OptionError(f"{name} needs the name of a file: {name} FILE")
             command.run(self, "".join(argument))
         except OffloadError as error:
-            self._report(error, is_turn=is_message)
+            # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
+            if is_message and self.write_record is not None:
+                record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
+                for result in error.answers if isinstance(error, BudgetError) else ():
+                    record |= {**render.answer_record(result), **self.about}
+                self.write_record(record)
+            terminal.error_line(error)
         return True
 
     def _answer(self, text: str) -> bool:
@@ -145,14 +138,14 @@ class ChatSession:
             return False
         self.last_stats = result.stats
         if self.write_record is not None:
-            self.write_record({**answer_record(result), **self.about})
+            self.write_record({**render.answer_record(result), **self.about})
         terminal.status_line(" · ".join(self._figures(result)))
         return result.finish_reason != "interrupted"
 
     def _figures(self, result: GenerationResult) -> list[str]:
         """Return the parts of the status line below an answer."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*speed_figures(result.stats), f"context {used} of {reserved}"]
+        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
         if result.finish_reason == "interrupted":
             return ["stopped", *figures]
         if result.finish_reason == "length" and used >= reserved:
@@ -161,22 +154,8 @@ class ChatSession:
             return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
         return figures
 
-    def _report(self, error: OffloadError, *, is_turn: bool) -> None:
-        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too, with what
-        there is of the answer."""
-        if is_turn and self.write_record is not None:
-            record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
-            for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= {**answer_record(result), **self.about}
-            self.write_record(record)
-        terminal.error_line(error)
-
 
 # --- commands
-
-
-class EndOfChat(Exception):
-    """A `/command` asked to leave; not an error."""
 
 
 class Command(NamedTuple):
@@ -252,14 +231,14 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("first token", f"{stats.time_to_first_token_s:.2f} s"),
         ("speed", f"{stats.tok_per_s:.1f} tokens/s, {stats.tokens_per_pass:.2f} tokens per pass"),
         ("streamed per pass", format_bytes(stats.bytes_per_pass)),
-        ("link", link_figure(stats)),
+        ("link", render.link_figure(stats)),
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
-        ("link idle", share_figure(stats.link_idle_share)),
-        ("drafting hidden", share_figure(stats.hidden_draft_share)),
+        ("link idle", render.share_figure(stats.link_idle_share)),
+        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
         ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", prediction_figure(stats)),
+        ("time of a pass", render.prediction_figure(stats)),
         ("emulated machine", stats.emulated or ""),
     ]
     return [(name, figure) for name, figure in rows if figure]
@@ -283,7 +262,7 @@ def _count(session: ChatSession) -> str:
 
 
 def _exit(session: ChatSession, argument: str) -> None:
-    raise EndOfChat
+    raise EOFError  # as Ctrl-D does
 
 
 COMMANDS = {

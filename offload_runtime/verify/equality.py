@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, perturbed_logits
-from offload_runtime.verify.replay import (
-    ScriptedProposer,
-    Transcript,
-    differing_rows,
-    first_difference,
-    loaded_proposers,
-    transcribe,
-)
+from offload_runtime.verify.replay import ScriptedProposer, Transcript, differing_rows, loaded_proposers, transcribe
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
@@ -158,7 +152,8 @@ def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
         other: With speculation.
         bitwise: Whether logits must be the same to the last bit, as passes on CUDA promise.
     """
-    at = first_difference(plain.tokens, other.tokens)
+    tokens = enumerate(zip_longest(plain.tokens, other.tokens))  # the end of the shorter one differs as well
+    at = next((index for index, (expected, token) in tokens if expected != token), None)
     same_context = min(len(plain.rows), len(other.rows), len(plain.tokens) if at is None else at + 1)
     differing = differing_rows(plain.rows[:same_context], other.rows[:same_context])
     foreign = plain.foreign_tokens + other.foreign_tokens

@@ -16,18 +16,7 @@ import torch
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import (
-    Acceptance,
-    DraftProposer,
-    DraftRequest,
-    NgramProposer,
-    NoProposer,
-    Proposal,
-    Proposer,
-    TreeDraftProposer,
-    TriForceProposer,
-    drafting,
-)
+from offload_runtime.speculation import NGRAM, Acceptance, DraftRequest, NgramProposer, Proposal, Proposer, drafting
 
 # Of the windows of a script with room for trees.
 _CHAIN_SHARE = 0.25
@@ -145,11 +134,10 @@ def transcribe(
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
     own = drafting(runtime.proposer)
-    names: dict[type, str] = {DraftProposer: "draft", TreeDraftProposer: "draft", TriForceProposer: "triforce"}
-    if type(own) in names:
-        return {"ngram": NgramProposer(), names[type(own)]: own}
-    assert isinstance(own, NgramProposer | NoProposer), f"{type(own).__name__} would go untested"
-    return {"ngram": NgramProposer()}
+    proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
+    if own.name not in (None, NGRAM):
+        proposers["triforce" if own.name == "middle" else "draft"] = own
+    return proposers
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
@@ -158,12 +146,6 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
     differ = (left.view(bits) != right.view(bits)).any(-1)
     indices: list[int] = differ.nonzero().flatten().tolist()
     return indices
-
-
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the end of the shorter one included; None when all are equal."""
-    pairs = enumerate(zip_longest(left, right))
-    return next((index for index, (a, b) in pairs if a != b), None)
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
