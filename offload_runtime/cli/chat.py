@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import render, terminal
 from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import GenerationParams, format_bytes, write_atomically
+from offload_runtime.config import format_bytes, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -25,19 +24,16 @@ if TYPE_CHECKING:
 
 def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
-    config, params = options.config(), options.params()
+    config, _ = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive and options.as_json:
         raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
-    show_progress = not options.no_progress
     with (
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
+        load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
-        write_record = partial(terminal.write_json, output=output) if options.as_json else None
-        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
-        session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
+        session = ChatSession(runtime, runtime.conversation(options.system), options, output)
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)
         if interactive:
@@ -87,15 +83,13 @@ def _converse_through_pipe(session: ChatSession) -> None:
 class ChatSession:
     """One conversation and the way its answers are printed. Owns nothing but the last answer's figures.
 
-    `write_record` takes each answer, with `about` the run, as one object instead of text on stdout; None prints text.
+    With `--json` each answer is one object, with what there is to tell of the run, on `output`.
     """
 
     runtime: Runtime
     conversation: Conversation
-    params: GenerationParams
-    about: Mapping[str, Any]
-    write_record: Callable[[dict[str, Any]], None] | None
-    show_progress: bool
+    options: ChatOptions
+    output: TextIO
     last_stats: GenerationStats | None = None
 
     def take(self, text: str) -> bool:
@@ -118,41 +112,40 @@ class ChatSession:
             command.run(self, "".join(argument))
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
-            if is_message and self.write_record is not None:
-                record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
-                for result in error.answers if isinstance(error, BudgetError) else ():
-                    record |= {**render.answer_record(result), **self.about}
-                self.write_record(record)
+            if is_message and self.options.as_json:
+                answers = error.answers if isinstance(error, BudgetError) else ()
+                self._write_json(answers, {"error": str(error), "error_type": type(error).__name__})
             terminal.error_line(error)
         return True
 
     def _answer(self, text: str) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        show = terminal.write_text if self.write_record is None else show_nothing
+        show = show_nothing if self.options.as_json else terminal.write_text
         try:
-            result = stream_answer(
-                self.conversation.say, text, self.params, show=show, show_progress=self.show_progress
-            )
+            result = stream_answer(self.conversation.say, text, self.options, show=show)
         except KeyboardInterrupt:
             terminal.status_line("stopped before the answer began; the message was not kept")
             return False
         self.last_stats = result.stats
-        if self.write_record is not None:
-            self.write_record({**render.answer_record(result), **self.about})
-        terminal.status_line(" · ".join(self._figures(result)))
+        if self.options.as_json:
+            self._write_json([result], {})
+        terminal.status_line(render.answer_line(result, *self._context_figures(result)))
         return result.finish_reason != "interrupted"
 
-    def _figures(self, result: GenerationResult) -> list[str]:
-        """Return the parts of the status line below an answer."""
+    def _context_figures(self, result: GenerationResult) -> list[str]:
+        """Return how much of the context is used, and what to do about an answer that was cut."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
-        if result.finish_reason == "interrupted":
-            return ["stopped", *figures]
+        figures = [f"context {used} of {reserved}"]
         if result.finish_reason == "length" and used >= reserved:
-            return [*figures, "the context is full: /reset starts over"]
-        if result.finish_reason == "length":
-            return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
+            figures.append("the context is full: /reset starts over")
+        elif result.finish_reason == "length":
+            figures.append(f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)")
         return figures
+
+    def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
+        for result in answers:  # there is one, or none where an error came before it
+            record |= {**render.answer_record(result), **render.run_record(self.runtime, self.options)}
+        terminal.write_json(record, self.output)
 
 
 # --- commands

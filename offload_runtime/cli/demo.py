@@ -38,10 +38,10 @@ def demo(options: DemoOptions) -> None:
 
     from offload_runtime.engine import fetch_demo_model
 
-    params, show_progress = options.params(), not options.no_progress
+    show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
     target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
-    max_gamma = max(RuntimeConfig.max_gamma, params.gamma or 0)
+    max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
     peak_bytes: list[int] = []  # VRAM on a GPU, the process's resident memory on a CPU
@@ -53,14 +53,13 @@ def demo(options: DemoOptions) -> None:
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": runtime.stream}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
-        short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
+        short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
         for start in ways.values():
-            _finished(stream_answer(start, messages, short, show=show_nothing, show_progress=False))
+            _finished(stream_answer(start, messages, short, show=show_nothing))
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            result = stream_answer(start, messages, params, show=write_text, show_progress=show_progress)
-            results[name] = _finished(result)
-            peak_bytes.append(result.stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
+            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
+            peak_bytes.append(results[name].stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
     print_tables([comparison_table(results, peak_bytes, on_gpu=on_gpu)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import GenerateOptions
-from offload_runtime.cli.render import answer_record, run_record, speed_figures
+from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
+from offload_runtime.cli.plan import print_explanation
+from offload_runtime.cli.render import answer_line, answer_record, run_record
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OptionError
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, Reply, Runtime, TokenStream
     from offload_runtime.engine.generate import OnPrefill
     from offload_runtime.engine.request import PromptRoom
-    from offload_runtime.plan import RunPlan
 
     StartAnswer = Callable[..., TokenStream | Reply]
     CheckPrompts = Callable[[PromptRoom], object]
@@ -37,37 +37,34 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params = options.config(max_batch=max(1, len(options.prompt_file or ()))), options.params()
+    config, max_new_tokens = options.config, options.params.max_new_tokens
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
 
-    def check(room: PromptRoom) -> None:
-        if is_batch:
-            room.fit_all(prompts, params.max_new_tokens)
-        else:
-            room.fit(prompts[0], params.max_new_tokens)
+    def check(room: PromptRoom) -> object:
+        return room.fit_all(prompts, max_new_tokens) if is_batch else room.fit(prompts[0], max_new_tokens)
 
-    show, show_progress = show_nothing if options.as_json else terminal.write_text, not options.no_progress
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
     with (
         terminal.only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
     ):
         terminal.status_line(runtime.placement)
         try:
             if is_batch:
-                results = _answer_batch(runtime, prompts, params, show_progress=show_progress)
+                results = _answer_batch(runtime, prompts, options)
             else:
-                results = [stream_answer(runtime.stream, prompts[0], params, show=show, show_progress=show_progress)]
+                show = show_nothing if options.as_json else terminal.write_text
+                results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
         except BudgetError as error:
             if not error.answers:
                 raise
             results, failure = error.answers, error  # shown as far as they had come, before the error
-        about = run_record(runtime, config, params)
-        load_report = runtime.load_report
+        about, load_report = run_record(runtime, options), runtime.load_report
     answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
+    lines = [answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s") for result in results]
     if options.as_json:
         records = [{"name": name, **answer_record(result)} for name, result in answers]
         answered = {"results": records} if is_batch else answer_record(results[0])
@@ -76,11 +73,11 @@ def generate(options: GenerateOptions) -> None:
         texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
         terminal.write_text("".join(texts))
     if is_batch:
-        for name, result in answers:
-            terminal.status_line(f"{name}: {' · '.join(_figures(result))}")
+        for (name, _), line in zip(answers, lines, strict=True):
+            terminal.status_line(f"{name}: {line}")
         terminal.status_line(load_report)
     else:
-        terminal.status_line(" · ".join([*_figures(results[0]), load_report]))
+        terminal.status_line(f"{lines[0]} · {load_report}")
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -100,12 +97,6 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
     return [("stdin" if path == "-" else path, terminal.read_file(path, "--prompt-file")) for path in files]
 
 
-def _figures(result: GenerationResult) -> list[str]:
-    """Return what was reached, and the wait for the first token; an interrupted answer says so."""
-    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
-    return [*stopped, *speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s"]
-
-
 def show_nothing(piece: str) -> None:
     """Swallow the pieces of an answer that is printed as a whole."""
 
@@ -121,7 +112,7 @@ def load_runtime(
     weights are read. `explain` prints the plan on stderr."""
     from offload_runtime.engine import Runtime
 
-    on_plan = partial(_explain, config=config) if explain else None
+    on_plan = partial(print_explanation, config=config) if explain else None
     with terminal.ProgressBars(enabled=show_progress) as bars:
         on_progress = partial(bars.update, unit="bytes")
         runtime = Runtime.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
@@ -129,21 +120,6 @@ def load_runtime(
         yield runtime
     if config.trace is not None:
         terminal.status_line(f"trace written to {config.trace}")
-
-
-def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
-    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
-    from offload_runtime.cli.plan import memory_tables, speed_line
-    from offload_runtime.engine.expectation import planned_figures
-    from offload_runtime.plan import COMMON_PROFILE
-
-    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
-    unknown = (
-        "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
-        f"figures of {COMMON_PROFILE}"
-    )
-    speed = unknown if machine is None else speed_line(plan, machine)
-    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
 
 
 @contextmanager
@@ -177,7 +153,7 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
 
 
 def stream_answer(
-    start: StartAnswer, prompt: Prompt, params: GenerationParams, *, show: Callable[[str], None], show_progress: bool
+    start: StartAnswer, prompt: Prompt, options: AnswerOptions | DemoOptions, *, show: Callable[[str], None]
 ) -> GenerationResult:
     """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes, and a line's end after
     the last one.
@@ -193,8 +169,8 @@ def stream_answer(
     shown_characters = 0
     failure: BudgetError | None = None
     try:
-        with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
-            stream = start(prompt, **_keywords(params), on_prefill=on_prefill)
+        with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+            stream = start(prompt, **_keywords(options.params), on_prefill=on_prefill)
             try:
                 for piece in stream:
                     bars.close()
@@ -219,18 +195,16 @@ def stream_answer(
     return stream.result
 
 
-def _answer_batch(
-    runtime: Runtime, prompts: Sequence[Prompt], params: GenerationParams, *, show_progress: bool
-) -> list[GenerationResult]:
+def _answer_batch(runtime: Runtime, prompts: Sequence[Prompt], options: AnswerOptions) -> list[GenerationResult]:
     """Answer all prompts together, to their ends or to Ctrl-C.
 
     After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
     on, and at the second one, Ctrl-C raises KeyboardInterrupt.
     """
-    with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
-        on_progress = partial(bars.update, "answers", unit="finished")
+    with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+        asked, on_progress = _keywords(options.params), partial(bars.update, "answers", unit="finished")
         return runtime.generate_batch(
-            prompts, **_keywords(params), on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
+            prompts, **asked, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
         )
 
 

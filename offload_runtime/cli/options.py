@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -28,8 +28,6 @@ from offload_runtime.errors import OptionError
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-KVPlace = Literal["auto", "gpu", "host"]
-SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
 
 
@@ -108,11 +106,11 @@ class RunOptions:
         help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
     )
     context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
-    kv: KVPlace = _model(
+    kv: Literal["auto", "gpu", "host"] = _model(
         "auto",
         help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
     )
-    speculation: SpeculationMode = _proposing(
+    speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
         help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
         "auto: what is predicted to be faster.",
@@ -148,7 +146,8 @@ class RunOptions:
         _machine, "Layers that stay on the device; the others are streamed over the link in every pass."
     )
 
-    def config(self, *, max_batch: int = 1) -> RuntimeConfig:
+    @cached_property
+    def config(self) -> RuntimeConfig:
         """What a runtime is loaded with; raises `OptionError` for what contradicts itself."""
         options = _by_name(self, RuntimeConfig)  # with what commands add, such as --gamma and --device
         gamma = options.get("gamma")
@@ -158,7 +157,7 @@ class RunOptions:
             options["tree_nodes"] = self.tree_nodes or 0
         options["context"] = "auto" if self.context is None else self.context
         options["speculation"] = self._speculation()
-        return RuntimeConfig(**options, max_batch=max_batch)
+        return RuntimeConfig(**options)
 
     def _speculation(self) -> SpeculationOptions:
         """How tokens are proposed; raises `OptionError` for an option that would do nothing beside the others."""
@@ -175,7 +174,7 @@ class RunOptions:
 class PlanOptions(RunOptions):
     """What `plan` takes."""
 
-    batch: int = typer.Option(1, min=1, help="Prompts that are answered at once.")
+    max_batch: int = typer.Option(1, "--batch", min=1, help="Prompts that are answered at once.")
     gamma: int | None = _GAMMA
     profile: str | None = _machine_profile(
         help="The machine to plan for, such as rtx4090; left out, your own saved profile."
@@ -219,6 +218,7 @@ class AnswerOptions(LoadOptions):
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
 
+    @cached_property
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
         sampling = SamplingParams(**_by_name(self, SamplingParams))
@@ -237,6 +237,11 @@ class GenerateOptions(AnswerOptions):
         "the noise that it would draw alone, each other one its own.",
     )
     chat: bool = typer.Option(False, "--chat", help="Send the prompt through the model's chat template.")
+
+    @property
+    def max_batch(self) -> int:
+        """Prompts that are answered at once."""
+        return max(1, len(self.prompt_file or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +295,7 @@ class DemoOptions:
     dtype: Dtype = _DTYPE
     no_progress: bool = _NO_PROGRESS
 
+    @cached_property
     def params(self) -> GenerationParams:
         """What both answers are asked for; raises `OptionError` for values that make no sense."""
         sampling = SamplingParams(self.temperature, seed=self.seed)

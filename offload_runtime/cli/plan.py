@@ -12,25 +12,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, format_bytes
+from offload_runtime.config import GB, RuntimeConfig, format_bytes
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import MachineFigures, PassTime, Refusal, RunForecast, RunPlan, Upgrade
+    from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 _FALLBACK_PROFILE = "rtx4090"
 
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config = options.config(max_batch=options.batch)
+    config = options.config
     picture = options.plot
     machine = choose_profile(options.profile)
     if picture is not None:
@@ -45,9 +44,8 @@ def plan(options: PlanOptions) -> None:
         if options.as_json:
             terminal.write_json(refusal_record(outcome, machine), sys.stdout)
         else:
-            terminal.write_text("".join(f"{line}\n" for line in refusal_lines(outcome)))
-        terminal.error_line(outcome.problem)
-        raise typer.Exit(terminal.ERROR_EXIT_CODE)
+            terminal.print_tables(refusal_lines(outcome), sys.stdout)
+        raise outcome.problem
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
@@ -139,18 +137,27 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
     return table
 
 
-def speed_line(plan: RunPlan, machine: MachineFigures) -> str:
-    """Predicted seconds of a pass over one token behind a full context, and of a prompt that fills it."""
-    from offload_runtime.plan import pass_time, prefill_time
+def print_explanation(plan: RunPlan, *, config: RuntimeConfig) -> None:
+    """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
+    pass over one token behind a full context, and of a prompt that fills it."""
+    from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
 
-    context = plan.target.context_tokens
-    predicted = pass_time(plan, machine, length_tokens=context - 1, rows=1)
-    prefill = prefill_time(plan, machine, context)
-    return (
-        f"predicted by the figures of {machine.name}, at {context} tokens: a pass of "
-        f"{_duration(predicted.seconds)}, bound by {predicted.bound_by}, and {_duration(prefill.seconds)} to the "
-        f"first token, bound by {prefill.bound_by}"
-    )
+    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
+    if machine is None:
+        speed = (
+            "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
+            f"the figures of {COMMON_PROFILE}"
+        )
+    else:
+        context = plan.target.context_tokens
+        one = pass_time(plan, machine, length_tokens=context - 1, rows=1)
+        prefill = prefill_time(plan, machine, context)
+        speed = (
+            f"predicted by the figures of {machine.name}, at {context} tokens: a pass of {_duration(one.seconds)}, "
+            f"bound by {one.bound_by}, and {_duration(prefill.seconds)} to the first token, bound by {prefill.bound_by}"
+        )
+    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:

@@ -36,7 +36,8 @@ def profile(options: ProfileOptions) -> None:
     if options.as_json:
         # Saved first: the object says where.
         saved = None if options.save is None else str(save_profile(report.profile, options.save))
-        write_json({**report_record(report, advice), "saved": saved}, sys.stdout)
+        plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
+        write_json({**asdict(report), **plain, "matters": advice, "saved": saved}, sys.stdout)
         return
     print_report(report, advice)
     if options.save is None:
@@ -47,18 +48,6 @@ def profile(options: ProfileOptions) -> None:
     except StorageError:
         write_text("\n" + profile_toml(report.profile))  # it has cost a minute: nothing of it may be lost
         raise
-
-
-def report_record(report: MachineReport, advice: list[str]) -> dict[str, Any]:
-    """Return the report as plain values for JSON."""
-    return {
-        "profile": profile_to_mapping(report.profile),
-        "missing": dict(report.missing),
-        "matters": advice,
-        "gpu": None if report.gpu is None else asdict(report.gpu),
-        "host": asdict(report.host),
-        "seconds": round(report.seconds, 3),
-    }
 
 
 def print_report(report: MachineReport, advice: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.config import GenerationParams, RuntimeConfig
+from offload_runtime.cli.options import AnswerOptions
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
@@ -13,6 +13,12 @@ _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SHOWN_DEPTHS = 8
 _SHOWN_WINDOWS = 4
+
+
+def answer_line(result: GenerationResult, *more: str) -> str:
+    """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
+    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
+    return " · ".join([*stopped, *speed_figures(result.stats), *more])
 
 
 def speed_figures(stats: GenerationStats) -> list[str]:
@@ -91,13 +97,8 @@ def answer_record(result: GenerationResult) -> dict[str, Any]:
     return {**vars(result), "stats": result.stats.to_dict()}
 
 
-def run_record(runtime: Runtime, config: RuntimeConfig, params: GenerationParams) -> dict[str, Any]:
+def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
     """Return what `--json` prints of the run, which all its answers share."""
-    return {
-        "target": config.target,
-        "draft": config.draft,
-        "device": str(runtime.device),
-        "dtype": _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")],
-        "seed": params.sampling.seed,
-        "emulated": runtime.emulated,
-    }
+    dtype = _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")]
+    asked = {"target": options.target, "draft": options.draft, "seed": options.seed}
+    return {**asked, "device": str(runtime.device), "dtype": dtype, "emulated": runtime.emulated}

@@ -18,9 +18,7 @@ from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
-    from offload_runtime.verify.distribution import Fit
-    from offload_runtime.verify.equality import IdentityRun
-    from offload_runtime.verify.report import VerificationReport
+    from offload_runtime.verify import Fit, IdentityRun, VerificationReport
 
 DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
@@ -28,7 +26,7 @@ _MOST_FINDINGS = 10
 
 def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
-    config, show_progress = options.config(), not options.no_progress
+    config, show_progress = options.config, not options.no_progress
     extra_prompts = {} if options.prompts is None else read_prompts(options.prompts)
     if options.speculation == "none":
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
