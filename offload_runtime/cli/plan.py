@@ -29,8 +29,7 @@ _FALLBACK_PROFILE = "rtx4090"
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config = options.config
-    picture = options.plot
+    config, picture = options.config, options.plot
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)

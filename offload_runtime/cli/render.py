@@ -30,12 +30,16 @@ def speed_figures(stats: GenerationStats) -> list[str]:
     idle, hidden = share_figure(stats.link_idle_share), share_figure(stats.hidden_draft_share)
     figures = [
         f"emulating {stats.emulated}" if stats.emulated else "",
-        f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass",
-        acceptance_figure(stats), depth_figure(stats), source_figure(stats), window_figure(stats),
+        f"{stats.tok_per_s:.1f} tokens/s",
+        f"{stats.tokens_per_pass:.2f} tokens per pass",
+        acceptance_figure(stats),
+        depth_figure(stats),
+        source_figure(stats),
+        window_figure(stats),
         "" if stats.link_gbps is None else f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}",
         f"drafting hidden {hidden}" if hidden else "",
         prediction_figure(stats),
-    ]  # fmt: skip
+    ]
     return [figure for figure in figures if figure]
 
 

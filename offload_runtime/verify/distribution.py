@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
@@ -138,7 +138,7 @@ def fit_rows(
     """
     fits: list[Fit] = []
     for prompt_name, prompt in prompts.items():
-        row = transcribe(runtime, prompt, SamplingParams(), count=1).rows[0].to(runtime.device)
+        row = transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
         for setting_name, sampling in settings.items():
             first = _FIRST_ROW_SEED + len(fits) * seeds
             name = f"{prompt_name}, {setting_name}"
@@ -168,11 +168,9 @@ def fit_generations(
     """
     answers = []
     for number in range(seeds):
-        params, proposer = replace(sampling, seed=_FIRST_GENERATION_SEED + number), proposers[number % len(proposers)]
-        generation = transcribe(
-            runtime, prompt, params, count=GENERATION_TOKENS, proposer=proposer, gamma=GENERATION_TOKENS - 1
-        )
-        answers.append(generation.tokens)
+        seeded = replace(sampling, seed=_FIRST_GENERATION_SEED + number)
+        params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=seeded)
+        answers.append(transcribe(runtime, prompt, params, proposers[number % len(proposers)]).tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     percentiles = torch.empty_like(shares)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.verify.replay import ScriptedProposer, Transcript, differing_rows, loaded_proposers, transcribe
@@ -120,8 +120,8 @@ def verify_identity(
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
             seed = prompt_number * len(settings) + setting_number
-            sampling = replace(setting, seed=seed)
-            plain = transcribe(runtime, prompt, sampling, count=count)
+            params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
+            plain = transcribe(runtime, prompt, params)
             on_step()
             script = ScriptedProposer(
                 [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=seed
@@ -132,9 +132,7 @@ def verify_identity(
                     gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
                     trees = "tree" in proposer.modes({})
                     nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
-                other = transcribe(
-                    runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
-                )
+                other = transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
                 finding = compare(plain, other, bitwise=runtime.device.type == "cuda")
                 run = IdentityRun(
                     prompt_name, setting_name, seed, name, gamma, len(other.tokens), other.passes, finding, nodes

@@ -108,27 +108,24 @@ class Transcript:
 
 
 def transcribe(
-    runtime: Runtime, prompt: Sequence[int], sampling: SamplingParams, *, count: int, proposer: Proposer | None = None,
-    gamma: int | None = None, tree_nodes: int | None = None,
-) -> Transcript:  # fmt: skip
-    """Generate `count` tokens and keep the logits behind them: count * V * itemsize bytes of host memory.
+    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, proposer: Proposer | None = None
+) -> Transcript:
+    """Generate and keep the logits behind every token: tokens * V * itemsize bytes of host memory.
 
     Args:
         runtime: Its current generation, if any, ends.
         prompt: Token ids.
-        sampling: How tokens are chosen.
-        count: New tokens; the end-of-sequence token does not end it.
+        params: What to generate; where tokens are counted it should ignore the end of the text.
         proposer: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
-        gamma: Most tokens proposed per pass in a row, only with a proposer.
-        tree_nodes: The same in all, only with one that proposes branches.
     """
     rows: list[torch.Tensor] = []
-    # On the host at once, so that the next pass finds the device memory that it would find without a recording.
-    result = runtime.replay(
-        list(prompt), GenerationParams(count, (), gamma, True, sampling, tree_nodes), proposer=proposer,
-        on_logits=lambda _, logits: rows.append(logits.to("cpu", copy=True)),
-    )  # fmt: skip
-    return Transcript(result.tokens, torch.cat(rows), sampling, len(prompt), result.stats.passes)
+
+    def keep(_: object, logits: torch.Tensor) -> None:
+        # On the host at once, so that the next pass finds the device memory that it would find without a recording.
+        rows.append(logits.to("cpu", copy=True))
+
+    result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep)
+    return Transcript(result.tokens, torch.cat(rows), params.sampling, len(prompt), result.stats.passes)
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.request import PromptRoom, encode_prompt
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -163,7 +163,7 @@ def _verify_fit(
     on_step = _counter("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
     rows = fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=on_step)
     prompt = next(iter(contexts.values()))
-    likeliest = transcribe(runtime, prompt, SamplingParams(), count=GENERATION_TOKENS).tokens
+    likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
     script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
     proposers = [script, *loaded_proposers(runtime).values()]
     places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
