@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,16 +26,14 @@ _MOST_FINDINGS = 10
 def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
-    extra_prompts = {} if options.prompts is None else read_prompts(options.prompts)
+    extra = {} if options.prompts is None else read_prompts(options.prompts)
     if options.speculation == "none":
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
     if options.draft == "none" and options.speculation != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
     from offload_runtime.verify.report import VerificationPlan, verify
 
-    plan = VerificationPlan.built_in(
-        quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra_prompts
-    )
+    plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with only_json(options.as_json), load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime:
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
@@ -93,10 +90,11 @@ def identity_table(runs: Sequence[IdentityRun]) -> Table:
     """Return one row per draft and setting."""
     figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
     table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
-    order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
-    ordered = sorted(runs, key=lambda run: (run.proposer, order[run.setting]))
-    for (proposer, setting), group in groupby(ordered, key=lambda run: (run.proposer, run.setting)):
-        members = list(group)
+    groups: dict[tuple[str, str], list[IdentityRun]] = {}
+    for run in runs:
+        groups.setdefault((run.proposer, run.setting), []).append(run)
+    # By proposer; the settings of each stay in their order.
+    for (proposer, setting), members in sorted(groups.items(), key=lambda group: group[0][0]):
         tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
         per_pass = (tokens - len(members)) / passes if passes else 0.0
         table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", _verdicts(members))
