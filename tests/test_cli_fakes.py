@@ -127,8 +127,8 @@ class FakeRuntime:
 
     def stream(
         self, prompt: Any, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float,
-        seed: int, stop: tuple[str, ...], gamma: int | None, speculate: bool, ignore_eos: bool,
-        on_prefill: Callable[[int, int], None], tree_nodes: int | None = None,
+        seed: int, stop: tuple[str, ...], gamma: int | None, ignore_eos: bool,
+        on_prefill: Callable[[int, int], None], speculate: bool = True, tree_nodes: int | None = None,
         settle: Callable[[str], None] = lambda text: None,
     ) -> FakeStream:  # fmt: skip
         options = {

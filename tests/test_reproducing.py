@@ -111,8 +111,8 @@ def test_what_was_verified_was_by_its_command(words: list[str]) -> None:
     assert [said[key] for key in ("target", "draft", "quick")] == [
         measured[key] for key in ("target", "draft", "quick")
     ]
-    resident = {"auto": "32"}.get(said["resident_layers"], said["resident_layers"])
-    assert measured["placement"].startswith(f"{resident} of 32 layers resident") and said["vram"] == "24GB"
+    resident = 32 if said["resident_layers"] is None else said["resident_layers"]
+    assert measured["placement"].startswith(f"{resident} of 32 layers resident") and said["vram_bytes"] == 24 * 10**9
 
 
 def test_plans_and_exactness_were_measured_by_their_commands() -> None:

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from offload_runtime import sampling
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, verdict_line
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import steps as engine_steps
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Proposal
 from offload_runtime.speculation import accepted_path as honest_path
 from offload_runtime.speculation import step as rounds
-from offload_runtime.verify.replay import ScriptedProposer, forced_rows, transcribe
+from offload_runtime.verify.replay import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 
@@ -205,17 +205,18 @@ def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, mo
 
 def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     prompt = runtime.encode(PROMPT)
-    plain = transcribe(runtime, prompt, SamplingParams(), count=20)
+    params = GenerationParams(20, ignore_eos=True)
+    plain = transcribe(runtime, prompt, params)
     assert plain.rows.shape == (20, runtime.config.vocab_size) and plain.passes == 19
     script = ScriptedProposer([*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=0.9, seed=1)
-    said = transcribe(runtime, prompt, SamplingParams(), count=20, proposer=script, gamma=9)
+    said = transcribe(runtime, prompt, replace(params, gamma=9), script)
     assert said.tokens == plain.tokens == runtime.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     assert said.passes < 19
     torch.testing.assert_close(said.rows, plain.rows, rtol=1e-4, atol=1e-4)
     answers = [plain.tokens[:6], [3, 1, 4, 1, 5, 9]]
-    first, other = forced_rows(runtime, prompt, answers)
+    first, other = runtime.logits(prompt, answers)
     torch.testing.assert_close(first, plain.rows[:6], rtol=1e-4, atol=1e-4)
-    expected = transcribe(runtime, [*prompt, 3, 1, 4], SamplingParams(), count=1).rows[0]
+    expected = transcribe(runtime, [*prompt, 3, 1, 4], GenerationParams(1)).rows[0]
     torch.testing.assert_close(other[3], expected, rtol=1e-4, atol=1e-4)
 
 

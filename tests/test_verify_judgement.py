@@ -20,7 +20,7 @@ from offload_runtime import sampling
 from offload_runtime.cli.verify import describe_finding, identity_table, verdict_line
 from offload_runtime.config import SamplingParams
 from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
-from offload_runtime.verify.equality import Comparison, Finding, IdentityRun
+from offload_runtime.verify.equality import Finding, IdentityRun, compare
 from offload_runtime.verify.replay import Transcript, resample
 from offload_runtime.verify.report import VerificationReport
 
@@ -29,12 +29,11 @@ T1 = SamplingParams(temperature=1.0)
 
 def transcript(rows: torch.Tensor, params: SamplingParams, position: int = 10) -> Transcript:
     """What an honest runtime would say from these rows of logits [N, V]."""
-    return Transcript(resample(rows, params, position), rows, passes=1)
+    return Transcript(resample(rows, params, position), rows, params, position, passes=1)
 
 
 def judge(plain: torch.Tensor, other: torch.Tensor, params: SamplingParams, *, bitwise: bool = False) -> Finding:
-    comparison = Comparison(transcript(plain, params), params, 10, bitwise=bitwise)
-    return comparison.judge(transcript(other, params))
+    return compare(transcript(plain, params), transcript(other, params), bitwise=bitwise)
 
 
 def tied_rows(gap: float, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

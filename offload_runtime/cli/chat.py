@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import render, terminal
-from offload_runtime.cli.generate import load_runtime, stream_answer
+from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import GenerationParams, format_bytes, write_atomically
+from offload_runtime.config import format_bytes, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -25,27 +24,22 @@ if TYPE_CHECKING:
 
 def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
-    config, params = options.loading(), options.params()
+    config, _ = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive and options.as_json:
         raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
-    show_progress = not options.no_progress
     with (
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, explain=options.explain, show_progress=show_progress) as runtime,
+        load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
-        write_record = partial(terminal.write_json, output=output) if options.as_json else None
-        conversation, about = runtime.conversation(options.system), render.run_record(runtime, config, params)
-        session = ChatSession(runtime, conversation, params, about, write_record, show_progress)
+        session = ChatSession(runtime, runtime.conversation(options.system), options, output)
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)
         if interactive:
             _converse_at_terminal(session)
         else:
             _converse_through_pipe(session)
-    if config.trace is not None:
-        terminal.status_line(f"trace written to {config.trace}")
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
@@ -62,7 +56,7 @@ def _converse_at_terminal(session: ChatSession) -> None:
             if text:
                 with terminal.silent_keyboard():
                     interrupted = not session.take(text)
-        except (EOFError, EndOfChat):
+        except EOFError:
             return
         except KeyboardInterrupt:
             if interrupted:
@@ -72,37 +66,30 @@ def _converse_at_terminal(session: ChatSession) -> None:
 
 
 def _converse_through_pipe(session: ChatSession) -> None:
-    """Take one line of stdin as one turn until the input ends; Ctrl-C ends the program, there is nobody to go on."""
-    for text in _lines_of_stdin():
-        try:
-            if text and not session.take(text):
-                raise KeyboardInterrupt
-        except EndOfChat:
-            return
-
-
-def _lines_of_stdin() -> Iterator[str]:
-    """Yield stdin line by line, without waiting for more than one line, skipping lines that are not text."""
+    """Take one line of stdin as one turn until the input ends, without waiting for more than one line; Ctrl-C ends the
+    program, there is nobody to go on."""
     for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), start=1):
         try:
-            yield terminal.decode_utf8(raw, f"line {number} of stdin").strip()
-        except OptionError as error:
+            text = terminal.decode_utf8(raw, f"line {number} of stdin").strip()
+            if text and not session.take(text):
+                raise KeyboardInterrupt
+        except OptionError as error:  # of a line that is not text
             terminal.error_line(error)
+        except EOFError:
+            return
 
 
 @dataclass
 class ChatSession:
     """One conversation and the way its answers are printed. Owns nothing but the last answer's figures.
 
-    `write_record` takes each answer, with `about` the run, as one object instead of text on stdout; None prints text.
+    With `--json` each answer is one object, with what there is to tell of the run, on `output`.
     """
 
     runtime: Runtime
     conversation: Conversation
-    params: GenerationParams
-    about: Mapping[str, Any]
-    write_record: Callable[[dict[str, Any]], None] | None
-    show_progress: bool
+    options: ChatOptions
+    output: TextIO
     last_stats: GenerationStats | None = None
 
     def take(self, text: str) -> bool:
@@ -119,67 +106,49 @@ class ChatSession:
             if name not in COMMANDS:
                 listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
                 raise OptionError(f"unknown command {name}; {listing}")
-            COMMANDS[name].run(self, "".join(argument))
+            command = COMMANDS[name]
+            if command.argument == "FILE" and not argument:
+                raise OptionError(f"{name} needs the name of a file: {name} FILE")
+            command.run(self, "".join(argument))
         except OffloadError as error:
-            self._report(error, is_turn=is_message)
+            # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
+            if is_message and self.options.as_json:
+                answers = error.answers if isinstance(error, BudgetError) else ()
+                self._write_json(answers, {"error": str(error), "error_type": type(error).__name__})
+            terminal.error_line(error)
         return True
 
     def _answer(self, text: str) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        as_text = self.write_record is None
-        wrote = False
-
-        def show(piece: str) -> None:
-            nonlocal wrote
-            wrote = wrote or bool(piece)
-            if as_text:
-                terminal.write_text(piece)
-
+        show = show_nothing if self.options.as_json else terminal.write_text
         try:
-            result = stream_answer(
-                self.conversation.say, text, self.params, show=show, show_progress=self.show_progress
-            )
+            result = stream_answer(self.conversation.say, text, self.options, show=show)
         except KeyboardInterrupt:
             terminal.status_line("stopped before the answer began; the message was not kept")
             return False
-        finally:
-            # The next line of output, be it a status or an error, must not continue the answer's last one.
-            if as_text and wrote:
-                terminal.write_text("\n")
         self.last_stats = result.stats
-        if self.write_record is not None:
-            self.write_record({**render.answer_record(result), **self.about})
-        terminal.status_line(" · ".join(self._figures(result)))
+        if self.options.as_json:
+            self._write_json([result], {})
+        terminal.status_line(render.answer_line(result, *self._context_figures(result)))
         return result.finish_reason != "interrupted"
 
-    def _figures(self, result: GenerationResult) -> list[str]:
-        """Return the parts of the status line below an answer."""
+    def _context_figures(self, result: GenerationResult) -> list[str]:
+        """Return how much of the context is used, and what to do about an answer that was cut."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
-        figures = [*render.speed_figures(result.stats), f"context {used} of {reserved}"]
-        if result.finish_reason == "interrupted":
-            return ["stopped", *figures]
+        figures = [f"context {used} of {reserved}"]
         if result.finish_reason == "length" and used >= reserved:
-            return [*figures, "the context is full: /reset starts over"]
-        if result.finish_reason == "length":
-            return [*figures, f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"]
+            figures.append("the context is full: /reset starts over")
+        elif result.finish_reason == "length":
+            figures.append(f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)")
         return figures
 
-    def _report(self, error: OffloadError, *, is_turn: bool) -> None:
-        """Print what went wrong as one line; a reader of JSON gets an object for every turn, this one too, with what
-        there is of the answer."""
-        if is_turn and self.write_record is not None:
-            record: dict[str, Any] = {"error": str(error), "error_type": type(error).__name__}
-            for result in error.answers if isinstance(error, BudgetError) else ():
-                record |= {**render.answer_record(result), **self.about}
-            self.write_record(record)
-        terminal.error_line(error)
+    def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
+        for result in answers:  # there is one, or none where an error came before it
+            record |= {**render.answer_record(result), **render.run_record(self.runtime, self.options)}
+        terminal.write_json(record, self.output)
 
 
 # --- commands
-
-
-class EndOfChat(Exception):
-    """A `/command` asked to leave; not an error."""
 
 
 class Command(NamedTuple):
@@ -206,11 +175,8 @@ def save_json(path: Path, record: dict[str, Any]) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
     try:
-        text = terminal.decode_utf8(path.read_bytes(), str(path))
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(text)
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+        record = json.loads(terminal.read_text(path, str(path)))
     except (json.JSONDecodeError, RecursionError) as error:
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
     if not isinstance(record, dict):
@@ -219,12 +185,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _help(session: ChatSession, argument: str) -> None:
-    console = terminal.stderr_console()
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
-        console.print(f"  {usage:<16} {command.help}", style="dim")
-    console.print("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.", style="dim")
-    console.print("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.", style="dim")
+        terminal.dim_line(f"  {usage:<16} {command.help}")
+    terminal.dim_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
+    terminal.dim_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
 
 
 def _reset(session: ChatSession, argument: str) -> None:
@@ -242,25 +207,18 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    console = terminal.stderr_console()
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
         for name, figure in _stat_rows(session.last_stats):
-            console.print(f"  {name:<20} {figure}", style="dim")
-    console.print(f"  {session.runtime.load_report}", style="dim")
-    console.print(f"  {session.runtime.placement}", style="dim")
+            terminal.dim_line(f"  {name:<20} {figure}")
+    terminal.dim_line(f"  {session.runtime.load_report}")
+    terminal.dim_line(f"  {session.runtime.placement}")
 
 
 def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     """Return the last answer's figures with their units."""
-    more = [
-        ("link idle", render.share_figure(stats.link_idle_share)),
-        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
-        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", render.prediction_figure(stats)), ("emulated machine", stats.emulated or ""),
-    ]  # fmt: skip
-    return [
+    rows = [
         ("prompt", f"{stats.prompt_tokens} tokens"),
         ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),
         ("first token", f"{stats.time_to_first_token_s:.2f} s"),
@@ -270,36 +228,34 @@ def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         ("waiting for the link", f"{stats.stall_s:.2f} s"),
         ("peak device memory", format_bytes(stats.peak_vram_bytes)),
         ("pinned memory", format_bytes(stats.pinned_bytes)),
-        *((name, figure) for name, figure in more if figure),
+        ("link idle", render.share_figure(stats.link_idle_share)),
+        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
+        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
+        ("time of a pass", render.prediction_figure(stats)),
+        ("emulated machine", stats.emulated or ""),
     ]
+    return [(name, figure) for name, figure in rows if figure]
 
 
 def _save(session: ChatSession, argument: str) -> None:
-    path = _path_argument("/save", argument)
+    path = terminal.user_path(argument)
     save_json(path, session.conversation.to_json())
-    terminal.status_line(f"saved {_count(len(session.conversation.messages))} to {path}")
+    terminal.status_line(f"saved {_count(session)} to {path}")
 
 
 def _load(session: ChatSession, argument: str) -> None:
-    path = _path_argument("/load", argument)
+    path = terminal.user_path(argument)
     session.conversation.restore(read_json_object(path))
-    terminal.status_line(f"loaded {_count(len(session.conversation.messages))} from {path}")
+    terminal.status_line(f"loaded {_count(session)} from {path}")
+
+
+def _count(session: ChatSession) -> str:
+    messages = len(session.conversation.messages)
+    return "1 message" if messages == 1 else f"{messages} messages"
 
 
 def _exit(session: ChatSession, argument: str) -> None:
-    raise EndOfChat
-
-
-def _path_argument(command: str, argument: str) -> Path:
-    """Return the file that a command names; raises `OptionError` when it names none."""
-    if not argument:
-        raise OptionError(f"{command} needs the name of a file: {command} FILE")
-    return terminal.user_path(argument)
-
-
-def _count(messages: int) -> str:
-    """Write a number of messages for people."""
-    return "1 message" if messages == 1 else f"{messages} messages"
+    raise EOFError  # as Ctrl-D does
 
 
 COMMANDS = {

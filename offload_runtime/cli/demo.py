@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Column, Table
 
-from offload_runtime.cli.generate import Prompt, load_runtime, show_nothing, stream_answer
+from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
 from offload_runtime.cli.options import DemoOptions
 from offload_runtime.cli.render import link_figure
-from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, status_line, write_text
-from offload_runtime.config import GenerationParams, RuntimeConfig, format_bytes
+from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
+from offload_runtime.config import RuntimeConfig, format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from offload_runtime.engine import GenerationResult, Runtime
+    from offload_runtime.engine import GenerationResult
 
 # The n-gram draft copies from the text so far, so the question must have an answer with something to copy.
 DEFAULT_PROMPT = (
@@ -35,14 +35,13 @@ _WARM_UP_TOKENS = 4
 def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
     import psutil
-    from rich.console import Console
 
     from offload_runtime.engine import fetch_demo_model
 
-    params, show_progress = options.params(), not options.no_progress
+    show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
     target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
-    max_gamma = max(RuntimeConfig.max_gamma, params.gamma or 0)
+    max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
     peak_bytes: list[int] = []  # VRAM on a GPU, the process's resident memory on a CPU
@@ -51,33 +50,25 @@ def demo(options: DemoOptions) -> None:
         write_text(f"{machine_line(runtime.device.type)}\n")
         status_line(runtime.load_report)
         status_line(runtime.placement)
+        ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
-        short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        answer = partial(_answer, runtime, messages)
-        for speculate in (False, True):
-            answer(short, show_nothing, speculate=speculate, show_progress=False)
-        for name, speculate in (("plain", False), ("speculative", True)):
+        short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
+        for start in ways.values():
+            _finished(stream_answer(start, messages, short, show=show_nothing))
+        for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            result = answer(params, write_text, speculate=speculate, show_progress=show_progress)
-            results[name] = result
-            peak_bytes.append(result.stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
-    Console(highlight=False).print(comparison_table(results, peak_bytes, on_gpu=on_gpu))
+            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
+            peak_bytes.append(results[name].stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
+    print_tables([comparison_table(results, peak_bytes, on_gpu=on_gpu)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
         raise typer.Exit(1)
 
 
-def _answer(
-    runtime: Runtime, messages: Prompt, params: GenerationParams, show: Callable[[str], None], *, speculate: bool,
-    show_progress: bool,
-) -> GenerationResult:  # fmt: skip
-    """Answer once; leave at once when Ctrl-C stopped it, because half an answer compares with nothing."""
-    result = stream_answer(
-        runtime.stream, messages, params, show=show, speculate=speculate, show_progress=show_progress
-    )
-    show("\n")
+def _finished(result: GenerationResult) -> GenerationResult:
+    """Leave at once when Ctrl-C stopped an answer, because half of one compares with nothing."""
     if result.finish_reason == "interrupted":
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
     return result
@@ -96,8 +87,6 @@ def machine_line(device_type: str) -> str:
 
 def comparison_table(results: Mapping[str, GenerationResult], peak_bytes: Sequence[int], *, on_gpu: bool) -> Table:
     """Return the figures with one column per run."""
-    from rich.table import Column, Table
-
     table = Table("", *(Column(name, justify="right") for name in results))
     stats = [result.stats for result in results.values()]
     table.add_row("tokens/s", *(f"{s.tok_per_s:.2f}" for s in stats))

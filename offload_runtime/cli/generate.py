@@ -13,74 +13,71 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import GenerateOptions
-from offload_runtime.cli.render import answer_record, run_record, speed_figures
+from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
+from offload_runtime.cli.plan import print_explanation
+from offload_runtime.cli.render import answer_line, answer_record, run_record
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, Runtime
+    from offload_runtime.engine import GenerationResult, Reply, Runtime, TokenStream
+    from offload_runtime.engine.generate import OnPrefill
     from offload_runtime.engine.request import PromptRoom
-    from offload_runtime.plan import RunPlan
+
+    StartAnswer = Callable[..., TokenStream | Reply]
+    CheckPrompts = Callable[[PromptRoom], object]
 
 Prompt = str | Sequence[Mapping[str, str]]
 
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params = options.loading(max_batch=max(1, len(options.prompt_file or ()))), options.params()
+    config, max_new_tokens = options.config, options.params.max_new_tokens
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
+    is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
-        if len(prompts) == 1:
-            return room.fit(prompts[0], params.max_new_tokens)
-        return room.fit_all(prompts, params.max_new_tokens)
+        return room.fit_all(prompts, max_new_tokens) if is_batch else room.fit(prompts[0], max_new_tokens)
 
-    show, show_progress = show_nothing if options.as_json else terminal.write_text, not options.no_progress
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
     with (
         terminal.only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
     ):
         terminal.status_line(runtime.placement)
         try:
-            if len(prompts) > 1:
-                results = _answer_batch(runtime, prompts, params, show_progress=show_progress)
+            if is_batch:
+                results = _answer_batch(runtime, prompts, options)
             else:
-                results = [stream_answer(runtime.stream, prompts[0], params, show=show, show_progress=show_progress)]
+                show = show_nothing if options.as_json else terminal.write_text
+                results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
         except BudgetError as error:
             if not error.answers:
                 raise
             results, failure = error.answers, error  # shown as far as they had come, before the error
-        about = run_record(runtime, config, params)
-        load_report = runtime.load_report
-    if config.trace is not None:
-        terminal.status_line(f"trace written to {config.trace}")
-    if len(prompts) == 1:
-        if options.as_json:
-            terminal.write_json({**answer_record(results[0]), **about}, sys.stdout)
-        else:
-            terminal.write_text("\n")
-        terminal.status_line(" · ".join([*_figures(results[0]), load_report]))
-    else:
-        answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
-        if options.as_json:
-            records = [{"name": name, **answer_record(result)} for name, result in answers]
-            terminal.write_json({"results": records, **about}, sys.stdout)
-        else:
-            terminal.write_text(
-                "".join(f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers)
-            )
-        for name, result in answers:
-            terminal.status_line(f"{name}: {' · '.join(_figures(result))}")
+        about, load_report = run_record(runtime, options), runtime.load_report
+    answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
+    lines = [answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s") for result in results]
+    if options.as_json:
+        records = [{"name": name, **answer_record(result)} for name, result in answers]
+        answered = {"results": records} if is_batch else answer_record(results[0])
+        terminal.write_json({**answered, **about}, sys.stdout)
+    elif is_batch:
+        texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
+        terminal.write_text("".join(texts))
+    if is_batch:
+        for (name, _), line in zip(answers, lines, strict=True):
+            terminal.status_line(f"{name}: {line}")
         terminal.status_line(load_report)
+    else:
+        terminal.status_line(f"{lines[0]} · {load_report}")
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -100,12 +97,6 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
     return [("stdin" if path == "-" else path, terminal.read_file(path, "--prompt-file")) for path in files]
 
 
-def _figures(result: GenerationResult) -> list[str]:
-    """Return what was reached, and the wait for the first token; an interrupted answer says so."""
-    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
-    return [*stopped, *speed_figures(result.stats), f"first token {result.stats.time_to_first_token_s:.2f} s"]
-
-
 def show_nothing(piece: str) -> None:
     """Swallow the pieces of an answer that is printed as a whole."""
 
@@ -113,94 +104,59 @@ def show_nothing(piece: str) -> None:
 # --- what other commands share
 
 
+@contextmanager
 def load_runtime(
-    config: RuntimeConfig,
-    *,
-    show_progress: bool,
-    explain: bool = False,
-    check: Callable[[PromptRoom], object] | None = None,
-) -> Runtime:
+    config: RuntimeConfig, *, show_progress: bool, explain: bool = False, check: CheckPrompts | None = None
+) -> Iterator[Runtime]:
     """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
     weights are read. `explain` prints the plan on stderr."""
     from offload_runtime.engine import Runtime
 
+    on_plan = partial(print_explanation, config=config) if explain else None
     with terminal.ProgressBars(enabled=show_progress) as bars:
-        return Runtime.from_config(
-            config,
-            on_progress=partial(bars.update, unit="bytes"),
-            on_plan=partial(_explain, config=config) if explain else None,
-            check=check,
-        )
-
-
-def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
-    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
-    from offload_runtime.cli.plan import memory_tables, print_tables, speed_line
-    from offload_runtime.engine.expectation import planned_figures
-    from offload_runtime.plan import COMMON_PROFILE
-
-    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
-    unknown = (
-        "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by the "
-        f"figures of {COMMON_PROFILE}"
-    )
-    print_tables([*memory_tables(plan), unknown if machine is None else speed_line(plan, machine)], sys.stderr)
-
-
-class AnswerStream(Protocol):
-    """What `Runtime.stream` and `Conversation.say` return: pieces of text, then the result."""
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished answer; only after the last piece or `close`."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def close(self) -> None:
-        """Stop here and keep what there is."""
-
-
-class _StopRequest:
-    """Whether Ctrl-C was pressed."""
-
-    requested = False
+        on_progress = partial(bars.update, unit="bytes")
+        runtime = Runtime.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+    with runtime:
+        yield runtime
+    if config.trace is not None:
+        terminal.status_line(f"trace written to {config.trace}")
 
 
 @contextmanager
-def _stopping() -> Iterator[_StopRequest]:
+def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
     """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
 
     A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets
-    the plain KeyboardInterrupt.
+    the plain KeyboardInterrupt. So does who presses it while the prompt is worked on.
+
+    Yields:
+        What is set at the first Ctrl-C, bars of progress, and what shows the layers of a prefill in them.
     """
-    stop = _StopRequest()
+    stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.set()
 
-    # Signal handlers can be set from the main thread only; elsewhere no Ctrl-C arrives either.
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    def on_prefill(done_layers: int, layers: int) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        bars.update("prefill", done_layers, layers, unit="layers")
+
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
-        yield stop
+        with terminal.ProgressBars(enabled=show_progress) as bars:
+            yield stop, bars, on_prefill
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
 def stream_answer(
-    start: Callable[..., AnswerStream],
-    prompt: Prompt,
-    params: GenerationParams,
-    *,
-    show: Callable[[str], None],
-    show_progress: bool,
-    speculate: bool = True,
+    start: StartAnswer, prompt: Prompt, options: AnswerOptions | DemoOptions, *, show: Callable[[str], None]
 ) -> GenerationResult:
-    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes.
+    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes, and a line's end after
+    the last one.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
@@ -212,44 +168,43 @@ def stream_answer(
     """
     shown_characters = 0
     failure: BudgetError | None = None
-    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
-        stream = start(prompt, **_keywords(params), speculate=speculate, on_prefill=_stoppable_prefill(stop, bars))
-        try:
-            for piece in stream:
-                bars.close()
-                show(piece)
-                shown_characters += len(piece)
-                if stop.requested:
-                    break
-        except (KeyboardInterrupt, BudgetError) as error:
-            if not shown_characters:
-                raise
-            failure = error if isinstance(error, BudgetError) else None
-        stream.close()
-        result = stream.result
-        # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
-        if result.finish_reason == "interrupted":
-            show(result.text[shown_characters:])
+    try:
+        with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+            stream = start(prompt, **_keywords(options.params), on_prefill=on_prefill)
+            try:
+                for piece in stream:
+                    bars.close()
+                    show(piece)
+                    shown_characters += len(piece)
+                    if stop.is_set():
+                        break
+            except (KeyboardInterrupt, BudgetError) as error:
+                if not shown_characters:
+                    raise
+                failure = error if isinstance(error, BudgetError) else None
+            stream.close()
+            # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
+            if stream.result.finish_reason == "interrupted":
+                show(stream.result.text[shown_characters:])
+    finally:
+        # Whatever is printed next, be it an error, must not continue the answer's last line.
+        if shown_characters:
+            show("\n")
     if failure is not None:
-        raise BudgetError(str(failure), [result]) from failure
-    return result
+        raise BudgetError(str(failure), [stream.result]) from failure
+    return stream.result
 
 
-def _answer_batch(
-    runtime: Runtime, prompts: Sequence[Prompt], params: GenerationParams, *, show_progress: bool
-) -> list[GenerationResult]:
+def _answer_batch(runtime: Runtime, prompts: Sequence[Prompt], options: AnswerOptions) -> list[GenerationResult]:
     """Answer all prompts together, to their ends or to Ctrl-C.
 
     After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
     on, and at the second one, Ctrl-C raises KeyboardInterrupt.
     """
-    with _stopping() as stop, terminal.ProgressBars(enabled=show_progress) as bars:
+    with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+        asked, on_progress = _keywords(options.params), partial(bars.update, "answers", unit="finished")
         return runtime.generate_batch(
-            prompts,
-            **_keywords(params),
-            on_prefill=_stoppable_prefill(stop, bars),
-            on_progress=partial(bars.update, "answers", unit="finished"),
-            should_stop=lambda: stop.requested,
+            prompts, **asked, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
         )
 
 
@@ -259,14 +214,3 @@ def _keywords(params: GenerationParams) -> dict[str, Any]:
     sampling = given.pop("sampling")
     del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
     return {**sampling, **given}
-
-
-def _stoppable_prefill(stop: _StopRequest, bars: terminal.ProgressBars) -> Callable[[int, int], None]:
-    """Show the layers of a prefill, and end it where Ctrl-C asked for that."""
-
-    def on_prefill(done_layers: int, layers: int) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        bars.update("prefill", done_layers, layers, unit="layers")
-
-    return on_prefill

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import typer
@@ -22,20 +23,55 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
     parse_bytes,
-    require_positive,
 )
 from offload_runtime.errors import OptionError
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-KVPlace = Literal["auto", "gpu", "host"]
-SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
+
 
 _model, _sampling, _machine, _output, _proposing = (
     partial(typer.Option, rich_help_panel=panel)
     for panel in ("Model", "Sampling", "Machine", "Output", "Speculation (none of it changes the output)")
 )
+
+
+# --- how options are read: typer sees texts, and callbacks make values of them. What these raise is the program's own
+# error, while what a `parser` raises would be told in typer's words.
+
+
+def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
+    """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
+
+    def read(param: typer.CallbackParam, text: str) -> int | None:
+        name = param.opts[0]
+        if text == "auto":
+            return None
+        try:
+            count = int(text)
+        except ValueError:
+            count = -1
+        if count < 0:
+            raise OptionError(f"{name} must be a count or auto, not {text!r}")
+        if count < least:
+            raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
+        return count
+
+    return option("auto", metavar=metavar, parser=str, callback=read, help=help)
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else user_path(text)
+
+
+_memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_size)
+_machine_profile = partial(_machine, None, metavar="NAME|FILE")
+_file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_path)
 
 
 def _tuning(usual: int | str, help: str, *names: str) -> Any:
@@ -49,11 +85,11 @@ _DTYPE = _machine("auto", help="auto: the checkpoint's own on a GPU, fp32 on a C
 _SEED = _sampling(0, min=0, help="The same seed gives the same tokens.")
 _JSON = _output(False, "--json", help="One JSON object on stdout and nothing else.")
 _NO_PROGRESS = _output(False, "--no-progress", help="No progress bars on stderr.")
-_GAMMA = _proposing(
-    "auto",
-    metavar="N|auto",
-    help="Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, "
-    "by what was accepted and how long it took.",
+_GAMMA = _count(
+    _proposing,
+    "Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, by what "
+    "was accepted and how long it took.",
+    least=1,
 )
 _max_new_tokens = partial(_sampling, min=1, help="Longest answer, in tokens.")
 _temperature = partial(_sampling, min=0.0, help="0 is greedy decoding.")
@@ -69,12 +105,12 @@ class RunOptions:
         metavar="MODEL|ngram|none",
         help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
     )
-    context: str = _model("auto", metavar="TOKENS|auto", help="Tokens of context to reserve.")
-    kv: KVPlace = _model(
+    context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
+    kv: Literal["auto", "gpu", "host"] = _model(
         "auto",
         help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
     )
-    speculation: SpeculationMode = _proposing(
+    speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
         help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
         "auto: what is predicted to be faster.",
@@ -94,46 +130,39 @@ class RunOptions:
         SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the middle level."
     )
     gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to the middle level.")
-    tree_nodes: str = _proposing(
-        "auto",
-        metavar="N|auto",
-        help="Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains "
-        "only. auto chooses; beside --gamma N it stands for chains.",
+    tree_nodes: int | None = _count(
+        _proposing,
+        "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "
+        "auto chooses; beside --gamma N it stands for chains.",
     )
     dtype: Dtype = _DTYPE
-    vram: str | None = _machine(None, metavar="SIZE", help="Most GPU memory to use, such as 24GB or 20GiB.")
-    ram: str | None = _machine(None, metavar="SIZE", help="Most host memory to use; by itself, what there is.")
-    pinned: str | None = _machine(
-        None,
-        metavar="SIZE",
+    vram_bytes: int | None = _memory("--vram", help="Most GPU memory to use, such as 24GB or 20GiB.")
+    ram_bytes: int | None = _memory("--ram", help="Most host memory to use; by itself, what there is.")
+    pinned_bytes: int | None = _memory(
+        "--pinned",
         help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
     )
-    resident_layers: str = _machine(
-        "auto",
-        metavar="N|auto",
-        help="Layers that stay on the device; the others are streamed over the link in every pass.",
+    resident_layers: int | None = _count(
+        _machine, "Layers that stay on the device; the others are streamed over the link in every pass."
     )
 
-    def config(self, *, gamma: str = "auto", max_batch: int = 1) -> RuntimeConfig:
-        """What a runtime is loaded with; raises `OptionError` naming the option."""
-        proposals, nodes = count_or_chosen("--gamma", gamma, least=1), count_or_chosen("--tree-nodes", self.tree_nodes)
-        context = count_or_chosen("--context", self.context)
-        if context is not None:
-            require_positive("--context", context)
-        vram, ram, pinned = (None if size is None else parse_bytes(size) for size in (self.vram, self.ram, self.pinned))
-        return RuntimeConfig(
-            target=self.target, draft=self.draft, dtype=self.dtype, vram_bytes=vram, ram_bytes=ram, pinned_bytes=pinned,
-            resident_layers=count_or_chosen("--resident-layers", self.resident_layers),
-            context="auto" if context is None else context, kv=self.kv, speculation=self._speculation(),
-            max_batch=max_batch, gamma=proposals, max_gamma=max(RuntimeConfig.max_gamma, proposals or 0),
+    @cached_property
+    def config(self) -> RuntimeConfig:
+        """What a runtime is loaded with; raises `OptionError` for what contradicts itself."""
+        options = _by_name(self, RuntimeConfig)  # with what commands add, such as --gamma and --device
+        gamma = options.get("gamma")
+        if gamma is not None:
+            options["max_gamma"] = max(RuntimeConfig.max_gamma, gamma)
             # A gamma alone asks for chains, and room for trees would be of no use.
-            tree_nodes=0 if nodes is None and proposals is not None else nodes,
-        )  # fmt: skip
+            options["tree_nodes"] = self.tree_nodes or 0
+        options["context"] = "auto" if self.context is None else self.context
+        options["speculation"] = self._speculation()
+        return RuntimeConfig(**options)
 
     def _speculation(self) -> SpeculationOptions:
         """How tokens are proposed; raises `OptionError` for an option that would do nothing beside the others."""
-        asked = {field.name: getattr(self, field.name, None) for field in fields(SpeculationOptions)}
-        given = {name: value for name, value in asked.items() if value not in (None, "auto")}
+        options = _by_name(self, SpeculationOptions)
+        given = {name: value for name, value in options.items() if value not in (None, "auto")}
         idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache)
         for name, why in idle.items():
             if name in given:
@@ -145,12 +174,12 @@ class RunOptions:
 class PlanOptions(RunOptions):
     """What `plan` takes."""
 
-    batch: int = typer.Option(1, min=1, help="Prompts that are answered at once.")
-    gamma: str = _GAMMA
-    profile: str | None = _machine(
-        None, metavar="NAME|FILE", help="The machine to plan for, such as rtx4090; left out, your own saved profile."
+    max_batch: int = typer.Option(1, "--batch", min=1, help="Prompts that are answered at once.")
+    gamma: int | None = _GAMMA
+    profile: str | None = _machine_profile(
+        help="The machine to plan for, such as rtx4090; left out, your own saved profile."
     )
-    plot: str | None = typer.Option(None, metavar="FILE", help="Draw the plan as bars, such as plan.png or plan.svg.")
+    plot: Path | None = _file(help="Draw the plan as bars, such as plan.png or plan.svg.")
     as_json: bool = _JSON
 
 
@@ -159,23 +188,16 @@ class LoadOptions(RunOptions):
     """What a command that loads a model takes."""
 
     device: Device = _DEVICE
-    emulate: str | None = _machine(
-        None,
-        metavar="NAME|FILE",
-        help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth.",
+    emulate: str | None = _machine_profile(
+        help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth."
     )
-
-    def config(self, *, gamma: str = "auto", max_batch: int = 1) -> RuntimeConfig:
-        """What a runtime is loaded with; raises `OptionError` naming the option."""
-        config = super().config(gamma=gamma, max_batch=max_batch)
-        return replace(config, device=self.device, emulate=self.emulate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(LoadOptions):
-    """What a command that answers takes: also how tokens are sampled, and what is said of the run."""
+    """What a command that answers takes: also how tokens are sampled, and what is told of the run."""
 
-    gamma: str = _GAMMA
+    gamma: int | None = _GAMMA
     max_new_tokens: int = _max_new_tokens(256)
     temperature: float = _temperature(0.0)
     top_k: int = _sampling(0, min=0, help="Keep the K likeliest tokens; 0 is off.")
@@ -184,33 +206,23 @@ class AnswerOptions(LoadOptions):
     seed: int = _SEED
     stop: list[str] | None = _sampling(None, metavar="TEXT", help="End at this text; may be repeated.")
     ignore_eos: bool = _sampling(False, "--ignore-eos", help="Go on past the end-of-text token.")
-    profile: str | None = _machine(
-        None,
-        metavar="NAME|FILE",
+    profile: str | None = _machine_profile(
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
-        "your own or a shipped one.",
+        "your own or a shipped one."
     )
     explain: bool = _output(False, "--explain", help="Say on stderr what lives where, before loading.")
-    trace: str | None = _output(
-        None,
-        metavar="FILE",
+    trace: Path | None = _file(
+        rich_help_panel="Output",
         help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
     )
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
 
-    def loading(self, max_batch: int = 1) -> RuntimeConfig:
-        """What the runtime is loaded with; raises `OptionError` naming the option."""
-        config = self.config(gamma=self.gamma, max_batch=max_batch)
-        return replace(config, profile=self.profile, trace=None if self.trace is None else user_path(self.trace))
-
+    @cached_property
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
-        return GenerationParams(
-            max_new_tokens=self.max_new_tokens, stop=tuple(self.stop or ()), ignore_eos=self.ignore_eos,
-            gamma=count_or_chosen("--gamma", self.gamma, least=1),
-            sampling=SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed),
-        )  # fmt: skip
+        sampling = SamplingParams(**_by_name(self, SamplingParams))
+        return GenerationParams(self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +237,11 @@ class GenerateOptions(AnswerOptions):
         "the noise that it would draw alone, each other one its own.",
     )
     chat: bool = typer.Option(False, "--chat", help="Send the prompt through the model's chat template.")
+
+    @property
+    def max_batch(self) -> int:
+        """Prompts that are answered at once."""
+        return max(1, len(self.prompt_file or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +277,7 @@ class ProfileOptions:
     full: bool = typer.Option(
         False, "--full", help="Find how much memory can be pinned by pinning nearly all that is free."
     )
-    disk_file: str | None = typer.Option(
-        None, metavar="FILE", help="Read this to measure the disk, instead of a temporary file."
-    )
+    disk_file: Path | None = _file(help="Read this to measure the disk, instead of a temporary file.")
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
 
@@ -275,16 +290,16 @@ class DemoOptions:
     max_new_tokens: int = _max_new_tokens(96)
     temperature: float = _temperature(0.0)
     seed: int = _SEED
-    gamma: str = _GAMMA
+    gamma: int | None = _GAMMA
     device: Device = _DEVICE
     dtype: Dtype = _DTYPE
     no_progress: bool = _NO_PROGRESS
 
+    @cached_property
     def params(self) -> GenerationParams:
         """What both answers are asked for; raises `OptionError` for values that make no sense."""
-        gamma = count_or_chosen("--gamma", self.gamma, least=1)
         sampling = SamplingParams(self.temperature, seed=self.seed)
-        return GenerationParams(self.max_new_tokens, gamma=gamma, sampling=sampling)
+        return GenerationParams(self.max_new_tokens, gamma=self.gamma, sampling=sampling)
 
 
 def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
@@ -300,16 +315,6 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     return run
 
 
-def count_or_chosen(name: str, text: str, *, least: int = 0) -> int | None:
-    """Read a count of at least `least`; None for `auto`, which leaves it to the runtime."""
-    if text == "auto":
-        return None
-    try:
-        count = int(text)
-    except ValueError:
-        count = -1
-    if count < 0:
-        raise OptionError(f"{name} must be a count or auto, not {text!r}")
-    if count < least:
-        raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
-    return count
+def _by_name(options: object, config: type) -> dict[str, Any]:
+    """The values of those options that are fields of a configuration by the same name."""
+    return {field.name: getattr(options, field.name) for field in fields(config) if hasattr(options, field.name)}

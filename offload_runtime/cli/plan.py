@@ -10,28 +10,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich import box
+from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, format_bytes
+from offload_runtime.config import GB, RuntimeConfig, format_bytes
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from offload_runtime.plan import MachineFigures, PassTime, Refusal, RunForecast, RunPlan, Upgrade
+    from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 _FALLBACK_PROFILE = "rtx4090"
 
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config = options.config(gamma=options.gamma, max_batch=options.batch)
-    picture = None if options.plot is None else terminal.user_path(options.plot)
+    config, picture = options.config, options.plot
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
@@ -45,9 +43,8 @@ def plan(options: PlanOptions) -> None:
         if options.as_json:
             terminal.write_json(refusal_record(outcome, machine), sys.stdout)
         else:
-            terminal.write_text("".join(f"{line}\n" for line in refusal_lines(outcome)))
-        terminal.error_line(outcome.problem)
-        raise typer.Exit(terminal.ERROR_EXIT_CODE)
+            terminal.print_tables(refusal_lines(outcome), sys.stdout)
+        raise outcome.problem
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
@@ -56,7 +53,7 @@ def plan(options: PlanOptions) -> None:
         about = {"fits": True, "target": config.target, "profile": machine.name}
         terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
     else:
-        print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
+        terminal.print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
@@ -76,15 +73,6 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 
 # --- tables and lines
-
-
-def print_tables(tables: Sequence[Table | str], output: TextIO) -> None:
-    """Print tables and lines one after the other."""
-    from rich.console import Console
-
-    console = Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    for item in tables:
-        console.print(item)
 
 
 def plan_tables(
@@ -141,8 +129,6 @@ def _peak(held_bytes: int, limit_bytes: int | None) -> str:
 
 
 def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
-    from rich.table import Column, Table
-
     columns = (Column(footer=text, justify="right" if text == footer[1] else "left") for text in footer)
     table = Table(*columns, title=title, title_justify="left", show_header=False, show_footer=True)
     for row in rows:
@@ -150,18 +136,27 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
     return table
 
 
-def speed_line(plan: RunPlan, machine: MachineFigures) -> str:
-    """Predicted seconds of a pass over one token behind a full context, and of a prompt that fills it."""
-    from offload_runtime.plan import pass_time, prefill_time
+def print_explanation(plan: RunPlan, *, config: RuntimeConfig) -> None:
+    """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
+    pass over one token behind a full context, and of a prompt that fills it."""
+    from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
 
-    context = plan.target.context_tokens
-    predicted = pass_time(plan, machine, length_tokens=context - 1, rows=1)
-    prefill = prefill_time(plan, machine, context)
-    return (
-        f"predicted by the figures of {machine.name}, at {context} tokens: a pass of "
-        f"{_duration(predicted.seconds)}, bound by {predicted.bound_by}, and {_duration(prefill.seconds)} to the "
-        f"first token, bound by {prefill.bound_by}"
-    )
+    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
+    if machine is None:
+        speed = (
+            "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
+            f"the figures of {COMMON_PROFILE}"
+        )
+    else:
+        context = plan.target.context_tokens
+        one = pass_time(plan, machine, length_tokens=context - 1, rows=1)
+        prefill = prefill_time(plan, machine, context)
+        speed = (
+            f"predicted by the figures of {machine.name}, at {context} tokens: a pass of {_duration(one.seconds)}, "
+            f"bound by {one.bound_by}, and {_duration(prefill.seconds)} to the first token, bound by {prefill.bound_by}"
+        )
+    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:
@@ -224,9 +219,6 @@ def _steps_table(predicted: RunForecast) -> Table:
 
 
 def _figures_table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Column, Table
-
     # As narrow as can be: a terminal of 80 columns must not cut figures off.
     headers = (Column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True) for name in columns)
     return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
@@ -263,22 +255,13 @@ def _duration(seconds: float) -> str:
 
 def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
     """What `--json` prints of a run that fits."""
-    return {
-        "context_tokens": predicted.context_tokens,
-        "batch": plan.target.batch,
-        **memory_record(plan),
-        "gamma": predicted.gamma,
-        "tree_nodes": predicted.tree_nodes,
-        "pass": {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)},
-        "prefill": asdict(predicted.prefill),
-        "draft_step_s": predicted.draft_step_s,
-        "middle_step_s": predicted.verifier_step_s,
-        "plain_tok_per_s": predicted.plain_tok_per_s,
-        "draft_acceptance": predicted.draft_acceptance,
-        "usual": asdict(predicted.usual),
-        "by_acceptance": [asdict(row) for row in predicted.steps],
-        "upgrades": [asdict(gain) for gain in gains],
-    }
+    record = asdict(predicted)
+    record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
+    record["middle_step_s"], record["by_acceptance"] = record["verifier_step_s"], record["steps"]
+    for name in ("plain", "verify", "verifier_step_s", "steps"):
+        del record[name]
+    upgrades = [asdict(gain) for gain in gains]
+    return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
 
 def _pass_record(time: PassTime) -> dict[str, Any]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Column, Table
+
 from offload_runtime.cli.options import ProfileOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, user_path, write_json, write_text
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, write_json, write_text
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import StorageError
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_runtime.hardware import MachineProfile
     from offload_runtime.hardware.report import GpuReport, MachineReport
 
@@ -29,15 +29,15 @@ def profile(options: ProfileOptions) -> None:
     from offload_runtime.hardware.measure import measure_machine
     from offload_runtime.hardware.report import MeasureOptions, advise
 
-    file = None if options.disk_file is None else user_path(options.disk_file)
-    asked = MeasureOptions(options.device, options.quick, options.full, file)
+    asked = MeasureOptions(options.device, options.quick, options.full, options.disk_file)
     with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:
         report = measure_machine(asked, on_progress=bars.update)
     advice = advise(report)
     if options.as_json:
         # Saved first: the object says where.
         saved = None if options.save is None else str(save_profile(report.profile, options.save))
-        write_json({**report_record(report, advice), "saved": saved}, sys.stdout)
+        plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
+        write_json({**asdict(report), **plain, "matters": advice, "saved": saved}, sys.stdout)
         return
     print_report(report, advice)
     if options.save is None:
@@ -50,37 +50,18 @@ def profile(options: ProfileOptions) -> None:
         raise
 
 
-def report_record(report: MachineReport, advice: list[str]) -> dict[str, Any]:
-    """Return the report as plain values for JSON."""
-    return {
-        "profile": profile_to_mapping(report.profile),
-        "missing": dict(report.missing),
-        "matters": advice,
-        "gpu": None if report.gpu is None else asdict(report.gpu),
-        "host": asdict(report.host),
-        "seconds": round(report.seconds, 3),
-    }
-
-
 def print_report(report: MachineReport, advice: list[str]) -> None:
     """Print the table, what could not be measured and why, and what matters, on stdout."""
-    from rich.console import Console
-
-    Console(highlight=False).print(report_table(report))
     by_reason: dict[str, list[str]] = {}
     for key, reason in report.missing.items():
         by_reason.setdefault(reason, []).append(key)
-    for reason, keys in by_reason.items():
-        write_text(f"not measured: {', '.join(keys)} ({reason})\n")
-    write_text("\nwhat matters:\n" if advice else "\nnothing holds this machine back\n")
-    for line in advice:
-        write_text(f"  - {line}\n")
+    missing = [f"not measured: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+    heading = "\nwhat matters:" if advice else "\nnothing holds this machine back"
+    print_tables([report_table(report), *missing, heading, *(f"  - {line}" for line in advice)], sys.stdout)
 
 
 def report_table(report: MachineReport) -> Table:
     """Return one row per figure, with its bound beside it where one is known."""
-    from rich.table import Column, Table
-
     title = f"this machine, measured in {report.seconds:.0f} s"
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.config import GenerationParams, RuntimeConfig
+from offload_runtime.cli.options import AnswerOptions
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
@@ -15,24 +15,32 @@ _SHOWN_DEPTHS = 8
 _SHOWN_WINDOWS = 4
 
 
+def answer_line(result: GenerationResult, *more: str) -> str:
+    """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
+    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
+    return " · ".join([*stopped, *speed_figures(result.stats), *more])
+
+
 def speed_figures(stats: GenerationStats) -> list[str]:
     """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
     depth and by source), windows, link, prediction.
 
     Figures of an emulated machine begin with its name.
     """
-    figures = [] if stats.emulated is None else [f"emulating {stats.emulated}"]
-    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    proposals = acceptance_figure(stats), depth_figure(stats), source_figure(stats), window_figure(stats)
-    figures += [figure for figure in proposals if figure]
-    if stats.link_gbps is not None:
-        idle = share_figure(stats.link_idle_share)
-        figures.append(f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}")
-    if hidden := share_figure(stats.hidden_draft_share):
-        figures.append(f"drafting hidden {hidden}")
-    if prediction := prediction_figure(stats):
-        figures.append(prediction)
-    return figures
+    idle, hidden = share_figure(stats.link_idle_share), share_figure(stats.hidden_draft_share)
+    figures = [
+        f"emulating {stats.emulated}" if stats.emulated else "",
+        f"{stats.tok_per_s:.1f} tokens/s",
+        f"{stats.tokens_per_pass:.2f} tokens per pass",
+        acceptance_figure(stats),
+        depth_figure(stats),
+        source_figure(stats),
+        window_figure(stats),
+        "" if stats.link_gbps is None else f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}",
+        f"drafting hidden {hidden}" if hidden else "",
+        prediction_figure(stats),
+    ]
+    return [figure for figure in figures if figure]
 
 
 def prediction_figure(stats: GenerationStats) -> str:
@@ -90,21 +98,11 @@ def link_figure(stats: GenerationStats) -> str:
 
 def answer_record(result: GenerationResult) -> dict[str, Any]:
     """Return what `--json` prints of one answer."""
-    return {
-        "tokens": list(result.tokens),
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "stats": result.stats.to_dict(),
-    }
+    return {**vars(result), "stats": result.stats.to_dict()}
 
 
-def run_record(runtime: Runtime, config: RuntimeConfig, params: GenerationParams) -> dict[str, Any]:
+def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
     """Return what `--json` prints of the run, which all its answers share."""
-    return {
-        "target": config.target,
-        "draft": config.draft,
-        "device": str(runtime.device),
-        "dtype": _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")],
-        "seed": params.sampling.seed,
-        "emulated": runtime.emulated,
-    }
+    dtype = _DTYPE_NAMES[str(runtime.dtype).removeprefix("torch.")]
+    asked = {"target": options.target, "draft": options.draft, "seed": options.seed}
+    return {**asked, "device": str(runtime.device), "dtype": dtype, "emulated": runtime.emulated}

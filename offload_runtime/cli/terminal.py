@@ -11,20 +11,22 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from offload_runtime.config import user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
-    from prompt_toolkit.completion import Completer
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
 
 INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
@@ -50,23 +52,31 @@ def _writing() -> Iterator[None]:
         raise OutputError(error.strerror or str(error)) from error
 
 
-def stderr_console() -> Console:
-    """Return a console on stderr as it is now; colours only on a terminal and without NO_COLOR."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+def console(output: TextIO) -> Console:
+    """Return a console on a stream; colours only on a terminal and without NO_COLOR."""
+    return Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def status_line(text: str) -> None:
     """Print one line of information on stderr."""
-    stderr_console().print(one_line(text), style="dim")
+    dim_line(one_line(text))
+
+
+def dim_line(text: str) -> None:
+    """The same of a text that is one line, with its spaces as they are."""
+    console(sys.stderr).print(text, style="dim")
 
 
 def error_line(error: OffloadError) -> None:
     """Print `error: …` as one line on stderr."""
-    from rich.text import Text
+    console(sys.stderr).print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
 
-    stderr_console().print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
+
+def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
+    """Print tables and lines one after the other."""
+    with _writing():
+        for item in tables:
+            console(output).print(item)
 
 
 def one_line(text: str) -> str:
@@ -82,15 +92,13 @@ def drop_controls(text: str) -> str:
 def write_text(piece: str) -> None:
     """Write a piece of the model's text to stdout at once; unchanged unless stdout is a terminal."""
     with _writing():
-        sys.stdout.write(drop_controls(piece) if sys.stdout.isatty() else piece)
-        sys.stdout.flush()
+        print(drop_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def write_json(record: Mapping[str, Any], output: TextIO) -> None:
     """Write one JSON object as one line of ASCII to `output`."""
     with _writing():
-        output.write(json.dumps(record) + "\n")
-        output.flush()
+        print(json.dumps(record), file=output, flush=True)
 
 
 @contextmanager
@@ -110,8 +118,8 @@ class ProgressBars:
     def __init__(self, *, enabled: bool) -> None:
         shown = enabled and sys.stderr.isatty()
         self._shown_from_s = time.monotonic() + _BAR_DELAY_S if shown else math.inf
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._progress: progress.Progress | None = None
+        self._tasks: dict[str, progress.TaskID] = {}
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -137,14 +145,14 @@ class ProgressBars:
             self._progress.stop()
 
 
-def _new_progress(*, in_bytes: bool) -> Progress:
-    from rich import progress as rich
-
-    name, left = rich.TextColumn("{task.description}", markup=False), rich.TimeRemainingColumn(compact=True)
-    speed = (rich.DownloadColumn(), rich.TransferSpeedColumn())
-    count = (rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[unit]}"))
-    columns = (name, rich.BarColumn(), *(speed if in_bytes else count), left)
-    return rich.Progress(*columns, console=stderr_console(), transient=True, redirect_stdout=False)
+def _new_progress(*, in_bytes: bool) -> progress.Progress:
+    columns = [progress.TextColumn("{task.description}", markup=False), progress.BarColumn()]
+    if in_bytes:
+        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    else:
+        columns += [progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[unit]}")]
+    columns.append(progress.TimeRemainingColumn(compact=True))
+    return progress.Progress(*columns, console=console(sys.stderr), transient=True, redirect_stdout=False)
 
 
 # --- in
@@ -152,11 +160,16 @@ def _new_progress(*, in_bytes: bool) -> Progress:
 
 def read_file(path: str, option: str) -> str:
     """Text of the UTF-8 file that an option names (`-` is stdin), byte for byte; raises `OptionError`."""
+    return read_text(None, "stdin") if path == "-" else read_text(user_path(path), f"{option} {path}")
+
+
+def read_text(path: Path | None, source: str) -> str:
+    """Text of a UTF-8 file, or of stdin, byte for byte; raises `OptionError` naming `source`."""
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else user_path(path).read_bytes()
+        raw = sys.stdin.buffer.read() if path is None else path.read_bytes()
     except OSError as error:
-        raise OptionError(f"{option} {path} cannot be read: {error.strerror or error}") from error
-    return decode_utf8(raw, "stdin" if path == "-" else f"{option} {path}")
+        raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
+    return decode_utf8(raw, source)
 
 
 def user_path(text: str) -> Path:
@@ -209,7 +222,7 @@ def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callab
     from prompt_toolkit.output import create_output
 
     # The nested completer takes the slash for a word of its own, so it is left the arguments only.
-    paths: Completer = NestedCompleter({name: PathCompleter(expanduser=True) for name in file_commands})
+    paths = NestedCompleter({name: PathCompleter(expanduser=True) for name in file_commands})
     editor: Any = PromptSession(
         FormattedText([("", "\n"), ("bold ansicyan", "> ")]),
         history=open_history(),

@@ -5,23 +5,19 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, read_file, status_line, write_json, write_text
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_file, status_line, write_json
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload_runtime.engine import Runtime
-    from offload_runtime.verify.distribution import Fit
-    from offload_runtime.verify.equality import IdentityRun
-    from offload_runtime.verify.report import VerificationReport
+    from offload_runtime.verify import Fit, IdentityRun, VerificationReport
 
 DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
@@ -29,17 +25,15 @@ _MOST_FINDINGS = 10
 
 def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
-    config, show_progress = options.config(), not options.no_progress
-    extra_prompts = {} if options.prompts is None else read_prompts(options.prompts)
+    config, show_progress = options.config, not options.no_progress
+    extra = {} if options.prompts is None else read_prompts(options.prompts)
     if options.speculation == "none":
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
     if options.draft == "none" and options.speculation != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
     from offload_runtime.verify.report import VerificationPlan, verify
 
-    plan = VerificationPlan.built_in(
-        quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra_prompts
-    )
+    plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with only_json(options.as_json), load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime:
         status_line(runtime.placement)
         with ProgressBars(enabled=show_progress) as bars:
@@ -52,7 +46,7 @@ def verify(options: VerifyOptions) -> None:
     else:
         _print_report(report)
         if runtime.emulated is not None:
-            write_text(f"on an emulated {runtime.emulated}\n")
+            print_tables([f"on an emulated {runtime.emulated}"], sys.stdout)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
@@ -84,29 +78,23 @@ def _machine(runtime: Runtime) -> dict[str, Any]:
 
 def _print_report(report: VerificationReport) -> None:
     """Print both tables, the findings in words and the verdict."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(identity_table(report.runs))
-    console.print(fit_table(report.fits, report.level))
     findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
-    for line in findings[:_MOST_FINDINGS]:
-        write_text(line + "\n")
+    lines = findings[:_MOST_FINDINGS]
     if len(findings) > _MOST_FINDINGS:
-        write_text(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all\n")
-    write_text(verdict_line(report) + "\n")
+        lines.append(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all")
+    tables = identity_table(report.runs), fit_table(report.fits, report.level)
+    print_tables([*tables, *lines, verdict_line(report)], sys.stdout)
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
     """Return one row per draft and setting."""
-    from rich.table import Column, Table
-
     figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
     table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
-    order = {name: number for number, name in enumerate(dict.fromkeys(run.setting for run in runs))}
-    ordered = sorted(runs, key=lambda run: (run.proposer, order[run.setting]))
-    for (proposer, setting), group in groupby(ordered, key=lambda run: (run.proposer, run.setting)):
-        members = list(group)
+    groups: dict[tuple[str, str], list[IdentityRun]] = {}
+    for run in runs:
+        groups.setdefault((run.proposer, run.setting), []).append(run)
+    # By proposer; the settings of each stay in their order.
+    for (proposer, setting), members in sorted(groups.items(), key=lambda group: group[0][0]):
         tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
         per_pass = (tokens - len(members)) / passes if passes else 0.0
         table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", _verdicts(members))
@@ -123,8 +111,6 @@ def _verdicts(runs: Iterable[IdentityRun]) -> str:
 
 def fit_table(fits: Sequence[Fit], level: float) -> Table:
     """Return one row per test of fit."""
-    from rich.table import Column, Table
-
     figures = (Column(name, justify="right") for name in ("draws", "chi-square", "freedom", "p", "verdict"))
     title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
     table = Table("test", *figures, title=title, title_justify="left")

@@ -13,12 +13,8 @@ from offload_runtime.trace.recorder import (
     PASSES,
     STALLS,
     CopyLog,
-    CudaClock,
-    HostClock,
     Label,
     OnDone,
-    Span,
-    Trace,
     TraceRecorder,
     covered_seconds,
     make_clock,
@@ -26,7 +22,6 @@ from offload_runtime.trace.recorder import (
 )
 
 __all__ = [
-    "COMPUTE", "DRAFT", "HOST", "LINK", "LINK_BACK", "PASSES", "STALLS", "TRACE_VERSION", "CopyLog", "CudaClock",
-    "HostClock", "Label", "OnDone", "Span", "Trace", "TraceRecorder", "covered_seconds", "make_clock",
-    "require_writable", "union_seconds", "write_trace",
+    "COMPUTE", "DRAFT", "HOST", "LINK", "LINK_BACK", "PASSES", "STALLS", "TRACE_VERSION", "CopyLog", "Label", "OnDone",
+    "TraceRecorder", "covered_seconds", "make_clock", "require_writable", "union_seconds", "write_trace",
 ]  # fmt: skip

@@ -7,13 +7,12 @@ microseconds.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from offload_runtime.config import write_atomically
 from offload_runtime.errors import StorageError
 from offload_runtime.trace.recorder import ROWS, Trace
 
@@ -46,23 +45,13 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     Raises:
         StorageError: It cannot be written; an older file is then still there.
     """
-    partial: str | None = None
+    other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
+    events = ",\n".join(json.dumps(event) for event in _events(trace))
+    text = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{events}\n]}}\n'
     try:
-        # In the same directory, because a rename is atomic only within one file system.
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for event in _events(trace)))
-            file.write("\n]}\n")
-        os.replace(partial, path)
-        partial = None
+        write_atomically(path, text)
     except OSError as error:
         raise _unwritable(path, error) from error
-    finally:
-        if partial is not None:
-            with suppress(OSError):
-                os.unlink(partial)
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:

@@ -7,11 +7,12 @@ recording do.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,35 +24,93 @@ MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
 
-
 Reader = Callable[[Any, Any], tuple[float, float]]
 
 
-class DeviceClock(Protocol):
-    """Marks moments of what a device computes. Seconds count from the clock's making."""
+class CudaClock:
+    """The clock of a GPU: marks moments of what it computes. Seconds count from the clock's making.
 
-    def mark(self) -> Any:
+    The driver tells the time between two events in milliseconds of 24 bits: microseconds become coarse after some ten
+    seconds. So marks are read against a base that follows them.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[torch.cuda.Event] = []
+        # An event that has fired, and when.
+        self._base, self._started_s = self._now()
+        self._base_s = 0.0
+        self._next_base: torch.cuda.Event | None = None
+
+    def mark(self) -> torch.cuda.Event:
         """The moment when all is done that the current stream has been given so far."""
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def reader(self) -> Reader:
         """What tells the seconds of two marks made from now on, once both are past."""
+        base, base_s = self._base, self._base_s
+
+        def read(start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
+            start_s = base_s + _seconds_between(base, start)
+            return start_s, start_s + _seconds_between(start, end)
+
+        return read
 
     def move_base(self) -> None:
         """Let later readers go by a later moment; never waits. To be called where the current stream is idle."""
+        # Only what has fired becomes the base, so that no mark made afterwards is before it.
+        if self._next_base is not None and self._next_base.query():
+            self._base_s += _seconds_between(self._base, self._next_base)
+            self._base, self._next_base = self._next_base, None
+        if self._next_base is None:
+            self._next_base = torch.cuda.Event(enable_timing=True)
+            self._next_base.record(torch.cuda.current_stream(self._device))
 
-    def is_past(self, mark: Any) -> bool:
+    def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""
+        return mark.query()
 
-    def give_back(self, mark: Any) -> None:
+    def give_back(self, mark: torch.cuda.Event) -> None:
         """The mark is of no more use to anybody."""
+        self._spare.append(mark)
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream; without
         `wait` it goes by the clock's beginning, for a device that answers no more."""
+        started_s, rate = self._started_s, 1.0
+        if wait:
+            event, ended_s = self._now()
+            rate = (ended_s - started_s) / (self._base_s + _seconds_between(self._base, event))
+        return lambda seconds: started_s + rate * seconds
+
+    def _now(self) -> tuple[torch.cuda.Event, float]:
+        """One moment as an event and on the host's clock."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()
+        tries = []
+        for _ in range(_ALIGNMENTS):
+            event = torch.cuda.Event(enable_timing=True)
+            before_s = time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after_s = time.perf_counter()
+            tries.append((after_s - before_s, (before_s + after_s) / 2, event))
+        _, middle_s, event = min(tries, key=lambda attempt: attempt[0])
+        return event, middle_s
+
+
+def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1e3
 
 
 class HostClock:
-    """The CPU is its own device: what it computes is over when the call returns, and marks are seconds."""
+    """The same of a CPU, which is its own device: what it computes is over when the call returns, and marks are
+    seconds of `time.perf_counter`."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -72,85 +131,7 @@ class HostClock:
         return lambda seconds: seconds
 
 
-@dataclass(frozen=True)
-class _Base:
-    """An event that has fired, and when: seconds since the clock's making."""
-
-    event: torch.cuda.Event
-    seconds: float
-
-    def seconds_of(self, later: torch.cuda.Event) -> float:
-        """The same of an event that has fired since."""
-        return self.seconds + self.event.elapsed_time(later) / 1e3
-
-
-class CudaClock:
-    """The clock of a GPU.
-
-    The driver tells the time between two events in milliseconds of 24 bits: microseconds become coarse after some ten
-    seconds. So marks are read against a base that follows them.
-
-    Args:
-        device: The GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._spare: list[torch.cuda.Event] = []
-        event, self._started_s = self._now()
-        self._base = _Base(event, 0.0)
-        self._next_base: torch.cuda.Event | None = None
-
-    def mark(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def reader(self) -> Reader:
-        base = self._base
-
-        def read(start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
-            start_s = base.seconds_of(start)
-            return start_s, start_s + start.elapsed_time(end) / 1e3
-
-        return read
-
-    def move_base(self) -> None:
-        # Only what has fired becomes the base, so that no mark made afterwards is before it.
-        if self._next_base is not None and self._next_base.query():
-            self._base = _Base(self._next_base, self._base.seconds_of(self._next_base))
-            self._next_base = None
-        if self._next_base is None:
-            self._next_base = torch.cuda.Event(enable_timing=True)
-            self._next_base.record(torch.cuda.current_stream(self._device))
-
-    def is_past(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
-
-    def give_back(self, mark: torch.cuda.Event) -> None:
-        self._spare.append(mark)
-
-    def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
-        started_s, rate = self._started_s, 1.0
-        if wait:
-            event, ended_s = self._now()
-            rate = (ended_s - started_s) / self._base.seconds_of(event)
-        return lambda seconds: started_s + rate * seconds
-
-    def _now(self) -> tuple[torch.cuda.Event, float]:
-        """One moment as an event and on the host's clock."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.synchronize()
-        tries = []
-        for _ in range(_ALIGNMENTS):
-            event = torch.cuda.Event(enable_timing=True)
-            before_s = time.perf_counter()
-            event.record(stream)
-            event.synchronize()
-            after_s = time.perf_counter()
-            tries.append((after_s - before_s, (before_s + after_s) / 2, event))
-        _, middle_s, event = min(tries, key=lambda attempt: attempt[0])
-        return event, middle_s
+DeviceClock = CudaClock | HostClock
 
 
 def make_clock(device: torch.device) -> DeviceClock:
@@ -296,23 +277,16 @@ class CopyLog:
 Interval = tuple[float, float]
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals in order."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
 def union_seconds(intervals: Iterable[Interval]) -> float:
     """Seconds that are in any of the intervals (start, end)."""
-    return sum(end - start for start, end in merged(intervals))
+    seconds, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        seconds += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return seconds
 
 
 def covered_seconds(intervals: Iterable[Interval], by: Iterable[Interval]) -> float:
     """Seconds that are in any of `intervals` and in any of `by`."""
-    left, right = merged(intervals), merged(by)
+    left, right = list(intervals), list(by)
     return union_seconds(left) + union_seconds(right) - union_seconds([*left, *right])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
-from offload_runtime.verify.replay import forced_rows, transcribe
+from offload_runtime.verify.replay import transcribe
 
 # The chi-square distribution is a limit. With cells of this size a nominal level of 1e-5 is truly 2e-5 (simulated with
 # skewed probabilities), which is close enough; larger cells change little.
@@ -138,7 +138,7 @@ def fit_rows(
     """
     fits: list[Fit] = []
     for prompt_name, prompt in prompts.items():
-        row = transcribe(runtime, prompt, SamplingParams(), count=1).rows[0].to(runtime.device)
+        row = transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
         for setting_name, sampling in settings.items():
             first = _FIRST_ROW_SEED + len(fits) * seeds
             name = f"{prompt_name}, {setting_name}"
@@ -168,18 +168,16 @@ def fit_generations(
     """
     answers = []
     for number in range(seeds):
-        params = replace(sampling, seed=_FIRST_GENERATION_SEED + number)
-        transcript = transcribe(
-            runtime, prompt, params, count=GENERATION_TOKENS, proposer=proposers[number % len(proposers)],
-            gamma=GENERATION_TOKENS - 1,
-        )  # fmt: skip
-        answers.append(transcript.tokens)
+        seeded = replace(sampling, seed=_FIRST_GENERATION_SEED + number)
+        params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=seeded)
+        answers.append(transcribe(runtime, prompt, params, proposers[number % len(proposers)]).tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    percentiles = torch.stack([
-        torch.stack([_percentile(row, sampling, token, share) for row, token, share in zip(*each, strict=True)])
-        for each in zip(forced_rows(runtime, prompt, answers), answers, shares, strict=True)
-    ])  # [seeds, GENERATION_TOKENS] float64  # fmt: skip
+    percentiles = torch.empty_like(shares)
+    # One plain pass over each answer: nothing is proposed or accepted.
+    for number, (answer, rows) in enumerate(zip(answers, runtime.logits(list(prompt), answers), strict=True)):
+        for place, (token, row) in enumerate(zip(answer, rows.cpu(), strict=True)):
+            percentiles[number, place] = _percentile(row, sampling, token, shares[number, place])
     cells = min(_MOST_CELLS, int(seeds / _MIN_EXPECTED))
     uniform = torch.full((cells,), 1 / cells, dtype=torch.float64)
     places = (percentiles * cells).long().clamp_max(cells - 1)

@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, perturbed_logits
-from offload_runtime.verify.replay import (
-    ScriptedProposer,
-    Transcript,
-    differing_rows,
-    first_difference,
-    loaded_proposers,
-    resample,
-    transcribe,
-)
+from offload_runtime.verify.replay import ScriptedProposer, Transcript, differing_rows, loaded_proposers, transcribe
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
@@ -126,98 +119,71 @@ def verify_identity(
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
-            sampling = replace(setting, seed=prompt_number * len(settings) + setting_number)
-            plain = transcribe(runtime, prompt, sampling, count=count)
+            seed = prompt_number * len(settings) + setting_number
+            params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
+            plain = transcribe(runtime, prompt, params)
             on_step()
             script = ScriptedProposer(
-                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=sampling.seed
+                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=seed
             )
-            comparison = Comparison(plain, sampling, len(prompt), bitwise=runtime.device.type == "cuda")
             for number, (name, proposer) in enumerate({**loaded, "script": script, AS_LOADED: own}.items()):
                 gamma, nodes = None, None
                 if name != AS_LOADED:
                     gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
                     trees = "tree" in proposer.modes({})
                     nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
-                transcript = transcribe(
-                    runtime, prompt, sampling, count=count, proposer=proposer, gamma=gamma, tree_nodes=nodes
+                other = transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
+                finding = compare(plain, other, bitwise=runtime.device.type == "cuda")
+                run = IdentityRun(
+                    prompt_name, setting_name, seed, name, gamma, len(other.tokens), other.passes, finding, nodes
                 )
-                finding = comparison.judge(transcript)
-                runs.append(
-                    IdentityRun(
-                        prompt_name,
-                        setting_name,
-                        sampling.seed,
-                        name,
-                        gamma,
-                        len(transcript.tokens),
-                        transcript.passes,
-                        finding,
-                        nodes,
-                    )
-                )
+                runs.append(run)
                 on_step()
     return runs
 
 
-class Comparison:
-    """Judges generations against plain decoding.
+def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
+    """What differs between a generation and plain decoding, and whether rounding explains it.
 
     Args:
         plain: Plain decoding.
-        sampling: Of all of them.
-        first_position: Of the first new token.
+        other: With speculation.
         bitwise: Whether logits must be the same to the last bit, as passes on CUDA promise.
     """
+    tokens = enumerate(zip_longest(plain.tokens, other.tokens))  # the end of the shorter one differs as well
+    at = next((index for index, (expected, token) in tokens if expected != token), None)
+    same_context = min(len(plain.rows), len(other.rows), len(plain.tokens) if at is None else at + 1)
+    differing = differing_rows(plain.rows[:same_context], other.rows[:same_context])
+    foreign = plain.foreign_tokens + other.foreign_tokens
+    mismatch = None if at is None or at >= same_context else _measure(plain, other, at)
+    if foreign or (bitwise and (differing or at is not None)):
+        verdict = "defect"
+    elif at is None:
+        verdict = "identical"
+    else:
+        verdict = "near-tie" if mismatch is not None and mismatch.near_tie else "defect"
+    return Finding(verdict, at, len(differing), foreign, mismatch)
 
-    def __init__(self, plain: Transcript, sampling: SamplingParams, first_position: int, *, bitwise: bool) -> None:
-        self._plain = plain
-        self._sampling = sampling
-        self._first_position = first_position
-        self._bitwise = bitwise
-        self._foreign_in_plain = self._foreign_tokens(plain)
 
-    def judge(self, transcript: Transcript) -> Finding:
-        """What differs, and whether rounding explains it."""
-        plain = self._plain
-        at = first_difference(plain.tokens, transcript.tokens)
-        same_context = min(len(plain.rows), len(transcript.rows), len(plain.tokens) if at is None else at + 1)
-        differing = differing_rows(plain.rows[:same_context], transcript.rows[:same_context])
-        foreign = self._foreign_in_plain + self._foreign_tokens(transcript)
-        mismatch = None if at is None or at >= same_context else self._measure(transcript, at)
-        if foreign or (self._bitwise and (differing or at is not None)):
-            verdict = "defect"
-        elif at is None:
-            verdict = "identical"
-        else:
-            verdict = "near-tie" if mismatch is not None and mismatch.near_tie else "defect"
-        return Finding(verdict, at, len(differing), foreign, mismatch)
-
-    def _foreign_tokens(self, transcript: Transcript) -> int:
-        """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
-        again = resample(transcript.rows, self._sampling, self._first_position)
-        differing = sum(a != b for a, b in zip(again, transcript.tokens, strict=False))
-        return differing + abs(len(again) - len(transcript.tokens))
-
-    def _measure(self, transcript: Transcript, at: int) -> Mismatch:
-        """How close plain decoding was to saying what speculation says as new token `at`."""
-        sampling, position = self._sampling, torch.tensor([self._first_position + at])
-        row, other = self._plain.rows[at], transcript.rows[at]
-        expected, token = self._plain.tokens[at], transcript.tokens[at]
-        slots = SlotSampling.of([sampling], row.device)
-        scores, other_scores = (
-            perturbed_logits(logits[None], slots, position, torch.zeros_like(position))[0] for logits in (row, other)
-        )
-        if not torch.isfinite(scores[token]):
-            margin = _exclusion(row, sampling, token)
-        elif not torch.isfinite(other_scores[expected]):
-            margin = _exclusion(other, sampling, expected)
-        else:
-            margin = float(scores[expected] - scores[token])
-        scale = 1 / (sampling.temperature or 1.0)
-        moved = scale * float((row.float() - other.float()).std())
-        rounding = scale * _ROUNDING[row.dtype] * float(row.float().std())
-        return Mismatch(expected, token, margin, moved, rounding)
+def _measure(plain: Transcript, other: Transcript, at: int) -> Mismatch:
+    """How close plain decoding was to saying what speculation says as new token `at`."""
+    sampling, position = plain.sampling, torch.tensor([plain.first_position + at])
+    row, other_row = plain.rows[at], other.rows[at]
+    expected, token = plain.tokens[at], other.tokens[at]
+    slots = SlotSampling.of([sampling], row.device)
+    scores, other_scores = (
+        perturbed_logits(logits[None], slots, position, torch.zeros_like(position))[0] for logits in (row, other_row)
+    )
+    if not torch.isfinite(scores[token]):
+        margin = _exclusion(row, sampling, token)
+    elif not torch.isfinite(other_scores[expected]):
+        margin = _exclusion(other_row, sampling, expected)
+    else:
+        margin = float(scores[expected] - scores[token])
+    scale = 1 / (sampling.temperature or 1.0)
+    moved = scale * float((row.float() - other_row.float()).std())
+    rounding = scale * _ROUNDING[row.dtype] * float(row.float().std())
+    return Mismatch(expected, token, margin, moved, rounding)
 
 
 def _exclusion(row: torch.Tensor, sampling: SamplingParams, token: int) -> float:

@@ -6,26 +6,17 @@ They run through the runtime's own token loop, with the proposer under test in p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 
 import torch
 
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import (
-    Acceptance,
-    DraftProposer,
-    DraftRequest,
-    NgramProposer,
-    NoProposer,
-    Proposal,
-    Proposer,
-    TreeDraftProposer,
-    TriForceProposer,
-    drafting,
-)
+from offload_runtime.speculation import NGRAM, Acceptance, DraftRequest, NgramProposer, Proposal, Proposer, drafting
 
 # Of the windows of a script with room for trees.
 _CHAIN_SHARE = 0.25
@@ -98,55 +89,52 @@ class Transcript:
     Attributes:
         tokens: What was said.
         rows: [N, V] in the model's dtype, on the host: the target's logits that each token was chosen from.
+        sampling: How they were chosen.
+        first_position: Of the first token.
         passes: Passes of the target after prefill.
     """
 
     tokens: list[int]
     rows: torch.Tensor
+    sampling: SamplingParams
+    first_position: int
     passes: int
+
+    @cached_property
+    def foreign_tokens(self) -> int:
+        """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
+        again = resample(self.rows, self.sampling, self.first_position)
+        return sum(a != b for a, b in zip_longest(again, self.tokens))
 
 
 def transcribe(
-    runtime: Runtime, prompt: Sequence[int], sampling: SamplingParams, *, count: int, proposer: Proposer | None = None,
-    gamma: int | None = None, tree_nodes: int | None = None,
-) -> Transcript:  # fmt: skip
-    """Generate `count` tokens and keep the logits behind them: count * V * itemsize bytes of host memory.
+    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, proposer: Proposer | None = None
+) -> Transcript:
+    """Generate and keep the logits behind every token: tokens * V * itemsize bytes of host memory.
 
     Args:
         runtime: Its current generation, if any, ends.
         prompt: Token ids.
-        sampling: How tokens are chosen.
-        count: New tokens; the end-of-sequence token does not end it.
+        params: What to generate; where tokens are counted it should ignore the end of the text.
         proposer: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
-        gamma: Most tokens proposed per pass in a row, only with a proposer.
-        tree_nodes: The same in all, only with one that proposes branches.
     """
     rows: list[torch.Tensor] = []
-    # On the host at once, so that the next pass finds the device memory that it would find without a recording.
-    result = runtime.replay(
-        list(prompt), GenerationParams(count, (), gamma, True, sampling, tree_nodes), proposer=proposer,
-        on_logits=lambda _, logits: rows.append(logits.to("cpu", copy=True)),
-    )  # fmt: skip
-    return Transcript(result.tokens, torch.cat(rows), result.stats.passes)
 
+    def keep(_: object, logits: torch.Tensor) -> None:
+        # On the host at once, so that the next pass finds the device memory that it would find without a recording.
+        rows.append(logits.to("cpu", copy=True))
 
-def forced_rows(runtime: Runtime, prompt: Sequence[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-    """The logits behind every token of given answers, from one plain pass over each: nothing is proposed or accepted.
-
-    Yields [N, V] in the model's dtype, on the host, for an answer of N tokens. Ends the runtime's current generation;
-    no other may begin before the last answer.
-    """
-    yield from (rows.cpu() for rows in runtime.logits(list(prompt), answers))
+    result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep)
+    return Transcript(result.tokens, torch.cat(rows), params.sampling, len(prompt), result.stats.passes)
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
     own = drafting(runtime.proposer)
-    names: dict[type, str] = {DraftProposer: "draft", TreeDraftProposer: "draft", TriForceProposer: "triforce"}
-    if type(own) in names:
-        return {"ngram": NgramProposer(), names[type(own)]: own}
-    assert isinstance(own, NgramProposer | NoProposer), f"{type(own).__name__} would go untested"
-    return {"ngram": NgramProposer()}
+    proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
+    if own.name not in (None, NGRAM):
+        proposers["triforce" if own.name == "middle" else "draft"] = own
+    return proposers
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
@@ -155,13 +143,6 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
     differ = (left.view(bits) != right.view(bits)).any(-1)
     indices: list[int] = differ.nonzero().flatten().tolist()
     return indices
-
-
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the end of the shorter one included; None when all are equal."""
-    shorter = min(len(left), len(right)) if len(left) != len(right) else None
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), shorter)
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:

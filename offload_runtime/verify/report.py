@@ -10,10 +10,11 @@ Everything is seeded, so a second run on the same machine says the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import count, islice
 from typing import Any
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.request import PromptRoom, encode_prompt
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -69,12 +70,11 @@ class VerificationPlan:
         cls, *, quick: bool, tokens: int, seeds: int | None, extra: Mapping[str, str] | None = None
     ) -> VerificationPlan:
         """The built-in prompts and settings, or with `quick` the first few, and `extra` prompts by name."""
-        prompts = list(PROMPTS.items())[: QUICK_PROMPTS if quick else None]
-        settings = list(SETTINGS.items())[: QUICK_SETTINGS if quick else None]
-        default_seeds = QUICK_SEEDS if quick else SEEDS
-        return cls(
-            {**dict(prompts), **(extra or {})}, dict(settings), tokens, default_seeds if seeds is None else seeds
-        )
+        prompts = dict(islice(PROMPTS.items(), QUICK_PROMPTS if quick else None))
+        settings = dict(islice(SETTINGS.items(), QUICK_SETTINGS if quick else None))
+        if seeds is None:
+            seeds = QUICK_SEEDS if quick else SEEDS
+        return cls({**prompts, **(extra or {})}, settings, tokens, seeds)
 
     def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
         """Token ids of the prompts by name.
@@ -82,10 +82,9 @@ class VerificationPlan:
         Raises:
             ContextLengthError: One and the tokens that follow it exceed the context.
         """
-        found = {
-            name: encode_prompt(text, room.tokenizer, room.config.vocab_size) for name, text in self.prompts.items()
-        }
-        for name, prompt in found.items():
+        found = {}
+        for name, text in self.prompts.items():
+            found[name] = prompt = encode_prompt(text, room.tokenizer, room.config.vocab_size)
             excess = len(prompt) + self.tokens - room.context_tokens
             if excess > 0:
                 raise ContextLengthError(
@@ -149,8 +148,8 @@ def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress 
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 3)
-    progress = _Progress("identity", steps, on_progress)
-    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=progress.step)
+    on_step = _counter("identity", steps, on_progress)
+    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
     fits = _verify_fit(runtime, prompts, plan, on_progress)
     return VerificationReport(runtime.device.type == "cuda", runs, fits)
 
@@ -159,29 +158,24 @@ def _verify_fit(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress | None
 ) -> list[Fit]:
     """Tests on single rows of logits, all of them together, and whole generations."""
-    contexts = dict(list(prompts.items())[:_FIT_PROMPTS])
+    contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
     settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
-    progress = _Progress("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
-    rows = fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=progress.step)
+    on_step = _counter("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
+    rows = fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=on_step)
     prompt = next(iter(contexts.values()))
-    likeliest = transcribe(runtime, prompt, SamplingParams(), count=GENERATION_TOKENS).tokens
+    likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
     script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
     proposers = [script, *loaded_proposers(runtime).values()]
-    places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=progress.step)
+    places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
     return [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
 
 
-@dataclass
-class _Progress:
-    """Counts steps of a stage and tells whoever wants to know."""
+def _counter(stage: str, total_steps: int, on_progress: OnProgress | None) -> Callable[[], None]:
+    """What counts a step of a stage and tells whoever wants to know."""
+    numbers = count(1)
 
-    stage: str
-    all: int
-    on_progress: OnProgress | None
-    done: int = field(default=0)
+    def step() -> None:
+        if on_progress is not None:
+            on_progress(stage, next(numbers), total_steps)
 
-    def step(self) -> None:
-        """One more."""
-        self.done += 1
-        if self.on_progress is not None:
-            self.on_progress(self.stage, self.done, self.all)
+    return step
