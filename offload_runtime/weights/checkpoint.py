@@ -6,17 +6,21 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import token_ids
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.layout import checkpoint_tensors
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 5  # names listed in a message before "..."
@@ -109,6 +113,22 @@ class Checkpoint:
         return token_ids(self.generation_settings().get("eos_token_id")) or self.model_config.eos_token_ids
 
 
+# --- what the readers of both formats share
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in its file: `shape` as torch writes it, `dtype` the file's word for how it is stored, which
+    may be one that is not read."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+
 def damaged(path: Path, what: str) -> CheckpointError:
     """The error for a file whose bytes are not what they should be."""
     return CheckpointError(f"{path} is damaged: {what}; download or convert it again")
@@ -117,6 +137,91 @@ def damaged(path: Path, what: str) -> CheckpointError:
 def shortened(names: list[str]) -> str:
     """The first few names, for a message that also says how many there are."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+class HeaderReader:
+    """Walks the bytes of a mapped file; raises `ValueError` rather than go past their end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.size_bytes = len(data)
+        self.position = 0
+        self._data = data
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
+        start, self.position = self.position, self.position + nbytes
+        if self.position > self.size_bytes:
+            raise ValueError(f"it goes on past the end of the file at {self.size_bytes} bytes")
+        return self._data[start : self.position]
+
+    def number(self, form: str) -> Any:
+        """The next number, of a format of `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def check_complete(self, tensors: Iterable[StoredTensor]) -> None:
+        """Raise `CheckpointError` unless the file holds all bytes of these tensors."""
+        end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=0)
+        if end_bytes > self.size_bytes:
+            raise damaged(
+                self.path,
+                f"it is truncated, {end_bytes - self.size_bytes} bytes are missing "
+                f"({format_bytes(self.size_bytes)} of {format_bytes(end_bytes)})",
+            )
+
+
+@contextmanager
+def open_header(path: Path) -> Iterator[HeaderReader]:
+    """Walk the header of a file; every `ValueError` on the way means that it is damaged.
+
+    Raises:
+        CheckpointError: It is, or it cannot be opened.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield HeaderReader(path, data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
+    except (ValueError, RecursionError) as error:  # of nested JSON, of bytes that are not UTF-8, of empty files
+        raise damaged(path, f"its header cannot be read: {error}") from error
+
+
+def match_tensors(
+    where: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, stored_name: Callable[[str], str] = str
+) -> dict[str, StoredTensor]:
+    """Find every needed tensor and check its shape.
+
+    Args:
+        where: File or directory, for messages.
+        stored: All tensors that are there, by their names in the file.
+        config: Says which are needed.
+        stored_name: From transformers' name to the file's.
+
+    Returns:
+        By transformers' name, in the order of `stored`.
+
+    Raises:
+        CheckpointError: Some are missing or of another shape.
+    """
+    needed = {stored_name(name): (name, destination) for name, destination in checkpoint_tensors(config).items()}
+    missing = [name for name in needed if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): "
+            "it is incomplete or belongs to another configuration, download it again"
+        )
+    found: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        if tensor.name not in needed:
+            continue
+        name, destination = needed[tensor.name]
+        if tensor.shape != destination.shape:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, expected {list(destination.shape)}: "
+                "the weights belong to another configuration, download or convert them again"
+            )
+        found[name] = tensor
+    return found
 
 
 def read_bytes(path: Path, offset_bytes: int, out: memoryview) -> None:
@@ -135,6 +240,20 @@ def read_bytes(path: Path, offset_bytes: int, out: memoryview) -> None:
         raise CheckpointError(f"reading {path} failed ({error}): check the disk it lies on") from error
     if done < len(out):
         raise damaged(path, f"it is truncated, {len(out) - done} bytes are missing at {offset_bytes + done}")
+
+
+def transformers_config(settings: Mapping[str, Any], where: Path) -> Any:
+    """transformers' object for a configuration of one of our architectures.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**settings)
+    except Exception as error:  # its validation raises errors of many libraries; each means the same here
+        raise CheckpointError(f"the configuration in {where} was refused by transformers: {error}") from error
 
 
 def load_tokenizer(directory: Path, **options: str) -> Any:

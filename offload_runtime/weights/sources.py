@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import Checkpoint
 from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
 from offload_runtime.weights.hub import download_config, download_model
-from offload_runtime.weights.safetensors import open_safetensors, read_header, read_json
+from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -74,7 +73,9 @@ def describe_model(reference: str | Path) -> DescribedModel:
             return DescribedModel(model_config_from_json(raw, str(gguf_file)), torch.bfloat16)
         directory = path if path.is_dir() else path.parent
         raw = read_json(directory / "config.json")
-        return DescribedModel(model_config_from_json(raw, str(directory)), _stored_dtype(directory, raw))
+        config = model_config_from_json(raw, str(directory))
+        name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+        return DescribedModel(config, stored_dtype(directory) or _DTYPE_NAMES.get(name, torch.bfloat16))
 
 
 @contextmanager
@@ -125,13 +126,3 @@ def _gguf_file(path: Path) -> Path | None:
     if len(found) > 1:
         raise CheckpointError(f"{path} holds {len(found)} GGUF files ({found[0].name}, ...): name the one to load")
     return found[0] if found else None
-
-
-def _stored_dtype(directory: Path, raw: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the embedding where weights are there, else what the configuration says."""
-    for path in sorted(directory.glob("*.safetensors")):
-        stored = read_header(path).get("model.embed_tokens.weight")
-        if stored is not None and (dtype := stored.native_dtype) is not None:
-            return dtype
-    name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
-    return _DTYPE_NAMES.get(name, torch.bfloat16)

@@ -17,7 +17,8 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors
 from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
-from offload_runtime.weights.safetensors import DTYPES, StoredTensor, file_shards, read_header, shortened
+from offload_runtime.weights.checkpoint import StoredTensor, shortened
+from offload_runtime.weights.safetensors import DTYPES, file_shards, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
