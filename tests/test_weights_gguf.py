@@ -14,6 +14,7 @@ import transformers
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from tests.helpers.models import rows_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -96,7 +97,7 @@ def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) 
     table = checkpoint_tensors(source.config())
     assert set(table) == {name for name, _ in model.named_parameters()}
     for name, destination in table.items():
-        assert torch.equal(destination.of(weights.views(destination.layer)), state[name].to(dtype)), name
+        assert torch.equal(rows_of(destination, weights.views(destination.layer)), state[name].to(dtype)), name
 
 
 @pytest.mark.parametrize(

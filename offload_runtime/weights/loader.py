@@ -45,24 +45,6 @@ class HostWeights:
     shared: HostArena
     load_seconds: float = 0.0
 
-    @classmethod
-    def allocate(cls, config: ModelConfig, layout: ModelLayout) -> HostWeights:
-        """Make empty arenas for a model.
-
-        Raises:
-            BudgetError: The system has not that much memory.
-        """
-        arenas: list[HostArena] = []
-        try:
-            arenas.append(HostArena(layout.shared.total_bytes, name="embedding and lm_head"))
-            for index, nbytes in enumerate(layout.layer_bytes):
-                arenas.append(HostArena(nbytes, name=f"layer {index}"))
-        except BaseException:
-            for arena in arenas:
-                arena.close()
-            raise
-        return cls(config, layout, arenas[1:], arenas[0])
-
     @property
     def total_bytes(self) -> int:
         """Bytes of all packed blocks, without the rounding of the arenas to pages."""
@@ -116,7 +98,9 @@ def load_weights(
     started = time.perf_counter()
     layout = layout or ModelLayout.plain(source.config(), dtype)
     assert layout.dtype == dtype, f"a layout for {layout.dtype} cannot hold a model in {dtype}"
-    weights = HostWeights.allocate(source.config(), layout)
+    shared = HostArena(layout.shared.total_bytes, name="embedding and lm_head")
+    layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
+    weights = HostWeights(source.config(), layout, layers, shared)
     try:
         _fill(weights, source, set(pin), blockwise, on_progress)
     except BaseException:
@@ -152,10 +136,10 @@ def _fill(
         if on_progress is not None:
             on_progress(done_bytes, weights.total_bytes)
 
+    jobs: dict[Future[None], Destination] = {}  # the files one after the other
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
-        for shard in source.shards():
-            jobs: dict[Future[None], Destination] = {}
-            try:
+        try:
+            for shard in source.shards():
                 for name, fill in shard.tensors:
                     to = missing.pop(name, None)
                     if to is None:
@@ -163,16 +147,14 @@ def _fill(
                             f"{shard.path}: {name} is there twice or is not needed: the source is broken"
                         )
                     jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
-                for job in as_completed(jobs):
-                    job.result()
-                    arrived(jobs[job])
-            except BaseException:
-                for job in jobs:  # those that have not started
-                    job.cancel()
-                raise
-    if missing:
-        raise CheckpointError(
-            f"{source.reference} never delivered {len(missing)} tensors ({next(iter(missing))}, ...): it changed while "
-            "it was read; load it again"
-        )
-    assert not any(left.values()), "a tensor was taken but not written"
+            if missing:
+                raise CheckpointError(
+                    f"{source.reference} never delivered {len(missing)} tensors ({next(iter(missing))}, ...): it "
+                    "changed while it was read; load it again"
+                )
+            for job in as_completed(jobs):
+                job.result()
+                arrived(jobs[job])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
