@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from concurrent.futures import CancelledError, Future
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -120,41 +121,33 @@ class PageableMemory:
     def __init__(self) -> None:
         # Reentrant: the garbage collector may give memory back in any thread, at any moment.
         self._lock = threading.RLock()
-        self._starts: list[int] = []  # ascending
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] = []  # first address and that behind the last, ascending
         self._reads: list[Future[None]] = []
 
     @property
     def nbytes(self) -> int:
         """What is entered now."""
         with self._lock:
-            return sum(self._ends) - sum(self._starts)
+            return sum(end - start for start, end in self._ranges)
 
     def enter(self, memory: torch.Tensor) -> None:
         """Take up memory, no part of which is known yet: uint8 [n], host."""
         if memory.nbytes:
-            start = memory.data_ptr()
             with self._lock:
-                index = bisect_right(self._starts, start)
-                self._starts.insert(index, start)
-                self._ends.insert(index, start + memory.nbytes)
+                insort(self._ranges, (memory.data_ptr(), memory.data_ptr() + memory.nbytes))
 
     def forget(self, memory: torch.Tensor) -> None:
         """Drop `memory` if it was entered as such."""
         with self._lock:
-            if memory.data_ptr() in self._starts:
-                index = self._starts.index(memory.data_ptr())
-                del self._starts[index], self._ends[index]
+            self._ranges = [known for known in self._ranges if known[0] != memory.data_ptr()]
 
     def locked_bytes(self, memory: torch.Tensor) -> int:
         """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
-        start = memory.data_ptr()
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         with self._lock:
-            index = bisect_right(self._starts, start)
-            if index and self._ends[index - 1] > start:
-                return 0
-            following = self._starts[index] if index < len(self._starts) else start + memory.nbytes
-        return min(following - start, memory.nbytes)
+            index = bisect_right(self._ranges, start, key=itemgetter(1))  # the first that ends behind `start`
+            pageable_from = self._ranges[index][0] if index < len(self._ranges) else end
+        return max(0, min(pageable_from, end) - start)
 
     def begin_read(self, read: Future[None]) -> None:
         """Some of it is read until `read` is done, however it ends."""
