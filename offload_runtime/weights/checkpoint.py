@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,60 +34,36 @@ class Shard:
     tensors: tuple[tuple[str, Fill], ...]
 
 
-class ModelDescription(Protocol):
-    """What a plan has to know of a model; every `CheckpointSource` is one."""
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """What `--dtype auto` means: the stored dtype, bf16 when the file is quantised."""
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-
-
-class CheckpointSource(ModelDescription, Protocol):
-    """An opened and validated checkpoint."""
-
-    @property
-    def reference(self) -> str:
-        """What the user named, for messages."""
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-
-    def shards(self) -> Iterator[Shard]:
-        """The files one after the other; together they hold every tensor of `checkpoint_tensors(config())`."""
-
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer with its chat template.
-
-        Raises:
-            CheckpointError: There is none or it cannot be read.
-        """
-
-    def generation_settings(self) -> dict[str, Any]:
-        """The content of `generation_config.json`, or the token ids that would be in it."""
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Token ids that end an answer: the generation settings' or else the model configuration's."""
-
-
 @dataclass(frozen=True)
-class Checkpoint:
-    """A `CheckpointSource` as the readers of both formats make it. `generation` is its `generation_config.json`, None
-    where there is none."""
+class DescribedModel:
+    """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
+    means: the stored dtype, bf16 when the file is quantised."""
 
-    reference: str
     model_config: ModelConfig
-    transformers_config: Any
     native_dtype: torch.dtype
-    files: tuple[Shard, ...]
-    read_tokenizer: Callable[[], Any]
-    generation: dict[str, Any] | None = None
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
         return self.model_config
+
+
+@dataclass(frozen=True)
+class CheckpointSource(DescribedModel):
+    """An opened and validated checkpoint.
+
+    Attributes:
+        reference: What the user named, for messages.
+        transformers_config: The transformers configuration object.
+        files: Together they hold every tensor of `checkpoint_tensors(config())`.
+        read_tokenizer: Reads transformers' tokenizer with its chat template.
+        generation: The content of `generation_config.json`; None where there is none.
+    """
+
+    reference: str
+    transformers_config: Any
+    files: tuple[Shard, ...]
+    read_tokenizer: Callable[[], Any]
+    generation: dict[str, Any] | None = None
 
     def hf_config(self) -> Any:
         """The transformers configuration object."""

@@ -20,7 +20,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, checked_number, model_config_from_transformers
 from offload_runtime.weights.checkpoint import (
-    Checkpoint,
+    CheckpointSource,
     HeaderReader,
     Shard,
     StoredTensor,
@@ -338,7 +338,7 @@ def _read_tokenizer(path: Path) -> Any:
         ) from error
 
 
-def open_gguf(path: Path, *, reference: str) -> Checkpoint:
+def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
     Args:
@@ -357,4 +357,4 @@ def open_gguf(path: Path, *, reference: str) -> Checkpoint:
         permuted = header.arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
         fills.append((name, partial(_fill, tensor, config.head_dim if permuted else None)))
     shard = Shard(path, tuple(fills))
-    return Checkpoint(reference, config, hf_config, torch.bfloat16, (shard,), partial(_read_tokenizer, path))
+    return CheckpointSource(config, torch.bfloat16, reference, hf_config, (shard,), partial(_read_tokenizer, path))

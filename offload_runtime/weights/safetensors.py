@@ -21,7 +21,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers, refuse_quantised
 from offload_runtime.weights.checkpoint import (
-    Checkpoint,
+    CheckpointSource,
     Shard,
     StoredTensor,
     load_tokenizer,
@@ -181,7 +181,7 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
     return None
 
 
-def open_safetensors(directory: Path, *, reference: str) -> Checkpoint:
+def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a checkpoint of transformers.
 
     Args:
@@ -198,7 +198,7 @@ def open_safetensors(directory: Path, *, reference: str) -> Checkpoint:
     config = model_config_from_transformers(hf_config)
     tensors = _find_tensors(directory, config)
     path = directory / "generation_config.json"
-    return Checkpoint(
-        reference, config, hf_config, computed_dtype(tensors[_EMBEDDING]), tuple(file_shards(tensors.values())),
+    return CheckpointSource(
+        config, computed_dtype(tensors[_EMBEDDING]), reference, hf_config, tuple(file_shards(tensors.values())),
         partial(load_tokenizer, directory), read_json(path) if path.exists() else None,
     )  # fmt: skip

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import Checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
 from offload_runtime.weights.hub import download_model
 from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
@@ -24,19 +22,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
-class DescribedModel:
-    """A model that is known by its configuration."""
-
-    model_config: ModelConfig
-    native_dtype: torch.dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-        return self.model_config
-
-
-def open_checkpoint(reference: str | Path) -> Checkpoint:
+def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:

@@ -172,7 +172,7 @@ class WidenedCheckpoint(MadeCheckpoint):
     def shards(self) -> Iterator[Shard]:
         """One shard for what all layers share and one per layer; nothing is held between fills."""
         by_layer: dict[int | None, list[str]] = {}
-        for name, destination in checkpoint_tensors(self._config).items():
+        for name, destination in checkpoint_tensors(self.config()).items():
             by_layer.setdefault(destination.layer, []).append(name)
         path = next(iter(self._source.shards())).path
         for names in by_layer.values():

@@ -48,7 +48,7 @@ class Wordless:
         return ""
 
 
-class MadeCheckpoint:
+class MadeCheckpoint(CheckpointSource):
     """A `CheckpointSource` but for its `shards`.
 
     Args:
@@ -59,33 +59,9 @@ class MadeCheckpoint:
     """
 
     def __init__(self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None) -> None:
-        self.reference = reference
-        self._hf_config, self._config, self._words = hf_config, config, words
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """That of the words; bf16 where there are none."""
-        return torch.bfloat16 if self._words is None else self._words.native_dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags."""
-        return self._config
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def tokenizer(self) -> Any:
-        """That of the words, or one of none."""
-        return Wordless() if self._words is None else self._words.tokenizer()
-
-    def generation_settings(self) -> dict[str, Any]:
-        """Those of the words, or none."""
-        return {} if self._words is None else self._words.generation_settings()
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Those of the words; otherwise nothing ends an answer."""
-        return () if self._words is None else self._words.generation_eos()
+        dtype = torch.bfloat16 if words is None else words.native_dtype
+        settings = {} if words is None else words.generation_settings()
+        super().__init__(config, dtype, reference, hf_config, (), words.tokenizer if words else Wordless, settings)
 
 
 class UntrainedLlama(MadeCheckpoint):

@@ -151,5 +151,5 @@ class StretchedCheckpoint(MadeCheckpoint):
     def tokenizer(self) -> Any:
         """The source's tokenizer, which no longer warns of texts that fit now."""
         tokenizer = self._source.tokenizer()
-        tokenizer.model_max_length = max(tokenizer.model_max_length, self._config.max_position_embeddings)
+        tokenizer.model_max_length = max(tokenizer.model_max_length, self.config().max_position_embeddings)
         return tokenizer
