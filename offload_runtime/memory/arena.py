@@ -106,11 +106,10 @@ def check_host_memory(needed_bytes: int, *, what: str = "the weights", cgroup: P
     """
     available_bytes = psutil.virtual_memory().available
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            available_bytes = min(available_bytes, int(limit) - int((cgroup / "memory.current").read_text()))
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        available_bytes = min(available_bytes, limit_bytes - int((cgroup / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # not Linux, or another kind of control group
+        pass  # no limit ("max"), not Linux, or another kind of control group
     if needed_bytes > available_bytes:
         raise BudgetError(
             f"{what} would take {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import ModelConfig
@@ -49,22 +50,27 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def check_model_type(model_type: object, architectures: object) -> str:
-    """Return the architecture's name, e.g. `LlamaForCausalLM`.
-
-    Args:
-        model_type: `model_type` of a configuration.
-        architectures: Its list of class names, or None when it has none (a configuration made by hand).
+def _architecture(raw: Mapping[str, Any], where: object) -> str:
+    """The name of the architecture that a configuration describes, e.g. `LlamaForCausalLM`.
 
     Raises:
         UnsupportedArchitectureError: The decoder does not implement it; names those that it does.
+        CheckpointError: The weights are quantised.
     """
-    supported = ", ".join(ARCHITECTURES.values())
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
     name = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    # A configuration made by hand has no list of class names.
     found = architectures if isinstance(architectures, (list, tuple)) and architectures else [name]
     if name is None or name not in found:
         shown = ", ".join(str(item) for item in found if item) or f"model_type {model_type!r}"
+        supported = ", ".join(ARCHITECTURES.values())
         raise UnsupportedArchitectureError(f"{shown} is not supported: use a model of one of {supported}")
+    method = raw.get("quantization_config")
+    if method:
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{where} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
+        )
     return name
 
 
@@ -101,16 +107,6 @@ def token_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
         return tuple(value)
     raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
-
-
-def refuse_quantised(raw: Mapping[str, Any], reference: str) -> None:
-    """Raise `CheckpointError` when a configuration says that the weights are quantised."""
-    method = raw.get("quantization_config")
-    if method:
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{reference} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
-        )
 
 
 def _check_rope_numbers(rope: Mapping[str, Any], head_dim: int, where: str) -> None:
@@ -210,8 +206,7 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         UnsupportedArchitectureError: Another architecture, or an option of these that the decoder does not implement.
         CheckpointError: A size is missing, or the values contradict each other.
     """
-    architecture = check_model_type(raw.get("model_type"), raw.get("architectures"))
-    refuse_quantised(raw, reference)
+    architecture = _architecture(raw, reference)
     family: str = raw["model_type"]
     values = {**_DEFAULTS, **_DEFAULTS_OF[family], **raw}
     hidden, inner, num_layers, num_heads, vocab_size, max_positions = (
@@ -259,3 +254,19 @@ def model_config_from_transformers(hf_config: Any) -> ModelConfig:
     """Translate a transformers (5.17 to 5.23) configuration object: LlamaConfig, MistralConfig, Qwen2Config,
     Qwen3Config or SmolLM3Config. Raises as `model_config_from_json`."""
     return model_config_from_json(hf_config.to_dict(), "config.json")
+
+
+def read_configuration(settings: Mapping[str, Any], where: Path) -> tuple[Any, ModelConfig]:
+    """transformers' object for the content of a `config.json`, and what we read in it.
+
+    Raises:
+        UnsupportedArchitectureError, CheckpointError: As `model_config_from_json`, or transformers refuses it.
+    """
+    _architecture(settings, where)
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.for_model(**settings)
+    except Exception as error:  # its validation raises errors of many libraries; each means the same here
+        raise CheckpointError(f"the configuration in {where} was refused by transformers: {error}") from error
+    return hf_config, model_config_from_json(hf_config.to_dict(), str(where))

@@ -27,14 +27,6 @@ _SHOWN = 5  # names listed in a message before "..."
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One file of a checkpoint: the needed tensors in it, by transformers' name."""
-
-    path: Path
-    tensors: tuple[tuple[str, Fill], ...]
-
-
-@dataclass(frozen=True)
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised."""
@@ -54,24 +46,20 @@ class CheckpointSource(DescribedModel):
     Attributes:
         reference: What the user named, for messages.
         transformers_config: The transformers configuration object.
-        files: Together they hold every tensor of `checkpoint_tensors(config())`.
+        fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
         read_tokenizer: Reads transformers' tokenizer with its chat template.
         generation: The content of `generation_config.json`; None where there is none.
     """
 
     reference: str
     transformers_config: Any
-    files: tuple[Shard, ...]
+    fills: Mapping[str, Fill]
     read_tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
 
     def hf_config(self) -> Any:
         """The transformers configuration object."""
         return self.transformers_config
-
-    def shards(self) -> Iterator[Shard]:
-        """The files one after the other."""
-        return iter(self.files)
 
     def tokenizer(self) -> Any:
         """transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none to be read."""
@@ -103,6 +91,24 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset_bytes: int
     nbytes: int
+
+    def read_into(self, out: memoryview, skip_bytes: int = 0) -> None:
+        """Fill `out` with its bytes, but for so many at its beginning. Opens the file anew, so that threads do not
+        share a position.
+
+        Raises:
+            CheckpointError: The file ends too early or cannot be read.
+        """
+        done, start = 0, self.offset_bytes + skip_bytes
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
+                while done < len(out) and (count := file.readinto(out[done:])):
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
+        if done < len(out):
+            raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
@@ -198,38 +204,6 @@ def match_tensors(
             )
         found[name] = tensor
     return found
-
-
-def read_bytes(path: Path, offset_bytes: int, out: memoryview) -> None:
-    """Fill `out` from `offset_bytes` of the file on. Opens it anew, so that threads do not share a position.
-
-    Raises:
-        CheckpointError: The file ends too early or cannot be read.
-    """
-    done = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset_bytes)
-            while done < len(out) and (count := file.readinto(out[done:])):
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"reading {path} failed ({error}): check the disk it lies on") from error
-    if done < len(out):
-        raise damaged(path, f"it is truncated, {len(out) - done} bytes are missing at {offset_bytes + done}")
-
-
-def transformers_config(settings: Mapping[str, Any], where: Path) -> Any:
-    """transformers' object for a configuration of one of our architectures.
-
-    Raises:
-        CheckpointError: transformers refuses it.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(**settings)
-    except Exception as error:  # its validation raises errors of many libraries; each means the same here
-        raise CheckpointError(f"the configuration in {where} was refused by transformers: {error}") from error
 
 
 def load_tokenizer(directory: Path, **options: str) -> Any:

@@ -164,9 +164,8 @@ def convert_to_safetensors(
         target = Path(out_dir).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such user, or the current directory is gone
         raise OptionError(f"{out_dir} is no usable path ({error}): write it in full, without ~") from error
-    fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
     needed = checkpoint_tensors(source.config())
-    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in fills}
+    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in source.fills}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
     total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
@@ -174,7 +173,7 @@ def convert_to_safetensors(
         for file_name, names in split.filename_to_tensors.items():
             tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
             for name, tensor in tensors.items():
-                fills[name](tensor)
+                source.fills[name](tensor)
                 done_bytes += tensor.nbytes
                 if on_progress is not None:
                     on_progress(done_bytes, total_bytes)

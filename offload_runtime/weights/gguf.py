@@ -18,18 +18,16 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.architectures import ARCHITECTURES, checked_number, model_config_from_transformers
+from offload_runtime.weights.architectures import ARCHITECTURES, checked_number, read_configuration
 from offload_runtime.weights.checkpoint import (
     CheckpointSource,
     HeaderReader,
-    Shard,
     StoredTensor,
     load_tokenizer,
     match_tensors,
     open_header,
-    read_bytes,
-    transformers_config,
 )
+from offload_runtime.weights.encoding import Fill
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
@@ -291,7 +289,7 @@ def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None
     for start in range(0, rows, step):
         part = out[start : start + step] if out.dim() > 1 else out
         stored = np.empty((min(step, rows - start), row_bytes), dtype=np.uint8)
-        read_bytes(tensor.path, tensor.offset_bytes + start * row_bytes, stored.reshape(-1).data)
+        tensor.read_into(stored.reshape(-1).data, start * row_bytes)
         values = np.asarray(dequantize(stored, GGMLQuantizationType[tensor.dtype]), dtype=np.float32)
         values = values.reshape(part.shape)
         if head_dim is not None:
@@ -350,11 +348,9 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
         UnsupportedArchitectureError: A model the decoder does not implement.
     """
     header = read_gguf_header(path)
-    hf_config = transformers_config(config_from_gguf(header), path)
-    config = model_config_from_transformers(hf_config)
-    fills = []
+    hf_config, config = read_configuration(config_from_gguf(header), path)
+    fills: dict[str, Fill] = {}
     for name, tensor in _find_tensors(header, config).items():
         permuted = header.arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
-        fills.append((name, partial(_fill, tensor, config.head_dim if permuted else None)))
-    shard = Shard(path, tuple(fills))
-    return CheckpointSource(config, torch.bfloat16, reference, hf_config, (shard,), partial(_read_tokenizer, path))
+        fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
+    return CheckpointSource(config, torch.bfloat16, reference, hf_config, fills, partial(_read_tokenizer, path))

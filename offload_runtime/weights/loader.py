@@ -18,7 +18,7 @@ import torch
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource, shortened
 from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.layout import Destination, ModelLayout, checkpoint_tensors
 
@@ -117,44 +117,36 @@ def _fill(
     on_progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete."""
-    missing = checkpoint_tensors(weights.config)
-    left = Counter(destination.layer for destination in missing.values())
+    destinations = checkpoint_tensors(weights.config)
+    wrong = destinations.keys() ^ source.fills.keys()
+    if wrong:
+        raise CheckpointError(
+            f"{source.reference} lacks {len(wrong)} tensors or has them to no purpose ({shortened(sorted(wrong))}): "
+            "the source is broken"
+        )
+    left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
     done_bytes = 0
-
-    def arrived(destination: Destination) -> None:
-        nonlocal done_bytes
-        weight = blocks[destination.layer][destination.packed]
-        done_bytes += weight.nbytes * (destination.row_end - destination.row_start) // weight.shape[0]
-        left[destination.layer] -= 1
-        if left[destination.layer] == 0 and destination.layer in to_lock:
-            arena = weights.layers[destination.layer]
-            if blockwise is None:
-                arena.pin()
-            elif not arena.pin_blocks(blockwise):
-                to_lock.clear()  # it has refused once: asking again only costs the system
-        if on_progress is not None:
-            on_progress(done_bytes, weights.total_bytes)
-
-    jobs: dict[Future[None], Destination] = {}  # the files one after the other
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
+        jobs: dict[Future[None], Destination] = {}
+        for name, fill in source.fills.items():
+            to = destinations[name]
+            jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
         try:
-            for shard in source.shards():
-                for name, fill in shard.tensors:
-                    to = missing.pop(name, None)
-                    if to is None:
-                        raise CheckpointError(
-                            f"{shard.path}: {name} is there twice or is not needed: the source is broken"
-                        )
-                    jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
-            if missing:
-                raise CheckpointError(
-                    f"{source.reference} never delivered {len(missing)} tensors ({next(iter(missing))}, ...): it "
-                    "changed while it was read; load it again"
-                )
             for job in as_completed(jobs):
                 job.result()
-                arrived(jobs[job])
+                to = jobs[job]
+                weight = blocks[to.layer][to.packed]
+                done_bytes += weight.nbytes * (to.row_end - to.row_start) // weight.shape[0]
+                left[to.layer] -= 1
+                if left[to.layer] == 0 and to.layer in to_lock:
+                    arena = weights.layers[to.layer]
+                    if blockwise is None:
+                        arena.pin()
+                    elif not arena.pin_blocks(blockwise):
+                        to_lock.clear()  # it has refused once: asking again only costs the system
+                if on_progress is not None:
+                    on_progress(done_bytes, weights.total_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,14 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers, refuse_quantised
+from offload_runtime.weights.architectures import read_configuration
 from offload_runtime.weights.checkpoint import (
     CheckpointSource,
-    Shard,
     StoredTensor,
     load_tokenizer,
     match_tensors,
     open_header,
-    read_bytes,
     shortened,
-    transformers_config,
 )
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -89,24 +85,15 @@ def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
     assert tuple(out.shape) == stored.shape and out.is_contiguous(), f"{stored.name}: {tuple(out.shape)}"
     flat = out.view(-1)
     if dtype == out.dtype:
-        read_bytes(stored.path, stored.offset_bytes, flat.view(torch.uint8).numpy().data)
+        stored.read_into(flat.view(torch.uint8).numpy().data)
         return
     staging = torch.empty(min(_STAGING_BYTES // dtype.itemsize, flat.numel()), dtype=dtype)
-    offset_bytes = stored.offset_bytes
+    done_bytes = 0
     for piece in flat.split(max(1, staging.numel())):
         part = staging[: piece.numel()]
-        read_bytes(stored.path, offset_bytes, part.view(torch.uint8).numpy().data)
+        stored.read_into(part.view(torch.uint8).numpy().data, done_bytes)
         piece.copy_(part)
-        offset_bytes += part.nbytes
-
-
-def file_shards(tensors: Iterable[StoredTensor]) -> Iterator[Shard]:
-    """One shard per file that some of the tensors lie in."""
-    by_path: dict[Path, list[StoredTensor]] = {}
-    for stored in tensors:
-        by_path.setdefault(stored.path, []).append(stored)
-    for path, found in by_path.items():
-        yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in found))
+        done_bytes += part.nbytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -191,14 +178,11 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    raw = read_json(directory / "config.json")
-    check_model_type(raw.get("model_type"), raw.get("architectures"))
-    refuse_quantised(raw, str(directory))
-    hf_config = transformers_config(raw, directory)
-    config = model_config_from_transformers(hf_config)
+    hf_config, config = read_configuration(read_json(directory / "config.json"), directory)
     tensors = _find_tensors(directory, config)
     path = directory / "generation_config.json"
+    fills = {name: partial(fill_from_file, stored) for name, stored in tensors.items()}
     return CheckpointSource(
-        config, computed_dtype(tensors[_EMBEDDING]), reference, hf_config, tuple(file_shards(tensors.values())),
-        partial(load_tokenizer, directory), read_json(path) if path.exists() else None,
+        config, computed_dtype(tensors[_EMBEDDING]), reference, hf_config, fills, partial(load_tokenizer, directory),
+        read_json(path) if path.exists() else None,
     )  # fmt: skip

@@ -82,7 +82,7 @@ class ReadOnce(CheckpointSource):
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__(
-            source.config(), source.native_dtype, source.reference, source.hf_config(), tuple(source.shards()),
+            source.config(), source.native_dtype, source.reference, source.hf_config(), source.fills,
             cache(source.tokenizer), source.generation_settings(),
         )  # fmt: skip
 
