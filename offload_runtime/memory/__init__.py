@@ -3,7 +3,17 @@
 The lowest room: it knows bytes and devices, and nothing of what lies in them.
 """
 
-from offload_runtime.memory.arena import PAGE_BYTES, HostArena, check_host_memory
+from offload_runtime.memory.arena import (
+    PAGE_BYTES,
+    CountedRegistrar,
+    CudaRegistrar,
+    HostArena,
+    LockedPages,
+    PageableMemory,
+    Registrar,
+    check_host_memory,
+    make_registrar,
+)
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
@@ -16,14 +26,6 @@ from offload_runtime.memory.device import (
     resolve_device,
     unpack,
     upload,
-)
-from offload_runtime.memory.page_locking import (
-    CountedRegistrar,
-    CudaRegistrar,
-    LockedPages,
-    PageableMemory,
-    Registrar,
-    make_registrar,
 )
 
 __all__ = [

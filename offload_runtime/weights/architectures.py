@@ -24,17 +24,10 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
 ACTIVATIONS = ("silu", "swish")  # two names of one function
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "max_position_embeddings",
-)  # fmt: skip
-# transformers' values for what a file leaves out.
+# transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "sliding_window": 4096, "use_sliding_window": False,
-    "max_window_layers": 28, "layer_types": None, "rope_theta": 10000.0, "no_rope_layers": None,
-    "no_rope_layer_interval": 4,
+    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+    "max_window_layers": 28, "rope_theta": 10000.0, "no_rope_layer_interval": 4,
 }  # fmt: skip
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -159,7 +152,7 @@ def _layer_rope(values: Mapping[str, Any]) -> tuple[bool, ...]:
     num_layers = values["num_hidden_layers"]
     if values["model_type"] != "smollm3":
         return (True,) * num_layers
-    flags = values["no_rope_layers"]
+    flags = values.get("no_rope_layers")
     if flags is None:
         flags = [(layer + 1) % values["no_rope_layer_interval"] for layer in range(num_layers)]
     if len(flags) < num_layers:
@@ -172,9 +165,9 @@ def _layer_windows(values: Mapping[str, Any], layer_rope: tuple[bool, ...]) -> t
     num_layers, family, window = values["num_hidden_layers"], values["model_type"], values["sliding_window"]
     if family in ("llama", "mistral"):
         return (window if family == "mistral" else None,) * num_layers
-    if not values["use_sliding_window"]:
+    if not values.get("use_sliding_window"):
         window = None
-    kinds = values["layer_types"]
+    kinds = values.get("layer_types")
     if not kinds:  # Qwen's upper layers slide, and those of SmolLM3 that do not rotate
         slides = [layer >= values["max_window_layers"] for layer in range(num_layers)]
         if family == "smollm3":
@@ -209,42 +202,42 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
     architecture = _architecture(raw, reference)
     family: str = raw["model_type"]
     values = {**_DEFAULTS, **_DEFAULTS_OF[family], **raw}
-    hidden, inner, num_layers, num_heads, vocab_size, max_positions = (
-        checked_number(reference, name, values.get(name), at_least=1, integer=True) for name in _SIZES
-    )
+
+    def size(name: str, default: int | None = None) -> int:
+        return int(checked_number(reference, name, values.get(name) or default, at_least=1, integer=True))
+
+    hidden, num_layers, num_heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
+    head_dim = size("head_dim", hidden // num_heads)
     if values["hidden_act"] not in ACTIVATIONS:
         raise UnsupportedArchitectureError(
             f"hidden activation {values['hidden_act']!r} is not supported: only silu is; choose another model"
         )
-    num_kv_heads, head_dim = values["num_key_value_heads"] or num_heads, values["head_dim"] or hidden // num_heads
-    for name, value in (("num_key_value_heads", num_kv_heads), ("head_dim", head_dim)):
-        checked_number(reference, name, value, integer=True)
-    attention_bias = family != "mistral" and bool(values["attention_bias"])
+    attention_bias = family != "mistral" and bool(values.get("attention_bias"))
     layer_rope = _layer_rope(values)
-    bos = token_ids(values["bos_token_id"])
+    bos = token_ids(values.get("bos_token_id"))
     try:
         return ModelConfig(
             architecture=architecture,
             hidden_size=hidden,
-            intermediate_size=inner,
+            intermediate_size=size("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=size("num_key_value_heads", num_heads),
             head_dim=head_dim,
-            vocab_size=vocab_size,
-            max_position_embeddings=max_positions,
+            vocab_size=size("vocab_size"),
+            max_position_embeddings=size("max_position_embeddings"),
             rms_norm_eps=checked_number(reference, "rms_norm_eps", values["rms_norm_eps"]),
             rope_parameters=_rope_parameters(values, head_dim, reference),
-            tie_word_embeddings=bool(values["tie_word_embeddings"]),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings")),
             # Qwen2 has biases on q, k and v whatever its config says, and none on o.
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family in ("llama", "smollm3") and bool(values["mlp_bias"]),
+            mlp_bias=family in ("llama", "smollm3") and bool(values.get("mlp_bias")),
             qk_norm=family == "qwen3",
             layer_windows=_layer_windows(values, layer_rope),
             layer_rope=layer_rope,
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=token_ids(values["eos_token_id"]),
+            eos_token_ids=token_ids(values.get("eos_token_id")),
         )
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -51,17 +51,14 @@ def remove_abandoned(target: Path) -> None:
     """
     prefix = _partial_prefix(target)
     for path in [path for path in target.parent.iterdir() if path.name.startswith(prefix)]:
-        host, _, rest = path.name.removeprefix(prefix).partition("-")
-        pid = rest.partition("-")[0]
-        if host == _host_mark() and pid.isdigit():
-            abandoned = not psutil.pid_exists(int(pid))
-        else:
-            try:
+        host, pid, *_ = (path.name.removeprefix(prefix) + "-").split("-")
+        with suppress(FileNotFoundError):  # it was finished or removed just now
+            if host == _host_mark() and pid.isdigit():
+                abandoned = not psutil.pid_exists(int(pid))
+            else:
                 abandoned = time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S
-            except FileNotFoundError:  # it was finished or removed just now
-                continue
-        if abandoned:
-            shutil.rmtree(path, ignore_errors=True)
+            if abandoned:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -36,6 +36,7 @@ PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MOST_ARRAY_ITEMS = 1 << 24  # far more than any vocabulary has
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
@@ -94,6 +95,8 @@ def _value(reader: HeaderReader, kind: int) -> Any:
         kind, count = reader.number("<I"), reader.number("<Q")
         if kind == _ARRAY:
             raise ValueError("nested metadata arrays")
+        if count > _MOST_ARRAY_ITEMS:
+            raise ValueError(f"a metadata array of {count} items")
         return [_value(reader, kind) for _ in range(count)]
     if kind not in _SCALARS:
         raise ValueError(f"unknown metadata type {kind}")

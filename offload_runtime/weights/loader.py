@@ -91,7 +91,7 @@ def load_weights(
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:
-        CheckpointError: A file ended early or a tensor never came.
+        CheckpointError: A file ended early, or the source reads other tensors than the model has.
         BudgetError: Not enough memory, or the system refuses to lock that much (unless `blockwise`). Nothing stays
             allocated.
     """
@@ -121,18 +121,18 @@ def _fill(
     wrong = destinations.keys() ^ source.fills.keys()
     if wrong:
         raise CheckpointError(
-            f"{source.reference} lacks {len(wrong)} tensors or has them to no purpose ({shortened(sorted(wrong))}): "
-            "the source is broken"
+            f"{source.reference} lacks {len(wrong)} tensors, or has some that the model does not "
+            f"({shortened(sorted(wrong))}): the source is broken"
         )
     left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
     done_bytes = 0
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
         jobs: dict[Future[None], Destination] = {}
-        for name, fill in source.fills.items():
-            to = destinations[name]
-            jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
         try:
+            for name, fill in source.fills.items():
+                to = destinations[name]
+                jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
             for job in as_completed(jobs):
                 job.result()
                 to = jobs[job]

@@ -108,8 +108,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: give the directory of a transformers checkpoint with safetensors"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): check its permissions") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):

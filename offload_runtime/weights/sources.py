@@ -67,7 +67,7 @@ def _readable(name: str) -> Iterator[None]:
         yield
     except OSError as error:  # no permission, a name too long, a disk that fails
         raise CheckpointError(
-            f"{name} cannot be read ({error.strerror or error}): check the path and its permissions"
+            f"{error.filename or name} cannot be read ({error.strerror or error}): check the path and its permissions"
         ) from error
 
 
