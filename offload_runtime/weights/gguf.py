@@ -172,7 +172,7 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
     """
     number, kind = header.number, header.get("rope.scaling.type", "none")
     base: dict[str, Any] = {"rope_theta": number("rope.freq_base", 10000.0)}
-    original = header.size("rope.scaling.original_context_length", header.size("context_length"))
+    original = int(number("rope.scaling.original_context_length", header.size("context_length")))
     # llama.cpp multiplies the usual factor by its own one, under either of two keys.
     attention = number("rope.scaling.attn_factor", number("rope.scaling.yarn_attn_factor", 1.0))
     short, long = "rope_factors_short.weight", "rope_factors_long.weight"
