@@ -5,7 +5,6 @@ The lowest room: it knows bytes and devices, and nothing of what lies in them.
 
 from offload_runtime.memory.arena import (
     PAGE_BYTES,
-    CountedRegistrar,
     CudaRegistrar,
     HostArena,
     LockedPages,
@@ -29,7 +28,7 @@ from offload_runtime.memory.device import (
 )
 
 __all__ = [
-    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CountedRegistrar", "CudaRegistrar", "DeviceBudget",
+    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CudaRegistrar", "DeviceBudget",
     "HostArena", "LockedPages", "PageableMemory", "Registrar", "check_host_memory", "current_device",
     "device_memory_used_by_others", "make_registrar", "overwrite", "pack", "packed_words", "resolve_device", "unpack",
     "upload",

@@ -35,6 +35,10 @@ LOCK_BLOCK_BYTES = 1 << 30
 class Registrar(Protocol):
     """Locks pages for full-speed asynchronous copies. Addresses and sizes are multiples of the page size."""
 
+    @property
+    def locked_bytes(self) -> int:
+        """What it has locked at the moment."""
+
     def register(self, address: int, nbytes: int) -> int:
         """Lock `nbytes` from `address` on; returns CUDA's error code, 0 for success."""
 
@@ -45,43 +49,27 @@ class Registrar(Protocol):
 class CudaRegistrar:
     """Locks pages for all GPUs of this process."""
 
+    def __init__(self) -> None:
+        self._blocks: dict[int, int] = {}  # bytes by address
+
+    @property
+    def locked_bytes(self) -> int:
+        """What it has locked at the moment."""
+        return sum(self._blocks.values())
+
     def register(self, address: int, nbytes: int) -> int:
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if code != 0:
+        if code == 0:
+            self._blocks[address] = nbytes
+        else:
             # CUDA keeps the code of the failed call for this thread's next kernel launch, which would raise it.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
         return code
 
     def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
-class CountedRegistrar:
-    """Counts what is locked at the moment.
-
-    Args:
-        below: Who locks.
-    """
-
-    def __init__(self, below: Registrar) -> None:
-        self._below = below
-        self._blocks: dict[int, int] = {}
-
-    @property
-    def locked_bytes(self) -> int:
-        """Locked now."""
-        return sum(self._blocks.values())
-
-    def register(self, address: int, nbytes: int) -> int:
-        code = self._below.register(address, nbytes)
-        if code == 0:
-            self._blocks[address] = nbytes
-        return code
-
-    def unregister(self, address: int) -> None:
         del self._blocks[address]
-        self._below.unregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def make_registrar(device: torch.device) -> Registrar | None:
