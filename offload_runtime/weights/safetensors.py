@@ -100,7 +100,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or not a JSON object.
+        CheckpointError: The file is missing or not a JSON object.
+        OSError: It cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
