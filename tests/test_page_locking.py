@@ -18,13 +18,13 @@ NO_LIMIT = 1 << 60
 def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None:
     """Five blocks, the last of them shorter."""
     registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=() if refuse_call is None else (refuse_call,))
-    pages = LockedPages(64 * PAGE_BYTES, 9 * PAGE_BYTES, registrar)
+    pages = LockedPages(64 * PAGE_BYTES, 9 * PAGE_BYTES)
     blocks = 5 if refuse_call is None else refuse_call
-    assert pages.lock(2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
+    assert pages.lock(registrar, 2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
     expected = min(2 * blocks, 9) * PAGE_BYTES
     assert pages.locked_bytes == registrar.locked_bytes == expected
     assert sorted(registrar.locked) == [(64 + 2 * block) * PAGE_BYTES for block in range(blocks)]
-    assert pages.lock(2 * PAGE_BYTES) == 0  # it goes on where it was refused
+    assert pages.lock(registrar, 2 * PAGE_BYTES) == 0  # it goes on where it was refused
     assert pages.locked_bytes == registrar.locked_bytes == 9 * PAGE_BYTES
     pages.unlock()
     pages.unlock()

@@ -16,6 +16,7 @@ from offload_runtime.weights import (
     packed_bytes,
     shared_layout,
 )
+from tests.helpers.models import rows_of
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5,
@@ -78,7 +79,7 @@ def test_destinations_cover_every_element_once(hf_config):
     blocks |= dict.fromkeys(range(config.num_layers), layer_layout(config, torch.float32))
     views = {key: layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8)) for key, layout in blocks.items()}
     for destination in checkpoint_tensors(config).values():
-        part = destination.of(views[destination.layer])
+        part = rows_of(destination, views[destination.layer])
         assert tuple(part.shape) == destination.shape and part.is_contiguous()
         part += 1
     assert all(bool((tensor.dense == 1).all()) for block in views.values() for tensor in block.values())
@@ -200,9 +201,9 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [
         ({"rope_type": "linear", "factor": float("inf")}, "factor inf"),
         (LONGROPE | {"long_factor": [2.0] * 5}, "long_factor is 5 numbers, expected 6"),
         (LONGROPE | {"short_factor": 1.0}, "short_factor is 1.0"),
-        (LONGROPE | {"short_factor": [1.0] * 5 + [0.0]}, "short_factor holds"),
-        (LONGROPE | {"short_factor": [1.0] * 5 + ["1"]}, "short_factor holds"),
-        ({"rope_type": "default", "rope_theta": 0.0}, "rope_theta is 0.0"),
+        (LONGROPE | {"short_factor": [1.0] * 5 + [0.0]}, "short_factor 0.0"),
+        (LONGROPE | {"short_factor": [1.0] * 5 + ["1"]}, "short_factor '1'"),
+        ({"rope_type": "default", "rope_theta": 0.0}, "rope_theta 0.0"),
     ],
 )
 def test_impossible_rope_parameters_are_refused(rope, message):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
 from tests.helpers.engine import write_checkpoint
+from tests.helpers.models import rows_of
 
 
 def save_tiny(directory: Path, *, shard: str = "5GB", **overrides) -> torch.nn.Module:
@@ -65,7 +66,7 @@ def test_shards_and_single_file_load_the_same(tmp_path):
         weights = load_weights(source, torch.bfloat16)
         state = model.state_dict()
         for key, destination in checkpoint_tensors(source.config()).items():
-            assert torch.equal(destination.of(weights.views(destination.layer)), state[key]), (name, key)
+            assert torch.equal(rows_of(destination, weights.views(destination.layer)), state[key]), (name, key)
 
 
 def test_a_file_of_the_directory_names_the_directory(single):

@@ -46,8 +46,8 @@ def test_written_files_are_complete_and_carry_the_tokenizer(source_dir, tmp_path
 
 
 def test_too_little_disk_is_told_before_anything_is_computed(source_dir, tmp_path, monkeypatch):
-    widened = WidenedCheckpoint(open_checkpoint(source_dir), GQA)
     monkeypatch.setattr(WidenedCheckpoint, "_fill", lambda *_: pytest.fail("computed a tensor"))
+    widened = WidenedCheckpoint(open_checkpoint(source_dir), GQA)
     monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("usage", "total used free")(10**9, 10**9, 10**6))
     with pytest.raises(StorageError, match=r"needs 6\d\.\d MB and 1\.0 MB is free"):
         convert_to_safetensors(widened, tmp_path / "out")

@@ -20,7 +20,7 @@ from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, BlockLocking, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
-from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, make_registrar
+from offload_runtime.memory import DeviceBudget, HostArena, Registrar, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
@@ -30,7 +30,7 @@ from offload_runtime.weights import CheckpointSource, HostWeights, load_weights,
 
 def make_cache(
     plan: ModelPlan, budget: DeviceBudget, name: str, *, writeback: CopyEngine | None,
-    registrar: CountedRegistrar | None, staged: StagedMemory | None,
+    registrar: Registrar | None, staged: StagedMemory | None,
 ) -> tuple[DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache, list[torch.Tensor]]:  # fmt: skip
     """The KV cache, and the slots of its ring on the link (none when no layer of it is streamed).
 
@@ -199,8 +199,7 @@ def load_model(
     """Read the weights and connect the parts of one model."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
-    below = make_registrar(budget.device)
-    registrar = None if below is None else CountedRegistrar(below)
+    registrar = make_registrar(budget.device)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     weights = load_weights(source, plan.dtype, layout=plan.layout, pin=pin, blockwise=registrar, on_progress=report)
@@ -218,7 +217,7 @@ def load_model(
 
 def connect_model(
     weights: HostWeights, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    registrar: CountedRegistrar | None = None, staged: StagedMemory | None = None,
+    registrar: Registrar | None = None, staged: StagedMemory | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
 

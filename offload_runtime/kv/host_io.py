@@ -17,7 +17,7 @@ from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig, format_bytes, 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, num_blocks
-from offload_runtime.memory import CountedRegistrar, HostArena, PageableMemory, check_host_memory
+from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory
 
 # Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
 KV_RING_SLOTS = 4
@@ -33,7 +33,7 @@ class BlockLocking:
     be staged.
     """
 
-    registrar: CountedRegistrar | None = None
+    registrar: Registrar | None = None
     pageable: PageableMemory | None = None
     staged_layers: tuple[int, ...] = ()
 

@@ -3,7 +3,16 @@
 The lowest room: it knows bytes and devices, and nothing of what lies in them.
 """
 
-from offload_runtime.memory.arena import PAGE_BYTES, HostArena, check_host_memory
+from offload_runtime.memory.arena import (
+    PAGE_BYTES,
+    CudaRegistrar,
+    HostArena,
+    LockedPages,
+    PageableMemory,
+    Registrar,
+    check_host_memory,
+    make_registrar,
+)
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
@@ -17,17 +26,9 @@ from offload_runtime.memory.device import (
     unpack,
     upload,
 )
-from offload_runtime.memory.page_locking import (
-    CountedRegistrar,
-    CudaRegistrar,
-    LockedPages,
-    PageableMemory,
-    Registrar,
-    make_registrar,
-)
 
 __all__ = [
-    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CountedRegistrar", "CudaRegistrar", "DeviceBudget",
+    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CudaRegistrar", "DeviceBudget",
     "HostArena", "LockedPages", "PageableMemory", "Registrar", "check_host_memory", "current_device",
     "device_memory_used_by_others", "make_registrar", "overwrite", "pack", "packed_words", "resolve_device", "unpack",
     "upload",

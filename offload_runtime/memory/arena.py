@@ -1,24 +1,117 @@
-"""Host memory for what the copy engine streams: page-aligned arenas, and a check of what the machine has.
+"""Host memory for what the copy engine streams: page-aligned arenas, page-locked as far as may be.
 
 An arena is plain anonymous pages, page-locked with `cudaHostRegister` when CUDA is there: torch's own pinned allocator
-would round every arena up to a power of two.
+would round every arena up to a power of two. Locking block by block can stop where the system refuses, and what was
+locked stays so; what could not be locked is pageable: who copies it, and who writes to it, find out here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
+from bisect import bisect_right, insort
+from concurrent.futures import CancelledError, Future
+from operator import itemgetter
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory.page_locking import LOCK_BLOCK_BYTES, CudaRegistrar, LockedPages, Registrar
 
 PAGE_BYTES = mmap.PAGESIZE
+# WSL2 and Windows lock only a part of the memory: of an arena that does not fit, whole blocks are locked all the same.
+# A multiple of the pieces that copies are made in: no copy may reach across two registrations.
+LOCK_BLOCK_BYTES = 1 << 30
+
+
+# --- page-locking
+
+
+class Registrar(Protocol):
+    """Locks pages for full-speed asynchronous copies. Addresses and sizes are multiples of the page size."""
+
+    @property
+    def locked_bytes(self) -> int:
+        """What it has locked at the moment."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Lock `nbytes` from `address` on; returns CUDA's error code, 0 for success."""
+
+    def unregister(self, address: int) -> None:
+        """Unlock what was locked from `address` on, in one piece."""
+
+
+class CudaRegistrar:
+    """Locks pages for all GPUs of this process."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, int] = {}  # bytes by address
+
+    @property
+    def locked_bytes(self) -> int:
+        """What it has locked at the moment."""
+        return sum(self._blocks.values())
+
+    def register(self, address: int, nbytes: int) -> int:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code == 0:
+            self._blocks[address] = nbytes
+        else:
+            # CUDA keeps the code of the failed call for this thread's next kernel launch, which would raise it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+        return code
+
+    def unregister(self, address: int) -> None:
+        del self._blocks[address]
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def make_registrar(device: torch.device) -> Registrar | None:
+    """What locks pages for copies to `device`; None for a CPU, which reads any memory as fast."""
+    return CudaRegistrar() if device.type == "cuda" else None
+
+
+class LockedPages:
+    """The locked blocks of one range of memory; they lie side by side from its beginning on.
+
+    Args:
+        address: Of the range, a multiple of the page size.
+        nbytes: Its size, a multiple of the page size.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.locked_bytes = 0
+        self._address = address
+        self._nbytes = nbytes
+        self._blocks: list[tuple[Registrar, int]] = []  # who locked each, and its address
+
+    def lock(self, registrar: Registrar, block_bytes: int) -> int:
+        """Lock what is not locked yet in blocks of `block_bytes`; returns the code of a refusal, or 0."""
+        while self.locked_bytes < self._nbytes:
+            address = self._address + self.locked_bytes
+            nbytes = min(block_bytes, self._nbytes - self.locked_bytes)
+            code = registrar.register(address, nbytes)
+            if code != 0:
+                return code
+            self._blocks.append((registrar, address))
+            self.locked_bytes += nbytes
+        return 0
+
+    def unlock(self) -> None:
+        """Unlock all blocks."""
+        while self._blocks:
+            registrar, address = self._blocks.pop()
+            registrar.unregister(address)
+        self.locked_bytes = 0
+
+
+# --- arenas
 
 
 class HostArena:
@@ -43,7 +136,9 @@ class HostArena:
             with contextlib.suppress(OSError):  # a kernel built without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
-        self._locked: LockedPages | None = None
+        self._locked = LockedPages(self.buffer.data_ptr(), self.nbytes)
+        # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
+        weakref.finalize(self, self._locked.unlock)
 
     def pin(self, registrar: Registrar | None = None) -> None:
         """Page-lock the arena, as one block, for full-speed asynchronous copies.
@@ -54,7 +149,7 @@ class HostArena:
         Raises:
             BudgetError: The system does not let this process lock that much memory.
         """
-        code = self._lock(registrar or CudaRegistrar(), self.nbytes)
+        code = self._locked.lock(registrar or CudaRegistrar(), self.nbytes)
         if code != 0:
             self.unpin()
             raise BudgetError(
@@ -68,19 +163,12 @@ class HostArena:
 
         No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
         """
-        return self._lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
-
-    def _lock(self, registrar: Registrar, block_bytes: int) -> int:
-        if self._locked is None:
-            self._locked = LockedPages(self.buffer.data_ptr(), self.nbytes, registrar)
-            # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
-            weakref.finalize(self, self._locked.unlock)
-        return self._locked.lock(block_bytes)
+        return self._locked.lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes from the beginning on whose pages are locked."""
-        return 0 if self._locked is None else self._locked.locked_bytes
+        return self._locked.locked_bytes
 
     @property
     def pinned(self) -> bool:
@@ -89,13 +177,62 @@ class HostArena:
 
     def unpin(self) -> None:
         """Unlock the pages."""
-        if self._locked is not None:
-            self._locked.unlock()
+        self._locked.unlock()
 
     def close(self) -> None:
         """Unlock the pages. They are returned to the system when the last tensor that views them is gone."""
         self.unpin()
         self.buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class PageableMemory:
+    """Which memory is not page-locked, and whether some of it is still to be read. For any thread.
+
+    Whoever owns memory enters it before it is copied and forgets it before it is given back; before it writes where a
+    copy may have been asked for, it waits until everything has been read.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may give memory back in any thread, at any moment.
+        self._lock = threading.RLock()
+        self._ranges: list[tuple[int, int]] = []  # first address and that behind the last, ascending
+        self._reads: list[Future[None]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What is entered now."""
+        with self._lock:
+            return sum(end - start for start, end in self._ranges)
+
+    def enter(self, memory: torch.Tensor) -> None:
+        """Take up memory, no part of which is known yet: uint8 [n], host."""
+        if memory.nbytes:
+            with self._lock:
+                insort(self._ranges, (memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Drop `memory` if it was entered as such."""
+        with self._lock:
+            self._ranges = [entered for entered in self._ranges if entered[0] != memory.data_ptr()]
+
+    def locked_bytes(self, memory: torch.Tensor) -> int:
+        """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        with self._lock:
+            index = bisect_right(self._ranges, start, key=itemgetter(1))  # the first that ends behind `start`
+            pageable_from = self._ranges[index][0] if index < len(self._ranges) else end
+        return max(0, min(pageable_from, end) - start)
+
+    def begin_read(self, read: Future[None]) -> None:
+        """Some of it is read until `read` is done, however it ends."""
+        with self._lock:
+            self._reads = [*(other for other in self._reads if not other.done()), read]
+
+    def settle(self) -> None:
+        """Wait until everything has been read that was asked for."""
+        for read in self._reads:
+            with contextlib.suppress(CancelledError):
+                read.exception()
 
 
 def check_host_memory(needed_bytes: int, *, what: str = "the weights", cgroup: Path = Path("/sys/fs/cgroup")) -> None:
@@ -106,11 +243,10 @@ def check_host_memory(needed_bytes: int, *, what: str = "the weights", cgroup: P
     """
     available_bytes = psutil.virtual_memory().available
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            available_bytes = min(available_bytes, int(limit) - int((cgroup / "memory.current").read_text()))
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        available_bytes = min(available_bytes, limit_bytes - int((cgroup / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # not Linux, or another kind of control group
+        pass  # no limit ("max"), not Linux, or another kind of control group
     if needed_bytes > available_bytes:
         raise BudgetError(
             f"{what} would take {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "

@@ -41,12 +41,13 @@ class DeviceBudget:
         self._other_bytes = 0
         self.context_bytes = 0
         if device.type == "cuda":
-            limit_bytes = self._measure_context(limit_bytes, other_bytes)
+            limit_bytes = self._limit_cuda(limit_bytes, other_bytes)
         self.limit_bytes = limit_bytes
         self._peak_bytes = 0
-        self._cap_allocator()
 
-    def _measure_context(self, limit_bytes: int | None, other_bytes: int | None) -> int:
+    def _limit_cuda(self, limit_bytes: int | None, other_bytes: int | None) -> int:
+        """Find out what is free, and hold torch's allocator to the limit: what exceeds it raises instead of being
+        taken. Returns the limit."""
         torch.zeros(1, device=self.device)  # creates the context
         gc.collect()
         torch.cuda.empty_cache()  # what an earlier runtime's last tensors left with the allocator would count as ours
@@ -59,13 +60,16 @@ class DeviceBudget:
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
         available_bytes = total_bytes - self._other_bytes
         if limit_bytes is None:
-            return available_bytes
+            limit_bytes = available_bytes
         if limit_bytes > available_bytes:
             raise BudgetError(
                 f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(available_bytes)} that "
                 f"{self.device} has free: lower it to {size_option_down(available_bytes)} or close other programs "
                 "that use the card"
             )
+        # What this process holds already belongs to others than this budget's owner.
+        allowed_bytes = limit_bytes - self.context_bytes + torch.cuda.memory_reserved(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, allowed_bytes) / total_bytes), self.device)
         return limit_bytes
 
     @property
@@ -100,15 +104,6 @@ class DeviceBudget:
                 "another program took the memory; close it or lower --vram"
             ) from error
 
-    def _cap_allocator(self) -> None:
-        """Hold torch's allocator to the limit: what exceeds it raises instead of being taken."""
-        if self.device.type != "cuda" or self.limit_bytes is None:
-            return
-        total_bytes = torch.cuda.mem_get_info(self.device)[1]
-        # What this process holds already belongs to others than this budget's owner.
-        allowed_bytes = self.limit_bytes - self.context_bytes + torch.cuda.memory_reserved(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, allowed_bytes) / total_bytes), self.device)
-
     def release(self) -> None:
         """Lift the cap of torch's allocator again; the memory itself is given back by whoever holds it."""
         if self.device.type == "cuda":
@@ -139,18 +134,17 @@ def device_memory_used_by_others(index: int) -> int | None:
     except Exception:  # no driver library: nothing to measure by
         return None
     try:
-        used_by_uuid: dict[str, int] = {}
-        for position in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(position)
-            uuid = str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        used_by_uuid = {
             # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
-            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-            used_by_uuid[uuid] = int(info.used)
+            pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
+            for handle in handles
+        }
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
-    return used_by_uuid.get(str(torch.cuda.get_device_properties(index).uuid))
+    return used_by_uuid.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -1,17 +1,7 @@
 """Decoder maths of the Llama family; weights, cache and rows are passed in."""
 
-from offload_runtime.model.decoder import Decoder, LayerCache, Weights, padded_rows
+from offload_runtime.model.decoder import Decoder, Weights, padded_rows
 from offload_runtime.model.rope import RopeTable
 from offload_runtime.model.rows import PassRows, RowBuilder, Window, depths_of
 
-__all__ = [
-    "Decoder",
-    "LayerCache",
-    "PassRows",
-    "RopeTable",
-    "RowBuilder",
-    "Weights",
-    "Window",
-    "depths_of",
-    "padded_rows",
-]
+__all__ = ["Decoder", "PassRows", "RopeTable", "RowBuilder", "Weights", "Window", "depths_of", "padded_rows"]

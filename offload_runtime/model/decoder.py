@@ -10,17 +10,15 @@ products. What such a layer adds goes straight into the residual stream, so noth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
-from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.few_row_linear import RowNorm
-from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import add_rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, rope_store
 from offload_runtime_kernels.swiglu import swiglu
 
 from offload_runtime.config import ModelConfig
+from offload_runtime.kv import LayerCache
 from offload_runtime.model.rows import PassRows
 from offload_runtime.weights import Weight
 
@@ -30,18 +28,6 @@ Weights = Mapping[str, Weight]
 def padded_rows(num_rows: int, tile_rows: int) -> int:
     """`num_rows` rounded up to whole tiles."""
     return -(-num_rows // tile_rows) * tile_rows
-
-
-class LayerCache(Protocol):
-    """What a layer needs of a KV cache."""
-
-    def store(self, layer: int) -> KVBlocks:
-        """Where the rows of the running pass write their keys and values."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
-        """Attention of the rotated queries [B, T, H, D], whose own keys are stored: [B, T, H, D]."""
 
 
 class Decoder:

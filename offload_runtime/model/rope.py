@@ -76,18 +76,14 @@ class RopeTable:
 
     def _row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
         """[D/2], or [N, D/2] where rows differ."""
-        if self._short_length is None:
+        if not self.frequency_set(max(max(host_positions, default=0) + 1, prompt_length)):
             return self._inv_freq
-        # All lengths up to the short one share its frequencies; longrope knows only two sets.
-        longest = self._short_length + 1 if self._type == "longrope" else max(host_positions, default=0) + 1
-        longest = max(longest, prompt_length)
-        lengths = [min(max(p + 1, prompt_length, self._short_length), longest) for p in host_positions]
-        distinct = sorted(set(lengths))
-        if distinct == [self._short_length]:
-            return self._inv_freq
-        tables = torch.stack([self._initialise(length)[0] for length in distinct])
-        index = torch.tensor([distinct.index(length) for length in lengths], device=self._device)
-        return tables[index]
+        lengths = [max(position + 1, prompt_length) for position in host_positions]
+        sets = [self.frequency_set(length) for length in lengths]
+        length_of_set = dict(zip(sets, lengths, strict=True))
+        tables = torch.stack([self.frequencies(length) for length in length_of_set.values()])
+        row_of_set = {number: row for row, number in enumerate(length_of_set)}
+        return tables[torch.tensor([row_of_set[number] for number in sets], device=self._device)]
 
     def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
         if self._type == "default":  # transformers keeps this one inside each model

@@ -119,33 +119,28 @@ class RowBuilder:
         """
         batch, width = len(windows), max(len(window.tokens) for window in windows)
         tree = any(window.parents is not None for window in windows)
-        tokens = [[0] * width for _ in windows]
-        positions = [[-1] * width for _ in windows]
-        slots = [[0] * width for _ in windows]
         depths = [window.depths for window in windows]
-        for b, window in enumerate(windows):
-            count = len(window.tokens)
-            tokens[b][:count] = window.tokens
-            slots[b][:count] = range(committed[b], committed[b] + count)
-            positions[b][:count] = [committed[b] + depth for depth in depths[b]]
-        ancestors = _ancestors(windows, depths, committed) if tree else array("i")
-        present: list[int] = []
-        if any(len(window.tokens) < width for window in windows):
-            present = [b * width + t for b, window in enumerate(windows) for t in range(len(window.tokens))]
-        flat_positions = [p for row in positions for p in row]
+        tokens, positions, slots, present = [], [], [], list[int]()
+        for b, (window, own_depths, start) in enumerate(zip(windows, depths, committed, strict=True)):
+            count, padding = len(window.tokens), width - len(window.tokens)
+            tokens += [*window.tokens, *[0] * padding]
+            positions += [*(start + depth for depth in own_depths), *[-1] * padding]
+            slots += [*range(start, start + count), *[0] * padding]
+            present += range(b * width, b * width + count)
+        if len(present) == batch * width:
+            present = []
         parts: list[Sequence[int]] = [
-            [t for row in tokens for t in row], flat_positions, [s for row in slots for s in row],
-            [s for s in sequences for _ in range(width)], list(sequences), list(committed), ancestors,
-            present,
+            tokens, positions, slots, [s for s in sequences for _ in range(width)], list(sequences), list(committed),
+            _ancestors(windows, depths, committed) if tree else array("i"), present,
         ]  # fmt: skip
         uploaded = unpack(upload(pack(parts), self._device), map(len, parts))
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
         rotated = flat_position + rope_shift if rope_shift else flat_position
-        cos, sin = self._rope.angles(rotated, host_positions=flat_positions, prompt_length=prompt_length)
+        cos, sin = self._rope.angles(rotated, host_positions=positions, prompt_length=prompt_length)
         query = QueryRows(
             positions=flat_position.view(batch, width),
             sequences=sequence,
-            max_length=max(flat_positions) + 1,
+            max_length=max(positions) + 1,
             committed=committed_gpu if tree else None,
             ancestors=ancestor.view(batch, width, -1) if tree else None,
             min_committed=min(committed),

@@ -27,7 +27,7 @@ from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
-from offload_runtime.weights import ModelDescription, describe_model
+from offload_runtime.weights import DescribedModel, describe_model
 
 KV_PLACES = ("auto", "gpu", "host")
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
@@ -60,9 +60,9 @@ class PlanRequest:
     None allow all of the machine's. `tree_nodes` as of `Runtime.load`. `device_type`: `cuda` or `cpu`.
     """
 
-    target: ModelDescription
+    target: DescribedModel
     draft_name: str = "ngram"
-    draft: ModelDescription | None = None
+    draft: DescribedModel | None = None
     dtype: str = "auto"
     context: int | str = "auto"
     kv: str = "auto"
@@ -83,7 +83,7 @@ class PlanRequest:
 
     @classmethod
     def of(
-        cls, config: RuntimeConfig, target: ModelDescription, draft: ModelDescription | None, *,
+        cls, config: RuntimeConfig, target: DescribedModel, draft: DescribedModel | None, *,
         device_type: str = "cuda",
     ) -> PlanRequest:  # fmt: skip
         """What a configuration asks for of its models."""
@@ -113,7 +113,7 @@ class PlanRequest:
         )  # fmt: skip
 
 
-def describe_pair(target: str, draft: str, mode: str) -> tuple[ModelDescription, ModelDescription | None]:
+def describe_pair(target: str, draft: str, mode: str) -> tuple[DescribedModel, DescribedModel | None]:
     """Read the configuration files of a target and of what may be a draft model.
 
     Args:
@@ -129,7 +129,7 @@ def describe_pair(target: str, draft: str, mode: str) -> tuple[ModelDescription,
     return describe_model(target), describe_model(draft) if has_draft else None
 
 
-def resolve_dtype(name: str, source: ModelDescription, device_type: str) -> torch.dtype:
+def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
         return source.native_dtype if device_type == "cuda" else torch.float32

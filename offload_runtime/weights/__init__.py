@@ -5,7 +5,7 @@ knows nothing of devices, copies and plans.
 """
 
 from offload_runtime.weights.architectures import model_config_from_transformers
-from offload_runtime.weights.checkpoint import CheckpointSource, ModelDescription, Shard
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.convert import convert_to_safetensors
 from offload_runtime.weights.encoding import Encoding, Plain, PlainWeight, Weight
 from offload_runtime.weights.hub import fetch_demo_model
@@ -18,11 +18,11 @@ from offload_runtime.weights.layout import (
     shared_layout,
 )
 from offload_runtime.weights.loader import HostWeights, load_weights
-from offload_runtime.weights.sources import DescribedModel, describe_model, open_checkpoint
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 
 __all__ = [
-    "CheckpointSource", "DescribedModel", "Encoding", "HostWeights", "ModelDescription", "ModelLayout",
-    "PackedLayout", "Plain", "PlainWeight", "Shard", "Weight", "checkpoint_tensors",
+    "CheckpointSource", "DescribedModel", "Encoding", "HostWeights", "ModelLayout",
+    "PackedLayout", "Plain", "PlainWeight", "Weight", "checkpoint_tensors",
     "convert_to_safetensors", "describe_model", "fetch_demo_model", "layer_layout", "load_weights",
     "model_config_from_transformers", "open_checkpoint", "packed_bytes", "shared_layout",
 ]  # fmt: skip

@@ -6,92 +6,60 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import token_ids
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.layout import checkpoint_tensors
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 5  # names listed in a message before "..."
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One file of a checkpoint: the needed tensors in it, by transformers' name."""
+class DescribedModel:
+    """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
+    means: the stored dtype, bf16 when the file is quantised."""
 
-    path: Path
-    tensors: tuple[tuple[str, Fill], ...]
-
-
-class ModelDescription(Protocol):
-    """What a plan has to know of a model; every `CheckpointSource` is one."""
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """What `--dtype auto` means: the stored dtype, bf16 when the file is quantised."""
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-
-
-class CheckpointSource(ModelDescription, Protocol):
-    """An opened and validated checkpoint."""
-
-    @property
-    def reference(self) -> str:
-        """What the user named, for messages."""
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-
-    def shards(self) -> Iterator[Shard]:
-        """The files one after the other; together they hold every tensor of `checkpoint_tensors(config())`."""
-
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer with its chat template.
-
-        Raises:
-            CheckpointError: There is none or it cannot be read.
-        """
-
-    def generation_settings(self) -> dict[str, Any]:
-        """The content of `generation_config.json`, or the token ids that would be in it."""
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Token ids that end an answer: the generation settings' or else the model configuration's."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A `CheckpointSource` as the readers of both formats make it. `generation` is its `generation_config.json`, None
-    where there is none."""
-
-    reference: str
     model_config: ModelConfig
-    transformers_config: Any
     native_dtype: torch.dtype
-    files: tuple[Shard, ...]
-    read_tokenizer: Callable[[], Any]
-    generation: dict[str, Any] | None = None
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
         return self.model_config
 
+
+@dataclass(frozen=True)
+class CheckpointSource(DescribedModel):
+    """An opened and validated checkpoint.
+
+    Attributes:
+        reference: What the user named, for messages.
+        transformers_config: The transformers configuration object.
+        fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
+        read_tokenizer: Reads transformers' tokenizer with its chat template.
+        generation: The content of `generation_config.json`; None where there is none.
+    """
+
+    reference: str
+    transformers_config: Any
+    fills: Mapping[str, Fill]
+    read_tokenizer: Callable[[], Any]
+    generation: dict[str, Any] | None = None
+
     def hf_config(self) -> Any:
         """The transformers configuration object."""
         return self.transformers_config
-
-    def shards(self) -> Iterator[Shard]:
-        """The files one after the other."""
-        return iter(self.files)
 
     def tokenizer(self) -> Any:
         """transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none to be read."""
@@ -109,6 +77,40 @@ class Checkpoint:
         return token_ids(self.generation_settings().get("eos_token_id")) or self.model_config.eos_token_ids
 
 
+# --- what the readers of both formats share
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in its file: `shape` as torch writes it, `dtype` the file's word for how it is stored, which
+    may be one that is not read."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+    def read_into(self, out: memoryview, skip_bytes: int = 0) -> None:
+        """Fill `out` with its bytes, but for so many at its beginning. Opens the file anew, so that threads do not
+        share a position.
+
+        Raises:
+            CheckpointError: The file ends too early or cannot be read.
+        """
+        done, start = 0, self.offset_bytes + skip_bytes
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
+                while done < len(out) and (count := file.readinto(out[done:])):
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
+        if done < len(out):
+            raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
+
+
 def damaged(path: Path, what: str) -> CheckpointError:
     """The error for a file whose bytes are not what they should be."""
     return CheckpointError(f"{path} is damaged: {what}; download or convert it again")
@@ -119,22 +121,89 @@ def shortened(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def read_bytes(path: Path, offset_bytes: int, out: memoryview) -> None:
-    """Fill `out` from `offset_bytes` of the file on. Opens it anew, so that threads do not share a position.
+class HeaderReader:
+    """Walks the bytes of a mapped file; raises `ValueError` rather than go past their end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.size_bytes = len(data)
+        self.position = 0
+        self._data = data
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
+        start, self.position = self.position, self.position + nbytes
+        if self.position > self.size_bytes:
+            raise ValueError(f"it goes on past the end of the file at {self.size_bytes} bytes")
+        return self._data[start : self.position]
+
+    def number(self, form: str) -> Any:
+        """The next number, of a format of `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def check_complete(self, tensors: Iterable[StoredTensor]) -> None:
+        """Raise `CheckpointError` unless the file holds all bytes of these tensors."""
+        end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=0)
+        if end_bytes > self.size_bytes:
+            raise damaged(
+                self.path,
+                f"it is truncated, {end_bytes - self.size_bytes} bytes are missing "
+                f"({format_bytes(self.size_bytes)} of {format_bytes(end_bytes)})",
+            )
+
+
+@contextmanager
+def open_header(path: Path) -> Iterator[HeaderReader]:
+    """Walk the header of a file; every `ValueError` on the way means that it is damaged.
 
     Raises:
-        CheckpointError: The file ends too early or cannot be read.
+        CheckpointError: It is, or it cannot be opened.
     """
-    done = 0
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset_bytes)
-            while done < len(out) and (count := file.readinto(out[done:])):
-                done += count
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield HeaderReader(path, data)
     except OSError as error:
-        raise CheckpointError(f"reading {path} failed ({error}): check the disk it lies on") from error
-    if done < len(out):
-        raise damaged(path, f"it is truncated, {len(out) - done} bytes are missing at {offset_bytes + done}")
+        raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
+    except (ValueError, RecursionError) as error:  # of nested JSON, of bytes that are not UTF-8, of empty files
+        raise damaged(path, f"its header cannot be read: {error}") from error
+
+
+def match_tensors(
+    where: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, stored_name: Callable[[str], str] = str
+) -> dict[str, StoredTensor]:
+    """Find every needed tensor and check its shape.
+
+    Args:
+        where: File or directory, for messages.
+        stored: All tensors that are there, by their names in the file.
+        config: Says which are needed.
+        stored_name: From transformers' name to the file's.
+
+    Returns:
+        By transformers' name, in the order of `stored`.
+
+    Raises:
+        CheckpointError: Some are missing or of another shape.
+    """
+    needed = {stored_name(name): (name, destination) for name, destination in checkpoint_tensors(config).items()}
+    missing = [name for name in needed if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): "
+            "it is incomplete or belongs to another configuration, download it again"
+        )
+    found: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        if tensor.name not in needed:
+            continue
+        name, destination = needed[tensor.name]
+        if tensor.shape != destination.shape:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, expected {list(destination.shape)}: "
+                "the weights belong to another configuration, download or convert them again"
+            )
+        found[name] = tensor
+    return found
 
 
 def load_tokenizer(directory: Path, **options: str) -> Any:

@@ -15,9 +15,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -52,17 +51,14 @@ def remove_abandoned(target: Path) -> None:
     """
     prefix = _partial_prefix(target)
     for path in [path for path in target.parent.iterdir() if path.name.startswith(prefix)]:
-        host, _, rest = path.name.removeprefix(prefix).partition("-")
-        pid = rest.partition("-")[0]
-        if host == _host_mark() and pid.isdigit():
-            abandoned = not psutil.pid_exists(int(pid))
-        else:
-            try:
+        host, pid, *_ = (path.name.removeprefix(prefix) + "-").split("-")
+        with suppress(FileNotFoundError):  # it was finished or removed just now
+            if host == _host_mark() and pid.isdigit():
+                abandoned = not psutil.pid_exists(int(pid))
+            else:
                 abandoned = time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S
-            except FileNotFoundError:  # it was finished or removed just now
-                continue
-        if abandoned:
-            shutil.rmtree(path, ignore_errors=True)
+            if abandoned:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -76,8 +72,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _storage_error(error: OSError, target: Path, needed_bytes: int) -> StorageError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def _storage_error(error: Exception, target: Path, needed_bytes: int) -> StorageError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # The parent may be what could not be made.
         existing = next(parent for parent in target.parents if os.path.exists(parent))
         free_bytes = shutil.disk_usage(existing).free
@@ -118,24 +114,11 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
         temporary.chmod(0o755)  # mkdtemp makes it private
         temporary.rename(target)
         _flush(target.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the library says so what the disk refuses
         raise _storage_error(error, target, needed_bytes) from error
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one file; what the library says of the disk is an `OSError` as everything else is."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
 
 
 def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.dtype) -> None:
@@ -144,7 +127,8 @@ def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.
     hf_config.dtype = dtype
     hf_config.architectures = [source.config().architecture]
     hf_config.save_pretrained(directory)
-    _write_json(directory / "generation_config.json", source.generation_settings())
+    settings = json.dumps(source.generation_settings(), indent=2)
+    (directory / "generation_config.json").write_text(settings, encoding="utf-8")
     source.tokenizer().save_pretrained(directory)
 
 
@@ -177,9 +161,8 @@ def convert_to_safetensors(
         target = Path(out_dir).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such user, or the current directory is gone
         raise OptionError(f"{out_dir} is no usable path ({error}): write it in full, without ~") from error
-    fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
     needed = checkpoint_tensors(source.config())
-    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in fills}
+    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in source.fills}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
     total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
@@ -187,12 +170,12 @@ def convert_to_safetensors(
         for file_name, names in split.filename_to_tensors.items():
             tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
             for name, tensor in tensors.items():
-                fills[name](tensor)
+                source.fills[name](tensor)
                 done_bytes += tensor.nbytes
                 if on_progress is not None:
                     on_progress(done_bytes, total_bytes)
-            _save(tensors, directory / file_name)
+            save_file(tensors, directory / file_name, metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
-            _write_json(directory / "model.safetensors.index.json", index)
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return target

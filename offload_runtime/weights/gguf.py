@@ -1,16 +1,14 @@
 """GGUF files: their header, their metadata as a transformers configuration, their tensors dequantised.
 
-The `gguf` package's reader makes numpy arrays of every token of the vocabulary; here only the header is walked, long
-arrays are skipped, and a truncated file is refused with the number of missing bytes. transformers' own reader takes the
-base of the rotary frequencies and drops their scaling; here that is translated too, and what cannot be is refused.
+The `gguf` package's reader makes numpy arrays of every token of the vocabulary, which takes seconds; here the header is
+walked, and a truncated file is refused with the number of missing bytes. transformers' own reader takes the base of the
+rotary frequencies and drops their scaling; here that is translated too, and what cannot be is refused.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_transformers
-from offload_runtime.weights.checkpoint import Checkpoint, Shard, load_tokenizer, read_bytes, shortened
-from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.architectures import ARCHITECTURES, checked_number, read_configuration
+from offload_runtime.weights.checkpoint import (
+    CheckpointSource,
+    HeaderReader,
+    StoredTensor,
+    load_tokenizer,
+    match_tensors,
+    open_header,
+)
+from offload_runtime.weights.encoding import Fill
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
@@ -31,7 +36,7 @@ PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_KEPT_ARRAY_ITEMS = 4096  # per-layer lists are kept; of longer arrays, such as vocabularies, nothing is
+_MOST_ARRAY_ITEMS = 1 << 24  # far more than any vocabulary has
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
@@ -41,23 +46,12 @@ _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """A stored tensor: `shape` as torch writes it, `kind` the number of its quantisation, bytes of the stored form."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset_bytes: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class GgufHeader:
-    """Metadata by key, tensors by name in the order of the file."""
+    """Metadata by key, tensors by name in the order of the file; their `dtype` is the name of a quantisation."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    tensors: dict[str, StoredTensor]
 
     @property
     def arch(self) -> Any:
@@ -75,12 +69,14 @@ class GgufHeader:
             )
         return value[0]
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def number(self, key: str, default: float | None = None) -> float:
         """A required number, or one with a default."""
+        return float(checked_number(self.path, f"{self.arch}.{key}", self.get(key, default)))
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A required positive integer, or one with a default."""
         value = self.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise CheckpointError(f"{self.path} lacks a valid {self.arch}.{key} in its metadata: convert it again")
-        return value
+        return int(checked_number(self.path, f"{self.arch}.{key}", value, at_least=1, integer=True))
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token, such as `bos`."""
@@ -88,85 +84,39 @@ class GgufHeader:
         return value if isinstance(value, int) else None
 
 
-class _Cursor:
-    """Walks the mapped bytes of a header; raises `EOFError` at their end."""
+def _string(reader: HeaderReader) -> str:
+    return reader.take(reader.number("<Q")).decode("utf-8", errors="replace")
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self.position = 0
 
-    def skip(self, nbytes: int) -> int:
-        """Step over `nbytes` and return where they began."""
-        start = self.position
-        if nbytes > len(self._data) - start:
-            raise EOFError
-        self.position = start + nbytes
-        return start
-
-    def scalar(self, form: str) -> Any:
-        return struct.unpack_from(form, self._data, self.skip(struct.calcsize(form)))[0]
-
-    def string(self) -> str:
-        size = self.scalar("<Q")
-        start = self.skip(size)
-        return self._data[start : start + size].decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self._array(self.scalar("<I"), self.scalar("<Q"))
-        if kind not in _SCALARS:
-            raise ValueError(f"unknown metadata type {kind}")
-        return self.scalar(_SCALARS[kind])
-
-    def _array(self, kind: int, count: int) -> list[Any] | None:
+def _value(reader: HeaderReader, kind: int) -> Any:
+    if kind == _STRING:
+        return _string(reader)
+    if kind == _ARRAY:
+        kind, count = reader.number("<I"), reader.number("<Q")
         if kind == _ARRAY:
             raise ValueError("nested metadata arrays")
-        if count <= _KEPT_ARRAY_ITEMS:
-            return [self.value(kind) for _ in range(count)]
-        if kind in _SCALARS:
-            self.skip(count * struct.calcsize(_SCALARS[kind]))
-            return None
-        if kind != _STRING:
-            raise ValueError(f"unknown metadata type {kind}")
-        for _ in range(count):
-            self.skip(self.scalar("<Q"))
-        return None
-
-    def tensor(self) -> GgufTensor:
-        """One entry of the tensor table; the offset is still relative to the data section."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        name, num_dims = self.string(), self.scalar("<I")
-        if num_dims > 4:
-            raise ValueError(f"{name} has {num_dims} dimensions")
-        shape = tuple(reversed([self.scalar("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
-        kind, offset_bytes = self.scalar("<I"), self.scalar("<Q")
-        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if not shape or shape[-1] % block_elements:
-            raise ValueError(f"rows of {name} {list(shape)} are not whole blocks of {block_elements}")
-        return GgufTensor(name, shape, kind, offset_bytes, math.prod(shape) // block_elements * block_bytes)
+        if count > _MOST_ARRAY_ITEMS:
+            raise ValueError(f"a metadata array of {count} items")
+        return [_value(reader, kind) for _ in range(count)]
+    if kind not in _SCALARS:
+        raise ValueError(f"unknown metadata type {kind}")
+    return reader.number(_SCALARS[kind])
 
 
-def _walk(path: Path, data: mmap.mmap) -> GgufHeader:
-    cursor = _Cursor(data)
-    cursor.skip(len(_MAGIC))
-    version = cursor.scalar("<I")
-    if version not in _VERSIONS:
-        raise ValueError(f"version {version}, and only little-endian versions 2 and 3 are read")
-    num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
-    metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
-        key = cursor.string()
-        metadata[key] = cursor.value(cursor.scalar("<I"))
-    relative = [cursor.tensor() for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"alignment {alignment!r}")
-    start = -(-cursor.position // alignment) * alignment
-    tensors = {t.name: GgufTensor(t.name, t.shape, t.kind, start + t.offset_bytes, t.nbytes) for t in relative}
-    return GgufHeader(path, metadata, tensors)
+def _stored_tensor(reader: HeaderReader) -> StoredTensor:
+    """One entry of the tensor table; the offset is still relative to the data section."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name, num_dims = _string(reader), reader.number("<I")
+    if num_dims > 4:
+        raise ValueError(f"{name} has {num_dims} dimensions")
+    shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
+    kind, offset_bytes = GGMLQuantizationType(reader.number("<I")), reader.number("<Q")
+    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    if not shape or 0 in shape or shape[-1] % block_elements:
+        raise ValueError(f"rows of {name} {list(shape)} are not whole blocks of {block_elements}")
+    nbytes = math.prod(shape) // block_elements * block_bytes
+    return StoredTensor(reader.path, name, kind.name, shape, offset_bytes, nbytes)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -175,29 +125,24 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises:
         CheckpointError: Not a GGUF file, a corrupt header, or a truncated file.
     """
-    again = "download it again"
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise CheckpointError(f"{path} is not a GGUF file: give a .gguf file or a directory with safetensors")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                header = _walk(path, data)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
-    except EOFError as error:
-        raise CheckpointError(
-            f"{path} is damaged: its header goes on past the end of the file at {size_bytes} bytes; {again}"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a GGUF header that cannot be read ({error}): {again}") from error
-    end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in header.tensors.values()), default=0)
-    if end_bytes > size_bytes:
-        raise CheckpointError(
-            f"{path} is truncated, {end_bytes - size_bytes} bytes are missing "
-            f"({format_bytes(size_bytes)} of {format_bytes(end_bytes)}): {again}"
-        )
-    return header
+    with open_header(path) as reader:
+        if reader.size_bytes < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: give a .gguf file or a directory with safetensors")
+        version = reader.number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}, and only little-endian versions 2 and 3 are read")
+        num_tensors, num_keys = reader.number("<Q"), reader.number("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = _string(reader)
+            metadata[key] = _value(reader, reader.number("<I"))
+        relative = [_stored_tensor(reader) for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        checked_number(path, "general.alignment", alignment, at_least=1, integer=True)
+        data_start = -(-reader.position // alignment) * alignment
+        tensors = {t.name: replace(t, offset_bytes=data_start + t.offset_bytes) for t in relative}
+        reader.check_complete(tensors.values())
+    return GgufHeader(path, metadata, tensors)
 
 
 # --- the configuration
@@ -226,10 +171,10 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
         UnsupportedArchitectureError: Another scaling.
     """
     number, kind = header.number, header.get("rope.scaling.type", "none")
-    base: dict[str, Any] = {"rope_theta": float(number("rope.freq_base", 10000.0))}
-    original = int(number("rope.scaling.original_context_length", number("context_length")))
+    base: dict[str, Any] = {"rope_theta": number("rope.freq_base", 10000.0)}
+    original = int(number("rope.scaling.original_context_length", header.size("context_length")))
     # llama.cpp multiplies the usual factor by its own one, under either of two keys.
-    attention = float(number("rope.scaling.attn_factor", number("rope.scaling.yarn_attn_factor", 1.0)))
+    attention = number("rope.scaling.attn_factor", number("rope.scaling.yarn_attn_factor", 1.0))
     short, long = "rope_factors_short.weight", "rope_factors_long.weight"
     if "rope_freqs.weight" in header.tensors and not {short, long} <= set(header.tensors):
         # Llama 3's scaling, stored as its divisors; the parameters they came from are not in the file.
@@ -237,12 +182,12 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
     if {short, long} <= set(header.tensors):
         return {
             **base, "rope_type": "longrope", "original_max_position_embeddings": original, "factor": 1.0,
-            "attention_factor": attention, "short_factor": _read_vector(header, short),
-            "long_factor": _read_vector(header, long),
+            "attention_factor": attention, "short_factor": _read_vector(header.tensors[short]),
+            "long_factor": _read_vector(header.tensors[long]),
         }  # fmt: skip
     if kind == "none":
         return {**base, "rope_type": "default"}
-    factor = float(number("rope.scaling.factor"))
+    factor = number("rope.scaling.factor")
     if kind == "linear":
         return {**base, "rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -250,8 +195,8 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
         return {
             **base, "rope_type": "yarn", "original_max_position_embeddings": original, "factor": factor,
             "attention_factor": usual * attention,
-            "beta_fast": float(number("rope.scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": float(number("rope.scaling.yarn_beta_slow", 1.0)),
+            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0),
         }  # fmt: skip
     raise UnsupportedArchitectureError(
         f"{header.path}: RoPE scaling {kind!r} is not supported: use a model with none, linear, yarn or longrope"
@@ -260,19 +205,17 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
 
 def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     """The sizes, from the metadata; the vocabulary's from the embedding, which may be padded."""
-    number, embedding = header.number, header.tensors.get("token_embd.weight")
+    size, embedding = header.size, header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.path} has no token_embd.weight: it is not a language model's weights")
-    heads, hidden = int(number("attention.head_count")), int(number("embedding_length"))
-    num_layers = int(number("block_count"))
-    if heads < 1 or not 1 <= num_layers <= len(header.tensors):
+    heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
+    if num_layers > len(header.tensors):
         raise CheckpointError(
-            f"{header.path}: {heads} heads and {num_layers} layers with {len(header.tensors)} tensors cannot be right: "
-            "download it again"
+            f"{header.path}: {num_layers} layers with {len(header.tensors)} tensors cannot be right: download it again"
         )
-    rotated = int(number("rope.dimension_count", number("attention.key_length", hidden // heads)))
-    head_dim = int(number("attention.key_length", rotated))
-    if rotated != head_dim or number("attention.value_length", head_dim) != head_dim:
+    rotated = size("rope.dimension_count", size("attention.key_length", hidden // heads))
+    head_dim = size("attention.key_length", rotated)
+    if rotated != head_dim or size("attention.value_length", head_dim) != head_dim:
         raise UnsupportedArchitectureError(
             f"{header.path}: heads of {head_dim} channels of which {rotated} are rotated, or values of another size, "
             "are not supported: choose another model"
@@ -280,13 +223,13 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": int(number("feed_forward_length")),
+        "intermediate_size": size("feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(number("attention.head_count_kv", heads)),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": int(number("context_length")),
-        "rms_norm_eps": float(number("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": size("context_length"),
+        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
@@ -302,20 +245,17 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     _check_supported(header)
     # What ends a sequence, a turn or a message ends an answer.
     eos = list(dict.fromkeys(i for name in ("eos", "eot", "eom") if (i := header.token_id(name)) is not None))
-    try:
-        settings = _shape_settings(header) | {"rope_parameters": _rope_parameters(header)}
-    except (ValueError, OverflowError) as error:  # a damaged header can hold infinities
-        raise CheckpointError(f"{header.path} has impossible metadata ({error}): download it again") from error
-    settings |= {
+    settings = _shape_settings(header) | {
+        "rope_parameters": _rope_parameters(header),
         "bos_token_id": header.token_id("bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": header.token_id("padding"),
         "dtype": "bfloat16",
     }
-    window, family = header.get("attention.sliding_window", 0), header.arch
-    if family == "llama" and window:  # only Mistral has windows among what is stored as llama
+    family = header.arch
+    if family == "llama" and header.get("attention.sliding_window"):  # only Mistral has them of what is stored as llama
         family = "mistral"
-        settings["sliding_window"] = int(window)
+        settings["sliding_window"] = header.size("attention.sliding_window")
     settings |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     if family in ("llama", "qwen3", "smollm3"):
         settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
@@ -324,93 +264,66 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     return settings
 
 
-def _hf_config(header: GgufHeader) -> Any:
-    from transformers import AutoConfig
-
-    settings = config_from_gguf(header)
-    try:
-        return AutoConfig.for_model(**settings)
-    except Exception as error:  # its validation raises errors of several libraries
-        raise CheckpointError(f"{header.path}: transformers refused the file's metadata: {error}") from error
-
-
 # --- the tensors
 
 
-def _check_kind(path: Path, tensor: GgufTensor) -> None:
+def _check_kind(tensor: StoredTensor) -> None:
     """Refuse a quantisation that the `gguf` package cannot undo, before anything is loaded."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    kind = GGMLQuantizationType(tensor.kind)
+    kind = GGMLQuantizationType[tensor.dtype]
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError as error:
         raise CheckpointError(
-            f"{path}: {tensor.name} is quantised as {kind.name}, which cannot be read: use another file"
+            f"{tensor.path}: {tensor.name} is quantised as {kind.name}, which cannot be read: use another file"
         ) from error
 
 
-def _dequantised(path: Path, tensor: GgufTensor, row_start: int, row_end: int) -> np.ndarray:
-    """Rows of a stored matrix as float32 [rows, columns]; a vector counts as one row."""
+def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
+    """Dequantise into `out`, a few rows at a time; with `head_dim` the rows of each head are put back in order, whose
+    two halves llama.cpp interleaves. A vector counts as one row."""
     from gguf import GGMLQuantizationType, dequantize
 
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    row_bytes = tensor.nbytes // rows
-    stored = np.empty((row_end - row_start, row_bytes), dtype=np.uint8)
-    read_bytes(path, tensor.offset_bytes + row_start * row_bytes, stored.reshape(-1).data)
-    return np.asarray(dequantize(stored, GGMLQuantizationType(tensor.kind)), dtype=np.float32)
-
-
-def _read_vector(header: GgufHeader, name: str) -> list[float]:
-    """A small stored vector as Python floats."""
-    _check_kind(header.path, header.tensors[name])
-    return [float(value) for value in _dequantised(header.path, header.tensors[name], 0, 1)[0]]
-
-
-def _fill_from_gguf(path: Path, tensor: GgufTensor, head_dim: int | None, out: torch.Tensor) -> None:
-    """Dequantise into `out`, a few rows at a time; with `head_dim` the rows of each head are put back in order, whose
-    two halves llama.cpp interleaves."""
-    rows, columns = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) > 1 else (1, tensor.shape[0])
+    columns, row_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
     unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
     step = max(1, _CHUNK_ELEMENTS // (columns * unit)) * unit
     for start in range(0, rows, step):
         part = out[start : start + step] if out.dim() > 1 else out
-        values = _dequantised(path, tensor, start, min(rows, start + step)).reshape(part.shape)
+        stored = np.empty((min(step, rows - start), row_bytes), dtype=np.uint8)
+        tensor.read_into(stored.reshape(-1).data, start * row_bytes)
+        values = np.asarray(dequantize(stored, GGMLQuantizationType[tensor.dtype]), dtype=np.float32)
+        values = values.reshape(part.shape)
         if head_dim is not None:
             pairs = values.reshape(-1, head_dim // 2, 2, *part.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(part.shape)
         part.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
 
-def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, GgufTensor]:
+def _read_vector(tensor: StoredTensor) -> list[float]:
+    """A small stored vector as Python floats."""
+    _check_kind(tensor)
+    out = torch.empty(tensor.shape)
+    _fill(tensor, None, out)
+    return [float(value) for value in out.view(-1).tolist()]
+
+
+def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTensor]:
     """transformers' name to stored tensor for all that the model needs, in the order of the file."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.arch)
     names = get_tensor_name_map(arch, config.num_layers)
-    needed = checkpoint_tensors(config)
-    found: dict[str, GgufTensor] = {}
-    missing: list[str] = []
-    for name, destination in needed.items():
+
+    def stored_name(name: str) -> str:
         stem, _, suffix = name.rpartition(".")
-        stored_name = f"{names.get_name(stem)}.{suffix}"
-        tensor = header.tensors.get(stored_name)
-        if tensor is None:
-            missing.append(stored_name)
-        elif tensor.shape != destination.shape:
-            raise CheckpointError(
-                f"{header.path}: {stored_name} has shape {list(tensor.shape)}, expected {list(destination.shape)}: "
-                "the file is inconsistent, convert it again"
-            )
-        else:
-            found[name] = tensor
-    if missing:
-        raise CheckpointError(
-            f"{header.path} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): download it again"
-        )
-    for tensor in {tensor.kind: tensor for tensor in found.values()}.values():
-        _check_kind(header.path, tensor)
-    return dict(sorted(found.items(), key=lambda item: item[1].offset_bytes))
+        return f"{names.get_name(stem)}.{suffix}"
+
+    found = match_tensors(header.path, header.tensors, config, stored_name)
+    for tensor in {tensor.dtype: tensor for tensor in found.values()}.values():
+        _check_kind(tensor)
+    return found
 
 
 def _read_tokenizer(path: Path) -> Any:
@@ -426,7 +339,7 @@ def _read_tokenizer(path: Path) -> Any:
         ) from error
 
 
-def open_gguf(path: Path, *, reference: str) -> Checkpoint:
+def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
     Args:
@@ -438,11 +351,9 @@ def open_gguf(path: Path, *, reference: str) -> Checkpoint:
         UnsupportedArchitectureError: A model the decoder does not implement.
     """
     header = read_gguf_header(path)
-    hf_config = _hf_config(header)
-    config = model_config_from_transformers(hf_config)
-    fills = []
+    hf_config, config = read_configuration(config_from_gguf(header), path)
+    fills: dict[str, Fill] = {}
     for name, tensor in _find_tensors(header, config).items():
         permuted = header.arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
-        fills.append((name, partial(_fill_from_gguf, path, tensor, config.head_dim if permuted else None)))
-    shard = Shard(path, tuple(fills))
-    return Checkpoint(reference, config, hf_config, torch.bfloat16, (shard,), partial(_read_tokenizer, path))
+        fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
+    return CheckpointSource(config, torch.bfloat16, reference, hf_config, fills, partial(_read_tokenizer, path))

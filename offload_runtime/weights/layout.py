@@ -132,36 +132,31 @@ class Destination:
     row_end: int
     shape: tuple[int, ...]
 
-    def of(self, views: Mapping[str, Weight]) -> torch.Tensor:
-        """These rows, of `shape`, out of the weights of their block."""
-        return views[self.packed].dense[self.row_start : self.row_end]
-
 
 # A checkpoint tensor of a block: packed name, checkpoint name (of a layer below `model.layers.N.`), shape. Those of one
 # packed name stack up to a packed tensor.
 _Part = tuple[str, str, tuple[int, ...]]
 
 
+def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool) -> list[_Part]:
+    """Matrices that are stacked, by their modules' names, and their biases where they have some."""
+    parts: list[_Part] = [(packed, f"{name}.weight", (count, columns)) for name, count in rows.items()]
+    return parts + [(f"{packed}_bias", f"{name}.bias", (count,)) for name, count in rows.items() if bias]
+
+
 def _layer_parts(config: ModelConfig) -> list[_Part]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    qkv_rows = (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size))
-    parts: list[_Part] = [("input_norm", "input_layernorm.weight", (hidden,))]
-    parts += [("qkv", f"self_attn.{name}_proj.weight", (rows, hidden)) for name, rows in qkv_rows]
-    if config.qkv_bias:
-        parts += [("qkv_bias", f"self_attn.{name}_proj.bias", (rows,)) for name, rows in qkv_rows]
-    if config.qk_norm:
-        parts += [(f"{name}_norm", f"self_attn.{name}_norm.weight", (config.head_dim,)) for name in ("q", "k")]
-    parts.append(("o", "self_attn.o_proj.weight", (hidden, config.q_size)))
-    if config.o_bias:
-        parts.append(("o_bias", "self_attn.o_proj.bias", (hidden,)))
-    parts.append(("post_norm", "post_attention_layernorm.weight", (hidden,)))
-    parts += [("gate_up", f"mlp.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
-    if config.mlp_bias:
-        parts += [("gate_up_bias", f"mlp.{name}_proj.bias", (inner,)) for name in ("gate", "up")]
-    parts.append(("down", "mlp.down_proj.weight", (hidden, inner)))
-    if config.mlp_bias:
-        parts.append(("down_bias", "mlp.down_proj.bias", (hidden,)))
-    return parts
+    qkv = {"self_attn.q_proj": config.q_size, "self_attn.k_proj": config.kv_size, "self_attn.v_proj": config.kv_size}
+    normed_heads = ("q", "k") if config.qk_norm else ()
+    return [
+        ("input_norm", "input_layernorm.weight", (hidden,)),
+        *_projections("qkv", qkv, hidden, bias=config.qkv_bias),
+        *((f"{name}_norm", f"self_attn.{name}_norm.weight", (config.head_dim,)) for name in normed_heads),
+        *_projections("o", {"self_attn.o_proj": hidden}, config.q_size, bias=config.o_bias),
+        ("post_norm", "post_attention_layernorm.weight", (hidden,)),
+        *_projections("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, bias=config.mlp_bias),
+        *_projections("down", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias),
+    ]
 
 
 def _shared_parts(config: ModelConfig) -> list[_Part]:
@@ -172,12 +167,20 @@ def _shared_parts(config: ModelConfig) -> list[_Part]:
     return parts if config.tie_word_embeddings else [*parts, ("lm_head", "lm_head.weight", vocabulary)]
 
 
-def _stacked_shapes(parts: list[_Part]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for packed, _, (rows, *columns) in parts:
-        above = shapes[packed][0] if packed in shapes else 0
-        shapes[packed] = (above + rows, *columns)
-    return shapes
+def _placed(parts: list[_Part], layer: int | None = None) -> dict[str, Destination]:
+    """Where each part goes, by transformers' name: below those of the same packed name before it."""
+    filled: Counter[str] = Counter()
+    placed: dict[str, Destination] = {}
+    for packed, name, shape in parts:
+        start = filled[packed]
+        filled[packed] += shape[0]
+        full_name = name if layer is None else f"model.layers.{layer}.{name}"
+        placed[full_name] = Destination(layer, packed, start, filled[packed], shape)
+    return placed
+
+
+def _packed_shapes(parts: list[_Part]) -> dict[str, tuple[int, ...]]:
+    return {to.packed: (to.row_end, *to.shape[1:]) for to in _placed(parts).values()}  # the last one's end counts
 
 
 def layer_layout(
@@ -189,12 +192,12 @@ def layer_layout(
     `gate_up [2I, H]` (gate rows first), `down [H, I]`, and by the config's flags `qkv_bias`, `q_norm [D]`,
     `k_norm [D]`, `o_bias`, `gate_up_bias`, `down_bias`.
     """
-    return PackedLayout.build(_stacked_shapes(_layer_parts(config)), dtype, encodings)
+    return PackedLayout.build(_packed_shapes(_layer_parts(config)), dtype, encodings)
 
 
 def shared_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
     """The block of what all layers share: `embedding [V, H]`, `final_norm [H]`, `lm_head [V, H]` unless tied."""
-    return PackedLayout.build(_stacked_shapes(_shared_parts(config)), dtype)
+    return PackedLayout.build(_packed_shapes(_shared_parts(config)), dtype)
 
 
 def packed_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -207,13 +210,7 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
 
     Together the destinations cover every element of every packed tensor exactly once.
     """
-    blocks: list[tuple[int | None, str, list[_Part]]] = [(None, "", _shared_parts(config))]
-    blocks += [(layer, f"model.layers.{layer}.", _layer_parts(config)) for layer in range(config.num_layers)]
-    table: dict[str, Destination] = {}
-    for layer, prefix, parts in blocks:
-        filled: Counter[str] = Counter()
-        for packed, name, shape in parts:
-            start = filled[packed]
-            filled[packed] += shape[0]
-            table[prefix + name] = Destination(layer, packed, start, filled[packed], shape)
+    table = _placed(_shared_parts(config))
+    for layer in range(config.num_layers):
+        table |= _placed(_layer_parts(config), layer)
     return table

@@ -18,7 +18,7 @@ import torch
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource, shortened
 from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.layout import Destination, ModelLayout, checkpoint_tensors
 
@@ -44,24 +44,6 @@ class HostWeights:
     layers: list[HostArena]
     shared: HostArena
     load_seconds: float = 0.0
-
-    @classmethod
-    def allocate(cls, config: ModelConfig, layout: ModelLayout) -> HostWeights:
-        """Make empty arenas for a model.
-
-        Raises:
-            BudgetError: The system has not that much memory.
-        """
-        arenas: list[HostArena] = []
-        try:
-            arenas.append(HostArena(layout.shared.total_bytes, name="embedding and lm_head"))
-            for index, nbytes in enumerate(layout.layer_bytes):
-                arenas.append(HostArena(nbytes, name=f"layer {index}"))
-        except BaseException:
-            for arena in arenas:
-                arena.close()
-            raise
-        return cls(config, layout, arenas[1:], arenas[0])
 
     @property
     def total_bytes(self) -> int:
@@ -109,14 +91,16 @@ def load_weights(
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:
-        CheckpointError: A file ended early or a tensor never came.
+        CheckpointError: A file ended early, or the source reads other tensors than the model has.
         BudgetError: Not enough memory, or the system refuses to lock that much (unless `blockwise`). Nothing stays
             allocated.
     """
     started = time.perf_counter()
     layout = layout or ModelLayout.plain(source.config(), dtype)
     assert layout.dtype == dtype, f"a layout for {layout.dtype} cannot hold a model in {dtype}"
-    weights = HostWeights.allocate(source.config(), layout)
+    shared = HostArena(layout.shared.total_bytes, name="embedding and lm_head")
+    layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
+    weights = HostWeights(source.config(), layout, layers, shared)
     try:
         _fill(weights, source, set(pin), blockwise, on_progress)
     except BaseException:
@@ -133,46 +117,36 @@ def _fill(
     on_progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete."""
-    missing = checkpoint_tensors(weights.config)
-    left = Counter(destination.layer for destination in missing.values())
+    destinations = checkpoint_tensors(weights.config)
+    wrong = destinations.keys() ^ source.fills.keys()
+    if wrong:
+        raise CheckpointError(
+            f"{source.reference} lacks {len(wrong)} tensors, or has some that the model does not "
+            f"({shortened(sorted(wrong))}): the source is broken"
+        )
+    left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
     done_bytes = 0
-
-    def arrived(destination: Destination) -> None:
-        nonlocal done_bytes
-        weight = blocks[destination.layer][destination.packed]
-        done_bytes += weight.nbytes * (destination.row_end - destination.row_start) // weight.shape[0]
-        left[destination.layer] -= 1
-        if left[destination.layer] == 0 and destination.layer in to_lock:
-            arena = weights.layers[destination.layer]
-            if blockwise is None:
-                arena.pin()
-            elif not arena.pin_blocks(blockwise):
-                to_lock.clear()  # it has refused once: asking again only costs the system
-        if on_progress is not None:
-            on_progress(done_bytes, weights.total_bytes)
-
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
-        for shard in source.shards():
-            jobs: dict[Future[None], Destination] = {}
-            try:
-                for name, fill in shard.tensors:
-                    to = missing.pop(name, None)
-                    if to is None:
-                        raise CheckpointError(
-                            f"{shard.path}: {name} is there twice or is not needed: the source is broken"
-                        )
-                    jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
-                for job in as_completed(jobs):
-                    job.result()
-                    arrived(jobs[job])
-            except BaseException:
-                for job in jobs:  # those that have not started
-                    job.cancel()
-                raise
-    if missing:
-        raise CheckpointError(
-            f"{source.reference} never delivered {len(missing)} tensors ({next(iter(missing))}, ...): it changed while "
-            "it was read; load it again"
-        )
-    assert not any(left.values()), "a tensor was taken but not written"
+        jobs: dict[Future[None], Destination] = {}
+        try:
+            for name, fill in source.fills.items():
+                to = destinations[name]
+                jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
+            for job in as_completed(jobs):
+                job.result()
+                to = jobs[job]
+                weight = blocks[to.layer][to.packed]
+                done_bytes += weight.nbytes * (to.row_end - to.row_start) // weight.shape[0]
+                left[to.layer] -= 1
+                if left[to.layer] == 0 and to.layer in to_lock:
+                    arena = weights.layers[to.layer]
+                    if blockwise is None:
+                        arena.pin()
+                    elif not arena.pin_blocks(blockwise):
+                        to_lock.clear()  # it has refused once: asking again only costs the system
+                if on_progress is not None:
+                    on_progress(done_bytes, weights.total_bytes)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

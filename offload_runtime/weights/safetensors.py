@@ -10,54 +10,40 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import check_model_type, model_config_from_transformers, refuse_quantised
+from offload_runtime.weights.architectures import read_configuration
 from offload_runtime.weights.checkpoint import (
-    Checkpoint,
-    Shard,
-    damaged,
+    CheckpointSource,
+    StoredTensor,
     load_tokenizer,
-    read_bytes,
+    match_tensors,
+    open_header,
     shortened,
 )
-from offload_runtime.weights.layout import checkpoint_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Buffers that old versions of transformers saved although they follow from the config.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_EMBEDDING = "model.embed_tokens.weight"
+# Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight")
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as it lies in its file. `dtype` is the header's word for it, which may be one we do not read."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    nbytes: int
-
-    @property
-    def native_dtype(self) -> torch.dtype | None:
-        """What it can be computed in without loss (float64 counts as float32); None when it is not read."""
-        return torch.float32 if self.dtype == "F64" else DTYPES.get(self.dtype)
+def computed_dtype(stored: StoredTensor) -> torch.dtype:
+    """What a tensor can be computed in without loss: float64 counts as float32."""
+    return torch.float32 if stored.dtype == "F64" else DTYPES[stored.dtype]
 
 
-def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         valid = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in (*shape, begin, end))
@@ -67,7 +53,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> StoredTe
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:
-        raise damaged(path, f"the header's entry for {name} lacks a dtype, shape and data_offsets that fit one another")
+        raise ValueError(f"the entry for {name} lacks a dtype, shape and data_offsets that fit one another")
     return StoredTensor(path, name, dtype, shape, data_start + begin, end - begin)
 
 
@@ -77,30 +63,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The file cannot be read, its header is corrupt, or its end is missing.
     """
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-                left_bytes = max(0, size_bytes - 8)
-                raise damaged(path, f"its header should take {header_bytes} bytes and the file has {left_bytes} left")
-            header = json.loads(file.read(header_bytes))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 are a ValueError too
-        raise damaged(path, f"its header is not valid JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise damaged(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    data_start = 8 + header_bytes
-    tensors = {name: _parse_entry(path, name, entry, data_start) for name, entry in header.items()}
-    end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors.values()), default=data_start)
-    if end_bytes > size_bytes:
-        raise damaged(
-            path,
-            f"it is truncated, {end_bytes - size_bytes} bytes are missing "
-            f"({format_bytes(size_bytes)} of {format_bytes(end_bytes)})",
-        )
+    with open_header(path) as reader:
+        header_bytes = reader.number("<Q")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise ValueError(f"it should take {header_bytes} bytes, and {_MAX_HEADER_BYTES} are the most")
+        entries = json.loads(reader.take(header_bytes))
+        if not isinstance(entries, dict):
+            raise ValueError("it is not a JSON object")
+        entries.pop("__metadata__", None)
+        tensors = {name: _stored_tensor(path, name, entry, reader.position) for name, entry in entries.items()}
+        reader.check_complete(tensors.values())
     return tensors
 
 
@@ -113,31 +85,23 @@ def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
     assert tuple(out.shape) == stored.shape and out.is_contiguous(), f"{stored.name}: {tuple(out.shape)}"
     flat = out.view(-1)
     if dtype == out.dtype:
-        read_bytes(stored.path, stored.offset_bytes, flat.view(torch.uint8).numpy().data)
+        stored.read_into(flat.view(torch.uint8).numpy().data)
         return
     staging = torch.empty(min(_STAGING_BYTES // dtype.itemsize, flat.numel()), dtype=dtype)
-    offset_bytes = stored.offset_bytes
+    done_bytes = 0
     for piece in flat.split(max(1, staging.numel())):
         part = staging[: piece.numel()]
-        read_bytes(stored.path, offset_bytes, part.view(torch.uint8).numpy().data)
+        stored.read_into(part.view(torch.uint8).numpy().data, done_bytes)
         piece.copy_(part)
-        offset_bytes += part.nbytes
-
-
-def file_shards(tensors: Iterable[StoredTensor]) -> Iterator[Shard]:
-    """One shard per file that some of the tensors lie in."""
-    by_path: dict[Path, list[StoredTensor]] = {}
-    for stored in tensors:
-        by_path.setdefault(stored.path, []).append(stored)
-    for path, found in by_path.items():
-        yield Shard(path, tuple((stored.name, partial(fill_from_file, stored)) for stored in found))
+        done_bytes += part.nbytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or not a JSON object.
+        CheckpointError: The file is missing or not a JSON object.
+        OSError: It cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -145,25 +109,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: give the directory of a transformers checkpoint with safetensors"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): check its permissions") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again")
     return content
-
-
-def _load_hf_config(directory: Path) -> Any:
-    raw = read_json(directory / "config.json")
-    check_model_type(raw.get("model_type"), raw.get("architectures"))
-    refuse_quantised(raw, str(directory))
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory)
-    except Exception as error:  # its validation raises errors of many libraries; each means the same here
-        raise CheckpointError(f"{directory / 'config.json'} was refused by transformers: {error}") from error
 
 
 def _shard_paths(directory: Path) -> list[Path]:
@@ -192,28 +142,15 @@ def _shard_paths(directory: Path) -> list[Path]:
 
 def _find_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Match every needed tensor with its place in a file, checking dtype and shape; in the order of the files."""
-    needed = checkpoint_tensors(config)
     stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
-    missing = [name for name in needed if name not in stored]
-    if missing:
-        raise CheckpointError(
-            f"{directory} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): "
-            "it is incomplete or belongs to another config.json"
-        )
-    found = {name: tensor for name, tensor in stored.items() if name in needed}
+    found = match_tensors(directory, stored, config)
     for name, tensor in found.items():
-        if tensor.shape != needed[name].shape:
-            raise CheckpointError(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(needed[name].shape)}: "
-                "the weights belong to another config.json"
-            )
-        if tensor.native_dtype is None:
+        if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"{tensor.path}: {name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
                 "use an unquantised checkpoint or a GGUF file"
             )
-    ignored = (*_IGNORED_SUFFIXES, "lm_head.weight")
-    surplus = [name for name in stored if name not in needed and not name.endswith(ignored)]
+    surplus = [name for name in stored if name not in found and not name.endswith(_IGNORED_SUFFIXES)]
     if surplus:  # transformers leaves such tensors out too, so the tokens still are the same as its own
         logging.getLogger(__name__).warning(
             "%s holds %d tensors this model does not use (%s)", directory, len(surplus), shortened(surplus)
@@ -221,7 +158,16 @@ def _find_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTenso
     return found
 
 
-def open_safetensors(directory: Path, *, reference: str) -> Checkpoint:
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """What the weights of a directory are computed in without loss; None where none are there."""
+    for path in sorted(directory.glob("*.safetensors")):
+        stored = read_header(path).get(_EMBEDDING)
+        if stored is not None and stored.dtype in DTYPES:
+            return computed_dtype(stored)
+    return None
+
+
+def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a checkpoint of transformers.
 
     Args:
@@ -231,13 +177,11 @@ def open_safetensors(directory: Path, *, reference: str) -> Checkpoint:
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    hf_config = _load_hf_config(directory)
-    config = model_config_from_transformers(hf_config)
+    hf_config, config = read_configuration(read_json(directory / "config.json"), directory)
     tensors = _find_tensors(directory, config)
-    native_dtype = tensors["model.embed_tokens.weight"].native_dtype
-    assert native_dtype is not None, "tensors of other types were refused"
     path = directory / "generation_config.json"
-    return Checkpoint(
-        reference, config, hf_config, native_dtype, tuple(file_shards(tensors.values())),
-        partial(load_tokenizer, directory), read_json(path) if path.exists() else None,
+    fills = {name: partial(fill_from_file, stored) for name, stored in tensors.items()}
+    return CheckpointSource(
+        config, computed_dtype(tensors[_EMBEDDING]), reference, hf_config, fills, partial(load_tokenizer, directory),
+        read_json(path) if path.exists() else None,
     )  # fmt: skip

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import Checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
-from offload_runtime.weights.hub import download_config, download_model
-from offload_runtime.weights.safetensors import open_safetensors, read_header, read_json
+from offload_runtime.weights.hub import download_model
+from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
+_SUFFIXES = (".gguf", ".safetensors")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
-class DescribedModel:
-    """A model that is known by its configuration."""
-
-    model_config: ModelConfig
-    native_dtype: torch.dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
-        return self.model_config
-
-
-def open_checkpoint(reference: str | Path) -> Checkpoint:
+def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:
@@ -47,12 +35,8 @@ def open_checkpoint(reference: str | Path) -> Checkpoint:
     """
     name = str(reference)
     with _readable(name):
-        found = _find(reference)
-        path = download_model(found) if isinstance(found, str) else found
-        gguf_file = _gguf_file(path)
-        if gguf_file is not None:
-            return open_gguf(gguf_file, reference=name)
-        return open_safetensors(path if path.is_dir() else path.parent, reference=name)
+        path = _locate(reference, download_model)
+        return open_gguf(path, reference=name) if path.is_file() else open_safetensors(path, reference=name)
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
@@ -66,15 +50,14 @@ def describe_model(reference: str | Path) -> DescribedModel:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _readable(str(reference)):
-        found = _find(reference)
-        path = download_config(found) if isinstance(found, str) else found
-        gguf_file = _gguf_file(path)
-        if gguf_file is not None:
-            raw = config_from_gguf(read_gguf_header(gguf_file))
-            return DescribedModel(model_config_from_json(raw, str(gguf_file)), torch.bfloat16)
-        directory = path if path.is_dir() else path.parent
-        raw = read_json(directory / "config.json")
-        return DescribedModel(model_config_from_json(raw, str(directory)), _stored_dtype(directory, raw))
+        path = _locate(reference, partial(download_model, wanted=("config.json",)))
+        if path.is_file():
+            raw = config_from_gguf(read_gguf_header(path))
+            return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
+        raw = read_json(path / "config.json")
+        name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+        native_dtype = stored_dtype(path) or _DTYPE_NAMES.get(name, torch.bfloat16)
+        return DescribedModel(model_config_from_json(raw, str(path)), native_dtype)
 
 
 @contextmanager
@@ -84,54 +67,36 @@ def _readable(name: str) -> Iterator[None]:
         yield
     except OSError as error:  # no permission, a name too long, a disk that fails
         raise CheckpointError(
-            f"{name} cannot be read ({error.strerror or error}): check the path and its permissions"
+            f"{error.filename or name} cannot be read ({error.strerror or error}): check the path and its permissions"
         ) from error
 
 
-def _find(reference: str | Path) -> Path | str:
-    """The directory or file that is named, or else the model of the hub that the name means, as text.
+def _locate(reference: str | Path, download: Callable[[str], Path]) -> Path:
+    """The GGUF file that a reference means, or the directory of a checkpoint of transformers.
+
+    Args:
+        reference: What the user named.
+        download: Called with the model of the hub that is meant where the name is no path; returns a directory.
 
     Raises:
-        CheckpointError: It is neither.
+        CheckpointError: It means neither, or several.
     """
     name = str(reference)
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
-    if path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".safetensors")):
-        return path
     if path.is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
-    if isinstance(reference, Path) or not _looks_like_hub_id(name):
-        raise CheckpointError(
-            f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
-        )
-    return name
-
-
-def _looks_like_hub_id(text: str) -> bool:
-    """`org/name`, and not something that only a path would be written like."""
-    if Path(text).suffix in (".gguf", ".safetensors"):
-        return False
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path means; None where it means a checkpoint of transformers."""
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        if path.suffix not in _SUFFIXES:
+            raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
+        return path if path.suffix == ".gguf" else path.parent
+    if not path.is_dir():
+        if isinstance(reference, Path) or path.suffix in _SUFFIXES or not _HUB_ID.fullmatch(name):
+            raise CheckpointError(
+                f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
+            )
+        path = download(name)
     found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if len(found) > 1:
         raise CheckpointError(f"{path} holds {len(found)} GGUF files ({found[0].name}, ...): name the one to load")
-    return found[0] if found else None
-
-
-def _stored_dtype(directory: Path, raw: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the embedding where weights are there, else what the configuration says."""
-    for path in sorted(directory.glob("*.safetensors")):
-        stored = read_header(path).get("model.embed_tokens.weight")
-        if stored is not None and (dtype := stored.native_dtype) is not None:
-            return dtype
-    name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
-    return _DTYPE_NAMES.get(name, torch.bfloat16)
+    return found[0] if found else path

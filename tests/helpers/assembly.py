@@ -12,7 +12,7 @@ import torch
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.memory import CountedRegistrar, DeviceBudget, HostArena, PageableMemory, make_registrar
+from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.weights import ModelLayout, open_checkpoint
@@ -116,10 +116,9 @@ def make_runner(
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
         registrar = make_registrar(device)
-        counted = None if registrar is None else CountedRegistrar(registrar)
-        locking, writeback = BlockLocking(counted), make_copy_engine(device)
+        locking, writeback = BlockLocking(registrar), make_copy_engine(device)
         if host_kv.staged is not None:
-            locking = BlockLocking(counted, PageableMemory(), host_kv.staged.layers)
+            locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)
             rings = _staging_rings(host_kv.staged, locking)
             engine, writeback = _staged_queues(host_kv.staged, locking, rings, engine, writeback)
         cache = HostKVCache(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+
+from offload_runtime.weights import Weight
+from offload_runtime.weights.layout import Destination
 
 VOCAB_SIZE = 101
 # Where `dynamic` and `longrope` change their frequencies in the models below.
@@ -152,3 +155,8 @@ def tree_logits(
     ids = torch.tensor([[*prompt, *tokens]])
     out = model(ids, attention_mask=mask, position_ids=position[None], use_cache=False)
     return out.logits[0, len(prompt) :]
+
+
+def rows_of(destination: Destination, views: Mapping[str, Weight]) -> torch.Tensor:
+    """What a checkpoint tensor has become, out of the weights of its block."""
+    return views[destination.packed].dense[destination.row_start : destination.row_end]

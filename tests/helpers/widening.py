@@ -68,8 +68,7 @@ def tensors_of(source: CheckpointSource) -> dict[str, torch.Tensor]:
     """All tensors in fp32, by transformers' name; what no fill has written is NaN."""
     shapes = {name: to.shape for name, to in checkpoint_tensors(source.config()).items()}
     result = {}
-    for shard in source.shards():
-        for name, fill in shard.tensors:
-            result[name] = torch.full(shapes[name], float("nan"))
-            fill(result[name])
+    for name, fill in source.fills.items():
+        result[name] = torch.full(shapes[name], float("nan"))
+        fill(result[name])
     return result

@@ -78,7 +78,7 @@ class NamedWeights:
     """The tensors of a checkpoint by transformers' names, for models that are laid out otherwise than ours."""
 
     def __init__(self, source: CheckpointSource) -> None:
-        self._fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
+        self._fills = source.fills
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Read one tensor into `out`: contiguous, of its shape, on any device; converted to `out`'s dtype.

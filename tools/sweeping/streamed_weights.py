@@ -73,7 +73,7 @@ class Point:
     resident_layers: int
 
 
-class ReadOnce:
+class ReadOnce(CheckpointSource):
     """A `CheckpointSource` whose tokenizer is read once: out of a `.gguf` that takes 5 s, for every row again.
 
     Args:
@@ -81,10 +81,10 @@ class ReadOnce:
     """
 
     def __init__(self, source: CheckpointSource) -> None:
-        self.reference, self.native_dtype = source.reference, source.native_dtype
-        self.config, self.hf_config = source.config, source.hf_config
-        self.shards, self.tokenizer = source.shards, cache(source.tokenizer)
-        self.generation_settings, self.generation_eos = source.generation_settings, source.generation_eos
+        super().__init__(
+            source.config(), source.native_dtype, source.reference, source.hf_config(), source.fills,
+            cache(source.tokenizer), source.generation_settings(),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
 from offload_runtime.errors import CheckpointError, OptionError
-from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.convert import atomic_directory
 
@@ -81,9 +80,11 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._noise, self._seed = noise, seed
         self._device = device or torch.device("cpu")
         self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
-        self._small_fills = {name: fill for shard in source.shards() for name, fill in shard.tensors}
+        self._small_fills = source.fills
         described = self._widened_config()
-        super().__init__(f"{source.reference} (widened)", described, model_config_from_transformers(described), source)
+        config = model_config_from_transformers(described)
+        fills = {name: partial(self._fill, name) for name in checkpoint_tensors(config)}
+        super().__init__(f"{source.reference} (widened)", described, config, source, fills)
         self._parts = self._make_parts()
 
     def _widened_config(self) -> LlamaConfig:
@@ -168,15 +169,6 @@ class WidenedCheckpoint(MadeCheckpoint):
             out[part.rows, :width] = values
         else:
             out[: values.shape[0], :width] = values
-
-    def shards(self) -> Iterator[Shard]:
-        """One shard for what all layers share and one per layer; nothing is held between fills."""
-        by_layer: dict[int | None, list[str]] = {}
-        for name, destination in checkpoint_tensors(self._config).items():
-            by_layer.setdefault(destination.layer, []).append(name)
-        path = next(iter(self._source.shards())).path
-        for names in by_layer.values():
-            yield Shard(path, tuple((name, partial(self._fill, name)) for name in names))
 
 
 def in_shape(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from transformers import LlamaConfig
 from widening.shapes import WideShape
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors, model_config_from_transformers
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, model_config_from_transformers
+from offload_runtime.weights.encoding import Fill
 
 _BLOCK_ELEMENTS = 1 << 20
 _VOCAB_SIZE = 32000
@@ -48,44 +48,24 @@ class Wordless:
         return ""
 
 
-class MadeCheckpoint:
-    """A `CheckpointSource` but for its `shards`.
+class MadeCheckpoint(CheckpointSource):
+    """A `CheckpointSource` whose tensors come from elsewhere.
 
     Args:
         reference: What it is, for messages.
         hf_config: The transformers configuration object.
         config: Shape and flags.
         words: Gives the tokenizer, the dtype and the tokens that end an answer; without it there is no text and no end.
+        fills: As of `CheckpointSource`.
     """
 
-    def __init__(self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None) -> None:
-        self.reference = reference
-        self._hf_config, self._config, self._words = hf_config, config, words
-
-    @property
-    def native_dtype(self) -> torch.dtype:
-        """That of the words; bf16 where there are none."""
-        return torch.bfloat16 if self._words is None else self._words.native_dtype
-
-    def config(self) -> ModelConfig:
-        """Shape and flags."""
-        return self._config
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self._hf_config
-
-    def tokenizer(self) -> Any:
-        """That of the words, or one of none."""
-        return Wordless() if self._words is None else self._words.tokenizer()
-
-    def generation_settings(self) -> dict[str, Any]:
-        """Those of the words, or none."""
-        return {} if self._words is None else self._words.generation_settings()
-
-    def generation_eos(self) -> tuple[int, ...]:
-        """Those of the words; otherwise nothing ends an answer."""
-        return () if self._words is None else self._words.generation_eos()
+    def __init__(
+        self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None,
+        fills: Mapping[str, Fill],
+    ) -> None:  # fmt: skip
+        dtype = torch.bfloat16 if words is None else words.native_dtype
+        settings = {} if words is None else words.generation_settings()
+        super().__init__(config, dtype, reference, hf_config, fills, words.tokenizer if words else Wordless, settings)
 
 
 class UntrainedLlama(MadeCheckpoint):
@@ -104,7 +84,6 @@ class UntrainedLlama(MadeCheckpoint):
         self, shape: WideShape, fill: Callable[[str, torch.Tensor], None], *, vocab_size: int, context_tokens: int,
         reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
-        self._fill = fill
         described = None if words is None else words.hf_config()
         hf_config = LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
@@ -115,12 +94,9 @@ class UntrainedLlama(MadeCheckpoint):
             eos_token_id=getattr(described, "eos_token_id", None),
             pad_token_id=getattr(described, "pad_token_id", None),
         )  # fmt: skip
-        super().__init__(reference, hf_config, model_config_from_transformers(hf_config), words)
-
-    def shards(self) -> Iterator[Shard]:
-        """All tensors as one shard, which is no file; nothing is held between fills."""
-        names = checkpoint_tensors(self.config())
-        yield Shard(Path(self.reference), tuple((name, partial(self._fill, name)) for name in names))
+        config = model_config_from_transformers(hf_config)
+        fills = {name: partial(fill, name) for name in checkpoint_tensors(config)}
+        super().__init__(reference, hf_config, config, words, fills)
 
 
 def random_llama(

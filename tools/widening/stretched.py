@@ -6,7 +6,8 @@ Fine-tuning a few tensors gives a model a longer context; what is kept of that i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from widening.rope import frequencies
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
-from offload_runtime.weights import CheckpointSource, Shard, checkpoint_tensors
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
-from offload_runtime.weights.safetensors import DTYPES, StoredTensor, file_shards, read_header, shortened
+from offload_runtime.weights.checkpoint import StoredTensor, shortened
+from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
@@ -135,20 +137,12 @@ class StretchedCheckpoint(MadeCheckpoint):
         max_position_embeddings: int | None = None,
     ) -> None:
         self._source = source
-        self._deltas = _find_deltas(deltas, source)
+        replaced = {name: partial(fill_from_file, stored) for name, stored in _find_deltas(deltas, source).items()}
         described, config = _stretched_config(source, rope, max_position_embeddings)
-        super().__init__(f"{source.reference} (stretched)", described, config, source)
-
-    def shards(self) -> Iterator[Shard]:
-        """The source's files without what is replaced, then the delta files."""
-        for shard in self._source.shards():
-            kept = tuple((name, fill) for name, fill in shard.tensors if name not in self._deltas)
-            if kept:
-                yield Shard(shard.path, kept)
-        yield from file_shards(self._deltas.values())
+        super().__init__(f"{source.reference} (stretched)", described, config, source, {**source.fills, **replaced})
 
     def tokenizer(self) -> Any:
         """The source's tokenizer, which no longer warns of texts that fit now."""
         tokenizer = self._source.tokenizer()
-        tokenizer.model_max_length = max(tokenizer.model_max_length, self._config.max_position_embeddings)
+        tokenizer.model_max_length = max(tokenizer.model_max_length, self.config().max_position_embeddings)
         return tokenizer
