@@ -115,8 +115,9 @@ MUTATIONS = (
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
         "offload_runtime/copy/queue.py",
-        "        target = ready.armed\n",
-        "        target = min(ready.armed, 1)\n",
+        "ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)",
+        "self._last = self._worker.submit(self._copy, dst, src, free.copy, label)\n"
+        "        ready.copy = ready.__dict__.setdefault('first', self._last)",
         ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),
     ),
     Mutation(

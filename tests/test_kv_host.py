@@ -16,6 +16,7 @@ from offload_runtime.kv import host_io
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, same
 from tests.helpers.models import random_tokens
@@ -30,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The same model with its cache on the device, and on the host with some weights streamed too."""
     device = assemble(request.param, directory)
-    engine = ThreadCopyEngine(before_copy=delays(1, 0.001, share=1))
+    engine = ThreadCopyEngine(pace=before_each_copy(delays(1, 0.001, share=1)))
     host = assemble(
         request.param, directory, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine
     )

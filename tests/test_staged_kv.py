@@ -21,6 +21,7 @@ from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV, StagedKV
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, copying_threads, delays, reset, same
 from tests.helpers.models import random_tokens
@@ -60,7 +61,7 @@ def pair(
     """The same model with its cache on the device, and on the host, staged, with weights streamed between."""
     name, device = on_device
     staged = host_kv(request.param, before_fill=delays(1), before_landing=delays(2), pieces=3)
-    engine = ThreadCopyEngine(before_copy=delays(3, 0.001))
+    engine = ThreadCopyEngine(pace=before_each_copy(delays(3, 0.001)))
     host = assemble(name, directory, host_kv=staged, slots=2, resident=(1,), engine=engine)
     yield device, host.runner
     host.close()
