@@ -101,15 +101,15 @@ MUTATIONS = (
     Mutation(
         "slot reuse: a slot is filled again while its last user holds it",
         "offload_runtime/copy/schedule.py",
-        "return len(self.held) + len(self.arriving) < len(self.slots)",
-        "return len(self.held) + len(self.arriving) <= len(self.slots)",
+        "        ring.held.append(slot)\n",
+        "        ring.held.append(slot)\n        ring.idle.append(slot)\n",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
         "offload_runtime/copy/schedule.py",
-        "        self._release_all()  # kernels",
-        "        pass  # kernels",
+        "self._engine.compute_record(ring.release().free)",
+        "ring.release()",
         ("tests/test_streaming.py::test_a_pass_after_an_interrupted_one_starts_over[1-resident0-3]",),
     ),
     Mutation(

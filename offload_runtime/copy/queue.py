@@ -32,9 +32,7 @@ LinkPace = Callable[[int], None]
 class CopyEngine(Protocol):
     """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
 
-    @property
-    def log(self) -> CopyLog | None:
-        """Of the trace that the queue reports to."""
+    log: CopyLog | None  # of the trace that the queue reports to
 
     @property
     def bytes_copied(self) -> int:
@@ -162,7 +160,7 @@ class ThreadCopyEngine:
     def __init__(self, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
         self.log = log
         self.bytes_copied = 0
-        self._pace = pace
+        self._pace = pace or (lambda nbytes: None)
         self._worker: Executor = ThreadPoolExecutor(1, "copy-engine")
         self._last = finished()
         self._failure: BaseException | None = None
@@ -188,12 +186,10 @@ class ThreadCopyEngine:
             if self._failure is not None:
                 raise self._failure
             started = time.perf_counter()
-            if self._pace is not None:
-                self._pace(0)
+            self._pace(0)
             with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
                 dst.copy_(src)
-            if self._pace is not None:
-                self._pace(src.nbytes)
+            self._pace(src.nbytes)
             ended = time.perf_counter()
             self._copy_s += ended - started
             if self.log is not None:

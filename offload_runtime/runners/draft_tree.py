@@ -296,7 +296,7 @@ class DraftTree:
             prefill=False,
         )  # fmt: skip
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
         self._logits[:num_rows].copy_(logits)
 
     def _choose(self, shape: StepShape) -> None:
