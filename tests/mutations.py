@@ -93,9 +93,9 @@ MUTATIONS = (
     ),
     Mutation(
         "refresh: steps choose chunks anew in all passes but the first",
-        f"{_KV}/retrieval_cache.py",
-        "self._view.begin_pass(refresh=first)",
-        "self._view.begin_pass(refresh=not first)",
+        f"{_KV}/retrieval.py",
+        "self._refresh = first",
+        "self._refresh = not first",
         ("tests/test_cache_histories.py::test_the_first_step_chooses_and_the_others_use",),
     ),
     Mutation(

@@ -20,8 +20,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.copy import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.kv.retrieval import RetrievedChunks
-from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
+from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
@@ -404,7 +403,9 @@ def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPat
     for layer in range(LAYERS):
         cache.store(layer).data.normal_(generator=torch.Generator().manual_seed(layer))
     cache.end_prefill(0, 700)
-    policy, select, chosen = cache._view._policy, cache._view._policy.select, list[int]()
+    policy, chosen = cache.observers[0], list[int]()
+    assert isinstance(policy, RetrievalPolicy)
+    select = policy.select
 
     def counted(layer: int, *arguments: object, **options: object) -> torch.Tensor:
         chosen.append(layer)

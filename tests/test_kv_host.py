@@ -117,8 +117,8 @@ def test_a_cut_behind_what_a_short_prefill_went_on_from(pair: tuple[ModelRunner,
 
 def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Path) -> None:
     with_writes = assemble("llama", directory, host_kv=HostKV(piece_blocks=3, slots=3))
-    runner, engine = with_writes.runner, with_writes.engine
-    writes = runner.cache._writeback  # type: ignore[attr-defined]
+    runner, engine, writes = with_writes.runner, with_writes.engine, with_writes.writeback
+    assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
     layers = runner.streamer.num_layers
     runner.prefill(0, random_tokens(1100))
@@ -139,7 +139,8 @@ def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Pat
 def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(directory: Path) -> None:
     """However many pieces the prompt is worked on in."""
     made = assemble("llama", directory, host_kv=HostKV(piece_blocks=2, slots=3), resident=(0, 2), slots=2)
-    runner, streamer, writes = made.runner, made.runner.streamer, made.runner.cache._writeback  # type: ignore[attr-defined]
+    runner, streamer, writes = made.runner, made.runner.streamer, made.writeback
+    assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
     layers, weights = streamer.num_layers, streamer.bytes_per_pass
     assert weights > 0 and runner.shape.prefill_chunk_tokens < 100

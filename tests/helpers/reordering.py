@@ -29,6 +29,11 @@ class ReorderingCopyEngine(ThreadCopyEngine):
         super().__init__()
         self._worker = self._reordered = _Reordered(chance, delay)
 
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, ready: Any, **others: Any) -> None:
+        earlier = ready.copy
+        super().enqueue(dst, src, ready=ready, **others)
+        ready.copy = _both(earlier, ready.copy)  # the last of several copies need not be the last to be made
+
     @property
     def num_overtaken(self) -> int:
         """Copies that waited for a later one."""
@@ -37,6 +42,13 @@ class ReorderingCopyEngine(ThreadCopyEngine):
     def drain(self) -> None:
         for copy in self._reordered.submitted:
             self._wait(copy)
+
+
+def _both(one: Future[None], other: Future[None]) -> Future[None]:
+    """Done when both are."""
+    both: Future[None] = Future()
+    one.add_done_callback(lambda _: other.add_done_callback(lambda _: both.set_result(None)))
+    return both
 
 
 class _Reordered(Executor):
