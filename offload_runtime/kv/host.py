@@ -124,9 +124,7 @@ class HostKVCache:
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
-        if layer in self._resident:
-            return []
-        runs = self._runs(layer, snapshot)
+        runs = self._runs(layer, snapshot) if layer in self._ring else ()
         return [((layer, run.sequence, run.first_block), self.blocks.block(layer, *run)) for run in runs]
 
     def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
@@ -281,17 +279,15 @@ class HostKVCache:
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         self._abandon_prefill()
         for sequence, count in zip(sequences, counts, strict=True):
-            end = self._lengths[sequence] + count
+            self._ends[sequence] = end = self._lengths[sequence] + count
             check_capacity(end, self.max_tokens_with_draft)
             self._grow(sequence, end // BLOCK_TOKENS)
         self.writes.collect()
         self._rows = slice(None)
         self._window, self._views = tuple(sequences), None
-        for sequence, count in zip(sequences, counts, strict=True):
-            committed = self._lengths[sequence]
-            self._ends[sequence] = committed + count
-            oldest = num_blocks(committed + count) - self._ring_blocks
-            assert oldest <= committed // BLOCK_TOKENS, "a window larger than the ring"
+        for sequence in sequences:
+            oldest = num_blocks(self._ends[sequence]) - self._ring_blocks
+            assert oldest <= self._lengths[sequence] // BLOCK_TOKENS, "a window larger than the ring"
             first = max(self._ring_from[sequence], oldest)
             if first > self.writes.arrived[sequence]:
                 self.writes.drain()

@@ -247,16 +247,8 @@ class RetrievalCache:
         # in one tensor that never moves. Each part begins at a multiple of 16 bytes.
         self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=budget.device)
         self._numbers_host: list[list[int]] = []
-        self._available: list[int] = []
+        self._most_available = 0  # chunks that no sequence has more of to choose from
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
-
-    @property
-    def _most_available(self) -> int:
-        """Chunks that no sequence has more of to choose from."""
-        chunks_per_block = BLOCK_TOKENS // self.chunks.chunk_size
-        blocks = -(-max(self._available) // chunks_per_block)
-        most = -(-blocks // _FAR_BLOCKS) * _FAR_BLOCKS
-        return min(most, num_blocks(self._source.max_tokens_with_draft)) * chunks_per_block
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
         """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
@@ -276,12 +268,15 @@ class RetrievalCache:
             self.recent[sequence] = recent[rows.index(sequence)] = now
             grown |= now.start != before
         size = self.chunks.chunk_size
-        self._available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
-        keys = [min(available, self.chunks.budget_chunks) * size for available in self._available]
+        most_blocks = -(-max(blocks.start for blocks in recent) // _FAR_BLOCKS) * _FAR_BLOCKS
+        most_blocks = min(most_blocks, num_blocks(self._source.max_tokens_with_draft))
+        self._most_available = most_blocks * BLOCK_TOKENS // size
+        available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
+        keys = [min(count, self.chunks.budget_chunks) * size for count in available]
         self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
         far = [number for count in keys for number in (0, count)]
         near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
-        numbers = [self._available, far, near]
+        numbers = [available, far, near]
         if numbers != self._numbers_host:
             width = self._numbers.shape[1]
             host = torch.tensor([part + [0] * (width - len(part)) for part in numbers], dtype=torch.int32)
