@@ -102,6 +102,7 @@ class _StagingQueue:
         self._pieces = deque(_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring)
         self._movers = ThreadPoolExecutor(self.num_threads, _THREADS)
         self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
+        self._below = threading.Lock()  # the queue below is asked by one thread at a time
         self._waited_s = 0.0
 
     @property
@@ -109,7 +110,8 @@ class _StagingQueue:
         return self.engine.bytes_copied
 
     def copy_seconds(self) -> float:
-        return self.engine.copy_seconds()
+        with self._below:
+            return self.engine.copy_seconds()
 
     def stall_seconds(self) -> float:
         """Of the queue below, and what the host waited for the threads, whatever the device did meanwhile."""
@@ -181,8 +183,6 @@ class StagingCopyEngine(_StagingQueue):
     """
 
     failing = "staging from pageable memory"
-    # The queue below is asked by one thread at a time.
-    _below: threading.Lock = field(init=False, default_factory=threading.Lock)
     _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
@@ -240,10 +240,6 @@ class StagingCopyEngine(_StagingQueue):
     def wait(self, ready: Any) -> None:
         self._wait_until_issued(ready)
         self.engine.wait(ready)
-
-    def copy_seconds(self) -> float:
-        with self._below:
-            return super().copy_seconds()
 
     def drain(self) -> None:
         self._wait(self._last)
