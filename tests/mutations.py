@@ -93,30 +93,33 @@ MUTATIONS = (
     ),
     Mutation(
         "refresh: steps choose chunks anew in all passes but the first",
-        f"{_KV}/retrieval_cache.py",
-        "self._view.begin_pass(refresh=first)",
-        "self._view.begin_pass(refresh=not first)",
+        f"{_KV}/retrieval.py",
+        "self._refresh = first",
+        "self._refresh = not first",
         ("tests/test_cache_histories.py::test_the_first_step_chooses_and_the_others_use",),
     ),
     Mutation(
         "slot reuse: a slot is filled again while its last user holds it",
         "offload_runtime/copy/schedule.py",
-        "return len(self.held) + len(self.arriving) < len(self.slots)",
-        "return len(self.held) + len(self.arriving) <= len(self.slots)",
+        "        ring.held.append(slot)\n",
+        "        ring.held.append(slot)\n        ring.idle.append(slot)\n",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
         "offload_runtime/copy/schedule.py",
-        "        self._release_all()  # kernels",
-        "        pass  # kernels",
-        ("tests/test_streaming.py::test_a_pass_after_an_interrupted_one_starts_over[1-resident0-3]",),
+        "self._engine.compute_record(ring.release().free)",
+        "ring.release()",
+        (
+            "tests/test_streaming.py::test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_again[1-3]",
+        ),
     ),
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
         "offload_runtime/copy/queue.py",
-        "        target = ready.armed\n",
-        "        target = min(ready.armed, 1)\n",
+        "ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)",
+        "self._last = self._worker.submit(self._copy, dst, src, free.copy, label)\n"
+        "        ready.copy = ready.__dict__.setdefault('first', self._last)",
         ("tests/test_copy_engine.py::test_an_event_stands_for_its_latest_copy",),
     ),
     Mutation(

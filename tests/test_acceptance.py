@@ -74,7 +74,7 @@ def prompt_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     collect = HostWrites.collect
 
     def collect_all(writes: HostWrites) -> None:
-        writes._engine.drain()
+        writes.engine.drain()
         collect(writes)
 
     monkeypatch.setattr(HostWrites, "collect", collect_all)

@@ -20,9 +20,9 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.copy import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.kv.retrieval import RetrievedChunks
-from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
+from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.reordering import ReorderingCopyEngine
 
@@ -262,7 +262,7 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     def wait() -> None:
         assert gate.wait(30)
 
-    played = PlayedOnHost(ThreadCopyEngine(before_copy=wait))
+    played = PlayedOnHost(ThreadCopyEngine(pace=before_each_copy(wait)))
     played.grow(1000)
     played.engine.drain()
     played.check_all()
@@ -288,7 +288,7 @@ def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reo
     def delay() -> None:
         time.sleep(max(0.0, generator.uniform(-0.002, 0.004 if reorders else 0.001)))
 
-    engine = ReorderingCopyEngine(generator, delay) if reorders else ThreadCopyEngine(before_copy=delay)
+    engine = ReorderingCopyEngine(generator, delay) if reorders else ThreadCopyEngine(pace=before_each_copy(delay))
     played = PlayedOnHost(engine)
     for action, amount in steps:
         length = len(played.expected)
@@ -403,7 +403,9 @@ def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPat
     for layer in range(LAYERS):
         cache.store(layer).data.normal_(generator=torch.Generator().manual_seed(layer))
     cache.end_prefill(0, 700)
-    policy, select, chosen = cache._view._policy, cache._view._policy.select, list[int]()
+    policy, chosen = cache.observers[0], list[int]()
+    assert isinstance(policy, RetrievalPolicy)
+    select = policy.select
 
     def counted(layer: int, *arguments: object, **options: object) -> torch.Tensor:
         chosen.append(layer)

@@ -10,6 +10,7 @@ import torch
 
 from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
 from offload_runtime.errors import CopyError
+from tests.helpers.copy_hooks import before_each_copy
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def _bytes(value: int, nbytes: int = 1000) -> torch.Tensor:
 
 
 def test_copies_run_in_order_and_are_waited_for() -> None:
-    engine = ThreadCopyEngine(before_copy=lambda: time.sleep(0.005))
+    engine = ThreadCopyEngine(pace=before_each_copy(lambda: time.sleep(0.005)))
     dst, free = _bytes(0), engine.new_event()
     readies = [engine.new_event() for _ in range(4)]
     for value, ready in enumerate(readies, start=1):
@@ -36,7 +37,7 @@ def test_enqueue_does_not_wait_and_compute_wait_does() -> None:
     def wait_for_gate() -> None:
         gate.wait()
 
-    engine = ThreadCopyEngine(before_copy=wait_for_gate)
+    engine = ThreadCopyEngine(pace=before_each_copy(wait_for_gate))
     dst, ready = _bytes(0), engine.new_event()
     engine.enqueue(dst, _bytes(9), free=engine.new_event(), ready=ready)
     assert torch.equal(dst, _bytes(0))
@@ -55,7 +56,7 @@ def test_an_event_stands_for_its_latest_copy() -> None:
     def pass_gate() -> None:
         gate.acquire()
 
-    engine = ThreadCopyEngine(before_copy=pass_gate)
+    engine = ThreadCopyEngine(pace=before_each_copy(pass_gate))
     dst, free, ready = _bytes(0), engine.new_event(), engine.new_event()
     engine.enqueue(dst, _bytes(1), free=free, ready=ready)
     engine.compute_wait(ready)
@@ -73,7 +74,7 @@ def test_a_fresh_event_counts_as_fired() -> None:
 
 
 def test_drain_and_close_finish_what_is_queued() -> None:
-    engine = ThreadCopyEngine(before_copy=lambda: time.sleep(0.01))
+    engine = ThreadCopyEngine(pace=before_each_copy(lambda: time.sleep(0.01)))
     drained, closed = _bytes(0), _bytes(0)
     engine.enqueue(drained, _bytes(1), free=engine.new_event(), ready=engine.new_event())
     engine.drain()

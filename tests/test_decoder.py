@@ -88,7 +88,7 @@ def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
     device = runner.decoder.embedding.device
     builder = RowBuilder(RopeTable(runner.decoder.config, device), device)
     rows = builder.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
-    return window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
+    return window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
 
 
 def _check_passes_of_few_rows(runner: ModelRunner, name: str, *, most: float) -> None:

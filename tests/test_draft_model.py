@@ -13,7 +13,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv.device import StreamingDraftCache, streaming_cache_bytes, streaming_capacity_tokens
+from offload_runtime.kv.device import StreamingDraftCache, kv_cache_bytes, streaming_capacity_tokens
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import (
@@ -304,8 +304,8 @@ def test_the_planner_knows_what_a_streaming_cache_takes(draft: Draft) -> None:
     config = draft.runner.decoder.config
     sizes = {"sink_tokens": 4, "recent_tokens": 500, "window_tokens": 64}
     cache = StreamingDraftCache(config, torch.bfloat16, **sizes, batch=3, budget=budget)
-    assert budget.reserved_bytes == streaming_cache_bytes(config, torch.bfloat16, **sizes, batch=3)
     assert cache.capacity_tokens == streaming_capacity_tokens(**sizes) == 1024
+    assert budget.reserved_bytes == kv_cache_bytes(config, torch.bfloat16, capacity_tokens=1024, batch=3)
     longest = max(length - cache.start_for(length) for length in range(3000))
     assert longest == 4 + 500 + 255 <= cache.capacity_tokens - 64
 

@@ -31,6 +31,7 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
     NUM_LAYERS,
@@ -288,7 +289,7 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
     target: Path, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(device: torch.device, **pace_and_log: Any) -> ThreadCopyEngine:
-        return ThreadCopyEngine(before_copy=failing_after(copies))
+        return ThreadCopyEngine(pace=before_each_copy(failing_after(copies)))
 
     with load(target, draft="none", resident_layers=0) as whole:
         expected = whole.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
@@ -305,7 +306,9 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(
 
 
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(before_copy=failing_after(4)))
+    monkeypatch.setattr(
+        loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(pace=before_each_copy(failing_after(4)))
+    )
     refused(CopyError, target, "cable fell out", resident_layers=0)
 
 

@@ -16,6 +16,7 @@ from offload_runtime.kv import host_io
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, same
 from tests.helpers.models import random_tokens
@@ -30,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The same model with its cache on the device, and on the host with some weights streamed too."""
     device = assemble(request.param, directory)
-    engine = ThreadCopyEngine(before_copy=delays(1, 0.001, share=1))
+    engine = ThreadCopyEngine(pace=before_each_copy(delays(1, 0.001, share=1)))
     host = assemble(
         request.param, directory, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine
     )
@@ -116,8 +117,8 @@ def test_a_cut_behind_what_a_short_prefill_went_on_from(pair: tuple[ModelRunner,
 
 def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Path) -> None:
     with_writes = assemble("llama", directory, host_kv=HostKV(piece_blocks=3, slots=3))
-    runner, engine = with_writes.runner, with_writes.engine
-    writes = runner.cache._writeback  # type: ignore[attr-defined]
+    runner, engine, writes = with_writes.runner, with_writes.engine, with_writes.writeback
+    assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
     layers = runner.streamer.num_layers
     runner.prefill(0, random_tokens(1100))
@@ -138,7 +139,8 @@ def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Pat
 def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(directory: Path) -> None:
     """However many pieces the prompt is worked on in."""
     made = assemble("llama", directory, host_kv=HostKV(piece_blocks=2, slots=3), resident=(0, 2), slots=2)
-    runner, streamer, writes = made.runner, made.runner.streamer, made.runner.cache._writeback  # type: ignore[attr-defined]
+    runner, streamer, writes = made.runner, made.runner.streamer, made.writeback
+    assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
     layers, weights = streamer.num_layers, streamer.bytes_per_pass
     assert weights > 0 and runner.shape.prefill_chunk_tokens < 100

@@ -21,6 +21,7 @@ from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV, StagedKV
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, copying_threads, delays, reset, same
 from tests.helpers.models import random_tokens
@@ -36,11 +37,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def host_kv(layers: tuple[int, ...], **options: Any) -> HostKV:
     return HostKV(resident_layers=(2,), staged=StagedKV(layers, **options))
-
-
-def cache_of(runner: ModelRunner) -> HostKVCache:
-    assert isinstance(runner.cache, HostKVCache)
-    return runner.cache
 
 
 Pair = tuple[ModelRunner, ModelRunner]
@@ -60,7 +56,7 @@ def pair(
     """The same model with its cache on the device, and on the host, staged, with weights streamed between."""
     name, device = on_device
     staged = host_kv(request.param, before_fill=delays(1), before_landing=delays(2), pieces=3)
-    engine = ThreadCopyEngine(before_copy=delays(3, 0.001))
+    engine = ThreadCopyEngine(pace=before_each_copy(delays(3, 0.001)))
     host = assemble(name, directory, host_kv=staged, slots=2, resident=(1,), engine=engine)
     yield device, host.runner
     host.close()
@@ -144,8 +140,9 @@ def interrupt_prefill(runner: ModelRunner, count: int, *, after_layers: int) -> 
 @pytest.mark.usefixtures("nothing_left")
 def test_each_block_crosses_the_link_once_each_way(directory: Path) -> None:
     staged = assemble("llama", directory, host_kv=host_kv(ALL, pieces=5))
-    cache = cache_of(staged.runner)
-    writes, block = cache._writeback, cache.blocks.block_bytes
+    cache, writes = staged.runner.cache, staged.writeback
+    assert isinstance(cache, HostKVCache) and writes is not None
+    block = cache.blocks.block_bytes
     staged.runner.prefill(0, random_tokens(1100))
     writes.drain()
     assert writes.bytes_copied == 3 * 4 * block
@@ -161,7 +158,7 @@ def test_each_block_crosses_the_link_once_each_way(directory: Path) -> None:
 def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes to lie at its address afterwards may be page-locked."""
     pageable = PageableMemory()
-    blocks = HostBlocks(3, 4096, batch=2, most_blocks=9, locking=BlockLocking(None, pageable, (0, 2)), staged=(0, 2))
+    blocks = HostBlocks(range(3), 4096, batch=2, most_blocks=9, locking=BlockLocking(None, pageable, (0, 2)))
     blocks.grow(0, 4)
     blocks.grow(1, 5)
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096
@@ -214,8 +211,8 @@ def test_nothing_is_cut_to_be_written_anew_while_it_is_read(directory: Path) -> 
     runner.verify([Window((1,))], [0])  # leaves the next pass's first pieces behind
     staged.engine.drain()
     gate.shut()
-    runner.streamer.schedule._drop()
-    runner.streamer.schedule.fill()
+    runner.cache.truncate(0, 700)  # whoever has planned a pass has to plan again
+    next(runner.streamer.layers())
     gate.wait_until_held()
     cut = threading.Thread(target=runner.cache.truncate, args=(0, 520))
     cut.start()

@@ -24,6 +24,7 @@ from offload_runtime.copy import (
 from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
+from tests.helpers.copy_hooks import before_each_copy
 
 PIECE_BYTES = 64
 LAYER_BYTES = 5 * PIECE_BYTES + 8
@@ -74,7 +75,7 @@ class _LockedSourcesOnly(ThreadCopyEngine):
     """Insists that what it copies lies in one page-locked range, as CUDA needs it."""
 
     def __init__(self, *, before_copy: Callable[[], None] | None) -> None:
-        super().__init__(before_copy=before_copy)
+        super().__init__(pace=before_each_copy(before_copy))
         self._ranges: list[range] = []
 
     def allow(self, memory: torch.Tensor) -> None:
@@ -191,7 +192,7 @@ class _EarlyReuse(ThreadCopyEngine):
 def test_the_intactness_check_catches_a_piece_that_is_filled_too_early() -> None:
     sources = [layer.clone() for layer in LAYERS]
     ring = torch.zeros(2, PIECE_BYTES, dtype=torch.uint8)
-    below = _EarlyReuse(before_copy=lambda: time.sleep(0.002))
+    below = _EarlyReuse(pace=before_each_copy(lambda: time.sleep(0.002)))
     pageable = PageableMemory()
     for source in sources:
         pageable.enter(source)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offload_runtime.copy import StagingWriteEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.kv_runners import delays
 
 PIECE_BYTES = 64
@@ -26,7 +27,7 @@ class _LockedTargetsOnly(ThreadCopyEngine):
     """Insists that what it writes to is page-locked, as CUDA needs it."""
 
     def __init__(self, *, before_copy: Callable[[], None] | None) -> None:
-        super().__init__(before_copy=before_copy)
+        super().__init__(pace=before_each_copy(before_copy))
         self.pageable = PageableMemory()
 
     def enqueue(self, dst: torch.Tensor, src: torch.Tensor, **events: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from offload_runtime.copy import CopyEngine, CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
+from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
 
 LAYER_BYTES = 4096
@@ -62,7 +64,7 @@ def _random_delays(seed: int, most_s: float) -> Callable[[], None]:
 
 @pytest.fixture
 def engine() -> Iterator[ThreadCopyEngine]:
-    made = ThreadCopyEngine(before_copy=_random_delays(0, 0.002))
+    made = ThreadCopyEngine(pace=before_each_copy(_random_delays(0, 0.002)))
     yield made
     made.close()
 
@@ -105,13 +107,16 @@ class _NoWaitEngine(ThreadCopyEngine):
 
 
 def test_the_intactness_check_catches_an_engine_that_does_not_wait() -> None:
-    engine = _NoWaitEngine(before_copy=lambda: time.sleep(0.05))
+    engine = _NoWaitEngine(pace=before_each_copy(lambda: time.sleep(0.05)))
     with pytest.raises(AssertionError, match="was not there when"):
         _run_pass(_streamer(engine))
     engine.close()
 
 
-def test_the_next_pass_is_on_its_way_before_it_begins(engine: ThreadCopyEngine) -> None:
+def test_the_next_pass_is_on_its_way_before_it_begins() -> None:
+    held = threading.Event()
+    held.set()
+    engine = ThreadCopyEngine(pace=before_each_copy(lambda: held.wait(30)))
     streamer = _streamer(engine, slots=3, resident=(1,))
     engine.drain()
     assert engine.bytes_copied == 3 * LAYER_BYTES  # before the first pass
@@ -120,13 +125,15 @@ def test_the_next_pass_is_on_its_way_before_it_begins(engine: ThreadCopyEngine) 
         engine.drain()
         assert engine.bytes_copied == (6 * number + 3) * LAYER_BYTES
     assert streamer.bytes_per_pass == 6 * LAYER_BYTES
-    # Nothing is left to copy for the first three streamed layers: they are served with the worker shut down.
-    engine.close()
+    # Nothing is left to copy for the first three streamed layers: they are served while the worker is held.
+    held.clear()
     layers = streamer.layers()
     for expected in (0, 1, 2, 3):
         index, weights = next(layers)
         assert index == expected
         assert _is_layer(weights, index)
+    held.set()
+    engine.close()
 
 
 class _InterruptedError(Exception):
@@ -224,7 +231,7 @@ def test_a_failing_copy_raises_and_stays_raised() -> None:
         if copies == 4:
             raise OSError("the link is gone")
 
-    engine = ThreadCopyEngine(before_copy=fail_on_the_fourth)
+    engine = ThreadCopyEngine(pace=before_each_copy(fail_on_the_fourth))
     streamer = _streamer(engine)
     with pytest.raises(CopyError, match="the link is gone"):
         _run_pass(streamer)
@@ -246,7 +253,7 @@ class _GpuRing:
         cls, *, num_layers: int, slots: int, copy_cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine
     ) -> _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
-        engine = queue(device, before_copy=lambda: torch.cuda._sleep(copy_cycles))
+        engine = queue(device, pace=before_each_copy(lambda: torch.cuda._sleep(copy_cycles)))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
         buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(slots)]
         return cls(engine, LayerStreamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)

@@ -86,7 +86,7 @@ def traced(path: Path, target: Path, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
     with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
         cache = runtime._models.target.runner.cache
-        writeback = cache._writeback if isinstance(cache, HostKVCache) else None
+        writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
         engine = runtime._parts.engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7

@@ -10,7 +10,7 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv.retrieval_cache import RetrievalCache
+from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.speculation import DraftRequest, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.dense_levels import count_accepted
@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.windows: list[tuple[int, list[int]]] = []
         self.far_blocks: set[int] = set()
-        propose, begin_window = TriForceProposer.propose, RetrievalCache.begin_window
+        propose, begin_steps = TriForceProposer.propose, RetrievalCache.begin_steps
 
         def watched_propose(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
             (request,), (proposal,) = requests, propose(proposer, requests)
@@ -48,12 +48,12 @@ class Watch:
             return [proposal]
 
         def watched_begin(cache: RetrievalCache, *arguments: Any) -> bool:
-            grown = begin_window(cache, *arguments)
-            self.far_blocks.add(cache.recent().start)
+            grown = begin_steps(cache, *arguments)
+            self.far_blocks.add(cache.recent[0].start)
             return grown
 
         patch.setattr(TriForceProposer, "propose", watched_propose)
-        patch.setattr(RetrievalCache, "begin_window", watched_begin)
+        patch.setattr(RetrievalCache, "begin_steps", watched_begin)
 
 
 def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> list[int]:

@@ -181,7 +181,7 @@ def played_by(middle: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch) -> set
 
     def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         answer = begin(lengths, counts)
-        played.add((len(lengths), max(lengths.values()), middle.cache.recent(0).start > 0, way))
+        played.add((len(lengths), max(lengths.values()), middle.cache.recent[0].start > 0, way))
         return answer
 
     monkeypatch.setattr(middle, "start", started)

@@ -131,7 +131,7 @@ class Bench:
         for count in rows:
             set_variant(proposer, gamma_draft=count - 1, refresh_steps=1)
             steps_ms = self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=64)
-            recent = levels_of(proposer).middle.cache.recent()  # type: ignore[union-attr]
+            recent = levels_of(proposer).middle.cache.recent[0]  # type: ignore[union-attr]
             keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
             nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
             hbm_ms = 1e3 * nbytes / (hbm_gbps * GB)

@@ -3,11 +3,10 @@ stream), with the pace of an emulated link."""
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,9 +32,7 @@ LinkPace = Callable[[int], None]
 class CopyEngine(Protocol):
     """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
 
-    @property
-    def log(self) -> CopyLog | None:
-        """Of the trace that the queue reports to."""
+    log: CopyLog | None  # of the trace that the queue reports to
 
     @property
     def bytes_copied(self) -> int:
@@ -138,39 +135,37 @@ def host_pace(
     return pace
 
 
+def finished() -> Future[None]:
+    """Work that is done."""
+    work: Future[None] = Future()
+    work.set_result(None)
+    return work
+
+
 class _HostEvent:
-    """Counts how often it was armed and how often it fired; fired as often as armed means done."""
+    """Has fired when the latest copy that it stands for is done; what is computed is done when it is recorded."""
 
     def __init__(self) -> None:
-        self.armed = 0
-        self.fired = 0
+        self.copy = finished()
 
 
 class ThreadCopyEngine:
     """Copy engine of the CPU: a worker thread copies while the main thread computes.
 
     Args:
-        before_copy: Called in the worker before each copy: tests inject delays and failures with it.
         pace: Of the link that the copies emulate; None: none.
         log: Of a trace; None: none.
     """
 
-    def __init__(
-        self, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
-        log: CopyLog | None = None,
-    ) -> None:  # fmt: skip
-        self.bytes_copied = 0
-        self._pace = pace
+    def __init__(self, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
         self.log = log
-        self._before_copy = before_copy
-        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self.bytes_copied = 0
+        self._pace = pace or (lambda nbytes: None)
+        self._worker: Executor = ThreadPoolExecutor(1, "copy-engine")
+        self._last = finished()
         self._failure: BaseException | None = None
-        self._pending = 0
         self._copy_s = 0.0
         self._stall_s = 0.0
-        self._worker = threading.Thread(target=self._run, name="copy-engine", daemon=True)
-        self._worker.start()
 
     def new_event(self) -> _HostEvent:
         return _HostEvent()
@@ -179,13 +174,30 @@ class ThreadCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent,
         source_free: _HostEvent | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
-        self._raise_failure()
-        fired = (ready,) if source_free is None else (ready, source_free)
-        with self._changed:
-            for event in fired:
-                event.armed += 1
-            self._pending += 1
-            self._queue.put((dst, src, free, free.armed, fired, label))
+        if self._last.done():
+            self._wait(self._last)
+        ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)
+        if source_free is not None:
+            source_free.copy = ready.copy
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor, before: Future[None], label: Label | None) -> None:
+        before.result()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            started = time.perf_counter()
+            self._pace(0)
+            with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
+                dst.copy_(src)
+            self._pace(src.nbytes)
+            ended = time.perf_counter()
+            self._copy_s += ended - started
+            if self.log is not None:
+                self.log.on_copied(label, src.nbytes)(started, ended)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: _HostEvent) -> None:
         started = time.perf_counter()
@@ -196,19 +208,20 @@ class ThreadCopyEngine:
             self.log.on_stalled()(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
-        with self._changed:
-            free.armed += 1
-            free.fired = free.armed
-            self._changed.notify_all()
+        free.copy = finished()
 
     def is_done(self, ready: _HostEvent) -> bool:
-        return ready.fired >= ready.armed
+        return ready.copy.done() and ready.copy.exception() is None
 
     def wait(self, ready: _HostEvent) -> None:
-        target = ready.armed
-        with self._changed:
-            self._changed.wait_for(lambda: ready.fired >= target or self._failure is not None)
-        self._raise_failure()
+        self._wait(ready.copy)
+
+    def _wait(self, copy: Future[None]) -> None:
+        if (error := copy.exception()) is not None:
+            raise CopyError(
+                f"a copy to the device failed ({error}): the streamed weights cannot be trusted any more; "
+                "load the runtime again"
+            ) from error
 
     def copy_seconds(self) -> float:
         return self._copy_s
@@ -217,51 +230,10 @@ class ThreadCopyEngine:
         return self._stall_s
 
     def drain(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending == 0 or self._failure is not None)
-        self._raise_failure()
+        self._wait(self._last)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._worker.join()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise CopyError(
-                f"a copy to the device failed ({self._failure}): the streamed weights cannot be trusted any more; "
-                "load the runtime again"
-            ) from self._failure
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            dst, src, free, free_target, fired, label = item
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: free.fired >= free_target)  # noqa: B023 (used at once)
-                if self._before_copy is not None:
-                    self._before_copy()
-                started = time.perf_counter()
-                if self._pace is not None:
-                    self._pace(0)
-                with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
-                    dst.copy_(src)
-                if self._pace is not None:
-                    self._pace(src.nbytes)
-                ended = time.perf_counter()
-                self._copy_s += ended - started
-                if self.log is not None:
-                    self.log.on_copied(label, src.nbytes)(started, ended)
-            except BaseException as error:
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self.bytes_copied += src.nbytes
-                for event in fired:
-                    event.fired += 1
-                self._pending -= 1
-                self._changed.notify_all()
+        self._worker.shutdown()
 
 
 def stream_pace(gbps: float, device: torch.device) -> LinkPace:
@@ -308,20 +280,15 @@ class CudaCopyEngine:
 
     Args:
         device: The GPU.
-        before_copy: Called with the copy stream current before each copy: tests inject delays with it.
         pace: Of the link that the copies emulate; None: none.
         log: Of a trace; None: none.
     """
 
-    def __init__(
-        self, device: torch.device, *, before_copy: Callable[[], None] | None = None, pace: LinkPace | None = None,
-        log: CopyLog | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
+        self.log = log
         self.bytes_copied = 0
         self._pace = pace
-        self.log = log
         self._device = device
-        self._before_copy = before_copy
         # What keeps the pace is a kernel: it must not queue behind the compute's.
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
         self._copies = _IntervalTimer()
@@ -342,8 +309,6 @@ class CudaCopyEngine:
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
-                if self._before_copy is not None:
-                    self._before_copy()
                 start.record(self._stream)
                 if self._pace is not None:
                     self._pace(0)

@@ -46,17 +46,20 @@ class _Slot:
 
 @dataclass
 class _Lane:
-    """A ring of slots that items of one kind take in turn."""
+    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held.
 
-    slots: list[_Slot]
-    turn: int = 0  # items queued so far
-    held: deque[_Slot] = field(default_factory=deque)  # in use, oldest first
-    arriving: deque[_Slot] = field(default_factory=deque)  # queued and not yet in use
+    In each state the oldest comes first, so that the slots keep their order.
+    """
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another item may be queued: every earlier user of its slot has let go of it."""
-        return len(self.held) + len(self.arriving) < len(self.slots)
+    idle: deque[_Slot]  # every earlier user has let go of them
+    arriving: deque[_Slot] = field(default_factory=deque)  # their items are queued, and not yet in use
+    held: deque[_Slot] = field(default_factory=deque)  # in use
+
+    def release(self) -> _Slot:
+        """Let go of the slot that was taken first."""
+        slot = self.held.popleft()
+        self.idle.append(slot)
+        return slot
 
 
 class CopySchedule:
@@ -74,20 +77,15 @@ class CopySchedule:
         self._engine = engine
         self._plan_pass = plan_pass
         self._lanes = {
-            name: _Lane([_Slot(buffer, engine.new_event(), engine.new_event()) for buffer in buffers])
+            name: _Lane(deque(_Slot(buffer, engine.new_event(), engine.new_event()) for buffer in buffers))
             for name, buffers in lanes.items()
         }
         self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
         # Planned and not begun. Not more than one, because its snapshot ages.
         self._planned: PassPlan | None = None
         for lane in self._lanes.values():
-            for slot in lane.slots:  # the allocator may hand out memory that queued kernels still use
+            for slot in lane.idle:  # the allocator may hand out memory that queued kernels still use
                 engine.compute_record(slot.free)
-
-    @property
-    def _num_queued(self) -> int:
-        """Items at the front of `_left` that are queued for copying."""
-        return sum(len(lane.arriving) for lane in self._lanes.values())
 
     def begin_pass(self, is_valid: Callable[[Any], bool]) -> PassPlan:
         """Start a pass; what an interrupted one left behind is dropped.
@@ -95,10 +93,18 @@ class CopySchedule:
         Args:
             is_valid: Whether a plan made earlier for this snapshot still describes the pass.
         """
-        self._release_all()  # kernels that are already queued may still read what an interrupted pass held
+        for ring in self._lanes.values():
+            while ring.held:  # kernels that are already queued may still read what an interrupted pass held
+                self._engine.compute_record(ring.release().free)
         plan = self._planned
         if plan is None or len(self._left) > len(plan.items) or not is_valid(plan.snapshot):
-            self._drop()
+            # Copies run in order, so a slot's next copy cannot overtake one that is dropped, and its `free` event still
+            # guards reads.
+            self._planned = None
+            self._left.clear()
+            for ring in self._lanes.values():
+                ring.idle.extend(ring.arriving)
+                ring.arriving.clear()
             plan = self._plan()
         self._planned = None
         self.fill()
@@ -117,44 +123,30 @@ class CopySchedule:
 
     def release(self, lane: str) -> None:
         """Let go of the slot of `lane` that was taken first, and fill it again."""
-        self._engine.compute_record(self._lanes[lane].held.popleft().free)
+        self._engine.compute_record(self._lanes[lane].release().free)
         self.fill()
 
     def fill(self) -> None:
         """Queue copies as far ahead as there are slots."""
         while True:
-            queued = self._num_queued
+            queued = sum(len(lane.arriving) for lane in self._lanes.values())  # items at the front of `_left`
             if queued == len(self._left) and (self._planned is not None or not self._plan().items):
                 return
             item = self._left[queued]
             ring = self._lanes[item.lane]
-            if not ring.has_room:
+            if not ring.idle:
                 return
-            slot = ring.slots[ring.turn % len(ring.slots)]
+            slot = ring.idle[0]
             self._engine.enqueue(
                 slot.buffer[: item.source.nbytes], item.source, free=slot.free, ready=slot.ready,
                 label=(item.lane, item.key),
             )  # fmt: skip
-            ring.turn += 1
-            ring.arriving.append(slot)
+            ring.arriving.append(ring.idle.popleft())
 
     def _plan(self) -> PassPlan:
         self._planned = plan = self._plan_pass()
         self._left.extend(plan.items)
         return plan
-
-    def _release_all(self) -> None:
-        for ring in self._lanes.values():
-            while ring.held:
-                self._engine.compute_record(ring.held.popleft().free)
-
-    def _drop(self) -> None:
-        """Forget what is planned. Copies run in order, so a slot's next copy cannot overtake one that was dropped, and
-        its `free` event still guards reads."""
-        self._planned = None
-        self._left.clear()
-        for ring in self._lanes.values():
-            ring.arriving.clear()
 
 
 LayerViews = Mapping[str, Any]  # the weights of a layer by name; how they are stored is nothing to a copy
@@ -178,22 +170,6 @@ class StreamedKV(Protocol):
         """A pass begins; its pieces come out of the lane `KV` of the schedule."""
 
 
-class ResidentLayers:
-    """Weights that are all on the device, for passes that do not take part in the streaming.
-
-    Args:
-        views: The layers, in order.
-    """
-
-    def __init__(self, views: Sequence[LayerViews]) -> None:
-        self._views = views
-        self.num_layers = len(views)
-
-    def layers(self) -> Iterator[tuple[int, LayerViews]]:
-        """Iterate over one pass: (layer index, its weights), in order."""
-        return enumerate(self._views)
-
-
 class LayerStreamer:
     """Hands out the weights of one layer after the other, pass after pass.
 
@@ -212,33 +188,20 @@ class LayerStreamer:
         make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
         kv_slots: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
+        streamed = [index for index in range(len(layers_host)) if index not in resident]
+        assert bool(slots) == bool(streamed), "a ring is needed exactly when something is streamed"
+        assert len(slots) <= len(streamed), "a ring larger than what it streams wastes slots"
+        assert bool(kv_slots) == (kv is not None)
+        self.num_layers, self.num_streamed = len(layers_host), len(streamed)
+        self.bytes_per_pass = sum(layers_host[index].nbytes for index in streamed)  # of weights, over the link
         self._layers_host = layers_host
         self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
-        self._streamed = [index for index in range(len(layers_host)) if index not in resident]
-        assert bool(slots) == bool(self._streamed), "a ring is needed exactly when something is streamed"
-        assert len(slots) <= len(self._streamed), "a ring larger than what it streams wastes slots"
-        assert bool(kv_slots) == (kv is not None)
+        self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in streamed for slot in slots}
         self._kv = kv
-        self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in self._streamed for slot in slots}
         self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
         self.schedule.fill()
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model, resident and streamed."""
-        return len(self._layers_host)
-
-    @property
-    def num_streamed(self) -> int:
-        """Layers that pass through the ring."""
-        return len(self._streamed)
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """Bytes of weights over the link for one trip through all layers."""
-        return sum(self._layers_host[index].nbytes for index in self._streamed)
 
     def layers(self) -> Iterator[tuple[int, LayerViews]]:
         """Iterate over one pass: (layer index, its weights on the device), in order.
@@ -268,9 +231,9 @@ class LayerStreamer:
                 # a later one.
                 self.schedule.release(WEIGHTS)
 
-    def resident_layers(self) -> ResidentLayers | None:
-        """The weights for passes of their own beside this stream; None when some are streamed."""
-        return None if self._streamed else ResidentLayers([self._resident[index] for index in range(self.num_layers)])
+    def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
+        """What `layers` hands out, for passes that take no part in the streaming; None when some are streamed."""
+        return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self) -> PassPlan:
         snapshot = None if self._kv is None else self._kv.snapshot()

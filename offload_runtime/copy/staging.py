@@ -13,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from offload_runtime.copy.queue import CopyEngine
+from offload_runtime.copy.queue import CopyEngine, finished
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
 from offload_runtime.trace import Label
@@ -63,13 +63,6 @@ def staging_threads(usable_cores: int) -> int:
     return max(1, min(MOST_THREADS, usable_cores // 2))
 
 
-def _nothing() -> Future[None]:
-    """Work that is done."""
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
-
-
 @dataclass
 class _Piece:
     """One page-locked buffer of a ring. `copied` fires when the link is through with it, `user` is the work of the
@@ -80,55 +73,54 @@ class _Piece:
     user: Future[None]
 
 
+@dataclass(eq=False)
 class _StagingQueue:
     """What both ways have in common: a queue below, a ring of pieces, and threads that move bytes.
 
     The work of the threads begins in order. What fails in one stays the failure of all that comes behind it.
 
-    Args:
+    Attributes:
         engine: The queue below, from now on this one's: it is closed with it.
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which memory is staged.
         num_threads: That move bytes.
         before_move: Called in those threads before each piece: tests inject delays and failures with it.
-        failed: What to say where a thread has failed, with a place for the `{error}`.
     """
 
-    def __init__(
-        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_move: Callable[[], None] | None, failed: str,
-    ) -> None:  # fmt: skip
-        self.log = engine.log
-        self._engine = engine
-        self._pageable = pageable
-        self._before_move = before_move
-        self._failed = failed
-        self._piece_bytes = ring[0].nbytes
-        self._pieces = deque(_Piece(buffer, engine.new_event(), _nothing()) for buffer in ring)
-        self._movers = ThreadPoolExecutor(num_threads, _THREADS)
+    engine: CopyEngine
+    ring: Sequence[torch.Tensor]
+    pageable: PageableMemory
+    _: KW_ONLY
+    num_threads: int
+    before_move: Callable[[], None] | None = None
+    failing: ClassVar[str]  # what has failed where a thread has
+
+    def __post_init__(self) -> None:
+        self.log = self.engine.log
+        self.new_event, self.compute_record = self.engine.new_event, self.engine.compute_record
+        self._piece_bytes = self.ring[0].nbytes
+        self._pieces = deque(_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring)
+        self._movers = ThreadPoolExecutor(self.num_threads, _THREADS)
         self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
+        self._below = threading.Lock()  # the queue below is asked by one thread at a time
         self._waited_s = 0.0
 
     @property
     def bytes_copied(self) -> int:
-        return self._engine.bytes_copied
-
-    def new_event(self) -> Any:
-        return self._engine.new_event()
-
-    def compute_record(self, free: Any) -> None:
-        self._engine.compute_record(free)
+        return self.engine.bytes_copied
 
     def copy_seconds(self) -> float:
-        return self._engine.copy_seconds()
+        with self._below:
+            return self.engine.copy_seconds()
 
     def stall_seconds(self) -> float:
         """Of the queue below, and what the host waited for the threads, whatever the device did meanwhile."""
-        return self._waited_s + self._engine.stall_seconds()
+        return self._waited_s + self.engine.stall_seconds()
 
     def close(self) -> None:
         """Drop what has not reached its end, end the threads, and close the queue below."""
-        self._shut_down(wait=False)
+        for threads in (self._movers, self._link):
+            threads.shutdown(wait=False, cancel_futures=True)
         if threading.current_thread().name.startswith(_THREADS):
             # The garbage collector closes a dropped runtime in any thread; one of these cannot wait for itself.
             threading.Thread(target=self._finish, name=f"{_THREADS}-end", daemon=True).start()
@@ -136,12 +128,9 @@ class _StagingQueue:
             self._finish()
 
     def _finish(self) -> None:
-        self._shut_down(wait=True)
-        self._engine.close()
-
-    def _shut_down(self, *, wait: bool) -> None:
         for threads in (self._movers, self._link):
-            threads.shutdown(wait=wait, cancel_futures=True)
+            threads.shutdown()
+        self.engine.close()
 
     def _next_piece(self) -> _Piece:
         """The piece whose turn it is."""
@@ -150,8 +139,8 @@ class _StagingQueue:
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` to the beginning of `dst`: uint8 [n], host."""
-        if self._before_move is not None:
-            self._before_move()
+        if self.before_move is not None:
+            self.before_move()
         # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
@@ -168,7 +157,7 @@ class _StagingQueue:
             raise
         except Exception as error:  # without words where it was dropped
             raise CopyError(
-                f"{self._failed} failed ({str(error) or 'the queue is closed'}): what is streamed cannot be trusted "
+                f"{self.failing} failed ({str(error) or 'the queue is closed'}): what is streamed cannot be trusted "
                 "any more; load the runtime again"
             ) from error
         finally:
@@ -179,52 +168,45 @@ class _StagingQueue:
                     self.log.staged(started, ended)
 
 
+@dataclass(eq=False)
 class StagingCopyEngine(_StagingQueue):
     """A copy queue some of whose sources are pageable; see `CopyEngine` for what its methods promise.
 
     Sources that are page-locked go straight to the queue below, unless something staged is before them.
 
-    Args:
+    Attributes:
         engine: The queue below, from now on this one's: it is closed with it.
-        ring: Page-locked buffers: uint8 [piece_bytes] each, host.
+        ring: Page-locked buffers, two at least: uint8 [piece_bytes] each, host.
         pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
         before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
-    def __init__(
-        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_move: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        assert len(ring) >= FEWEST_PIECES
-        super().__init__(
-            engine, ring, pageable, num_threads=num_threads, before_move=before_move,
-            failed="staging from pageable memory",
-        )  # fmt: skip
-        self._below = threading.Lock()  # the queue below is asked by one thread at a time
-        self._last = _nothing()  # of the link's thread
-        self._issued: dict[int, Future[None]] = {}  # the last part of each `ready` event, handed to the queue below
+    failing = "staging from pageable memory"
+    _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
+    # The last part of each `ready` event, handed to the queue below.
+    _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
         label: Label | None = None,
     ) -> None:  # fmt: skip
         assert source_free is None, "whoever owns pageable memory does not write to it"
-        locked_bytes = self._pageable.locked_bytes(src)
+        locked_bytes = self.pageable.locked_bytes(src)
         if self._last.done():
             self._wait(self._last)
             if locked_bytes >= src.nbytes:
-                self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
+                self.engine.enqueue(dst, src, free=free, ready=ready, label=label)
                 return
         cuts = [*([0] if locked_bytes else []), *range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
         for start, end in pairwise(cuts):
-            enqueue = partial(self._engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
+            enqueue = partial(self.engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
             if start < locked_bytes:
                 self._last = self._link.submit(self._issue, self._last, partial(enqueue, src[start:end]))
                 continue
             piece = self._next_piece()
             filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
-            self._pageable.begin_read(filled)
+            self.pageable.begin_read(filled)
             staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
             self._last = piece.user = self._link.submit(self._issue, self._last, staged, filled)
         self._issued[id(ready)] = self._last
@@ -232,7 +214,7 @@ class StagingCopyEngine(_StagingQueue):
     def _fill(self, piece: _Piece, before: Future[None], src: torch.Tensor) -> None:
         """Fill a piece once what it held before has left it."""
         before.result()
-        self._engine.wait(piece.copied)
+        self.engine.wait(piece.copied)
         self._move(piece.buffer, src)
 
     def _issue(self, before: Future[None], enqueue: Callable[[], None], filled: Future[None] | None = None) -> None:
@@ -245,7 +227,7 @@ class StagingCopyEngine(_StagingQueue):
 
     def compute_wait(self, ready: Any) -> None:
         self._wait_until_issued(ready)
-        self._engine.compute_wait(ready)
+        self.engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
         issued = self._issued.get(id(ready))
@@ -253,19 +235,15 @@ class StagingCopyEngine(_StagingQueue):
             if not issued.done():
                 return False
             self._wait(issued)
-        return self._engine.is_done(ready)
+        return self.engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
         self._wait_until_issued(ready)
-        self._engine.wait(ready)
-
-    def copy_seconds(self) -> float:
-        with self._below:
-            return super().copy_seconds()
+        self.engine.wait(ready)
 
     def drain(self) -> None:
         self._wait(self._last)
-        self._engine.drain()
+        self.engine.drain()
 
     def _wait_until_issued(self, ready: Any) -> None:
         """A copy that is not in the queue below has fired no event that could be waited for."""
@@ -274,6 +252,7 @@ class StagingCopyEngine(_StagingQueue):
             self._wait(issued)
 
 
+@dataclass(eq=False)
 class StagingWriteEngine(_StagingQueue):
     """A queue of copies from the device some of whose targets are pageable; see `CopyEngine` for what it promises.
 
@@ -282,7 +261,7 @@ class StagingWriteEngine(_StagingQueue):
     memory that an earlier copy has not reached yet. `enqueue` holds the calling thread while no piece is free; that
     takes what is computed already, the link and the threads, but nothing that this thread has still to do.
 
-    Args:
+    Attributes:
         engine: The queue below, from now on this one's: it is closed with it.
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which targets are pageable, each of them wholly or not at all.
@@ -290,55 +269,48 @@ class StagingWriteEngine(_StagingQueue):
         before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
-    def __init__(
-        self, engine: CopyEngine, ring: Sequence[torch.Tensor], pageable: PageableMemory, *, num_threads: int,
-        before_move: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            engine, ring, pageable, num_threads=num_threads, before_move=before_move,
-            failed="writing to pageable memory",
-        )  # fmt: skip
-        self._landings: deque[Future[None]] = deque()  # in the order in which they were asked for
+    failing = "writing to pageable memory"
+    _landings: deque[Future[None]] = field(init=False, default_factory=deque)  # the first asked for first
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
         label: Label | None = None,
     ) -> None:  # fmt: skip
         assert source_free is None, "pieces need the event of their own"
-        locked_bytes = self._pageable.locked_bytes(dst)
+        locked_bytes = self.pageable.locked_bytes(dst)
         if locked_bytes >= dst.nbytes:
-            self._engine.enqueue(dst, src, free=free, ready=ready, label=label)
+            self.engine.enqueue(dst, src, free=free, ready=ready, label=label)
             return
         assert locked_bytes == 0, "a target is pageable wholly or not at all"
         for target, source in zip(dst.split(self._piece_bytes), src.split(self._piece_bytes), strict=True):
             piece = self._next_piece()
             self._wait(piece.user)
             into = piece.buffer[: source.nbytes]
-            self._engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
+            self.engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
             piece.user = self._movers.submit(self._land, piece, target)
             self._landings.append(piece.user)
 
     def _land(self, piece: _Piece, dst: torch.Tensor) -> None:
         """Move a piece to where it belongs, once it has come over the link."""
-        self._engine.wait(piece.copied)
+        self.engine.wait(piece.copied)
         self._move(dst, piece.buffer[: dst.nbytes])
 
     def compute_wait(self, ready: Any) -> None:
-        self._engine.compute_wait(ready)
+        self.engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
         while self._landings and self._landings[0].done():
             self._wait(self._landings[0])  # what has failed stays
             self._landings.popleft()
-        return not self._landings and self._engine.is_done(ready)
+        return not self._landings and self.engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
         self._wait_for_landings()
-        self._engine.wait(ready)
+        self.engine.wait(ready)
 
     def drain(self) -> None:
         self._wait_for_landings()
-        self._engine.drain()
+        self.engine.drain()
 
     def _wait_for_landings(self) -> None:
         for landing in list(self._landings):

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalPolicy
-from offload_runtime.kv.retrieval_cache import RetrievalCache
+from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import VerifierPlan
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths

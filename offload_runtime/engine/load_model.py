@@ -19,7 +19,7 @@ from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, stag
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, BlockLocking, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.kv.retrieval_cache import RetrievedDraftCache
+from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena, Registrar, make_registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan

@@ -5,7 +5,8 @@ That one is reserved in full up front; `kv.host` has the one whose blocks live i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -102,6 +103,8 @@ class DeviceKVCache:
         spare_slots: Places behind all tokens of each sequence, for keys and values of what may become part of it.
     """
 
+    pinned_bytes = 0
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
         name: str = "KV cache", spare_slots: int = 0,
@@ -116,12 +119,7 @@ class DeviceKVCache:
         self.observers: list[BlockObserver] = []
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
-        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch, spare_slots=spare_slots)
-        # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
-        try:
-            self._data = budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
-        except (RuntimeError, MemoryError) as error:
-            raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
+        self._data = allocate_blocks(budget, name, dtype, shape)
 
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._data[layer, self._rows])
@@ -130,10 +128,6 @@ class DeviceKVCache:
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
     ) -> torch.Tensor:
         return attention(q, self.store(layer), rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-
-    @property
-    def pinned_bytes(self) -> int:
-        return 0
 
     def length(self, sequence: int) -> int:
         return self._lengths[sequence]
@@ -155,7 +149,7 @@ class DeviceKVCache:
         before = self._lengths[sequence]
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[sequence] += count
-        full = range(before // BLOCK_TOKENS, self._lengths[sequence] // BLOCK_TOKENS)
+        full = filled_blocks(before, self._lengths[sequence])
         for observer in self.observers if full else ():
             for layer in range(self._data.shape[0]):
                 observer.on_blocks(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
@@ -193,6 +187,20 @@ class DeviceKVCache:
         pass
 
 
+def allocate_blocks(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Room on the device for keys and values. Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        return budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
+
+
+def filled_blocks(before: int, after: int) -> range:
+    """Blocks of a sequence that become full when it grows from `before` to `after` tokens."""
+    return range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
+
+
 def kept_from(length: int) -> int:
     """First of the blocks that are kept at hand of `length` tokens: the open one and a full one before it."""
     return max(0, length // BLOCK_TOKENS - 1)
@@ -219,7 +227,7 @@ def block_shape(config: ModelConfig) -> tuple[int, int, int, int]:
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one layer's block."""
-    return 2 * config.num_kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
+    return math.prod(block_shape(config)) * dtype.itemsize
 
 
 def kv_cache_bytes(
@@ -230,7 +238,7 @@ def kv_cache_bytes(
     return config.num_layers * batch * blocks * block_bytes(config, dtype)
 
 
-def compact_path(caches: Iterable[torch.Tensor], committed: int, rows: Sequence[int]) -> None:
+def compact_path(caches: Sequence[torch.Tensor], committed: int, rows: Sequence[int]) -> None:
     """Move the rows of a window that form a path, in place, on the current stream. Leading rows that are where they
     belong, all of a chain, are left alone and cost nothing.
 
@@ -243,11 +251,9 @@ def compact_path(caches: Iterable[torch.Tensor], committed: int, rows: Sequence[
     if not rows or rows[-1] == len(rows) - 1:
         return
     kept = next(index for index, row in enumerate(rows) if row != index)
-    sources: torch.Tensor | None = None
+    sources = upload(torch.tensor([committed + row for row in rows[kept:]], dtype=torch.int32), caches[0].device)
     for data in caches:
         if data.numel():
-            if sources is None:
-                sources = upload(torch.tensor([committed + row for row in rows[kept:]], dtype=torch.int32), data.device)
             compact_rows(KVBlocks(data), sources, committed + kept)
 
 
@@ -325,17 +331,11 @@ class StreamingDraftCache(DeviceKVCache):
 
 
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:
-    """Tokens of a sequence that a `StreamingDraftCache` holds: what it keeps at most, and a window, in whole blocks."""
+    """Tokens of a sequence that a `StreamingDraftCache` holds: what it keeps at most, and a window, in whole blocks.
+
+    It takes the `kv_cache_bytes` of these; moving takes as much as one layer's share of it on top, for a moment.
+    """
     return num_blocks(sink_tokens + recent_tokens + BLOCK_TOKENS - 1 + window_tokens) * BLOCK_TOKENS
-
-
-def streaming_cache_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int, batch: int,
-    spare_slots: int = 0,
-) -> int:  # fmt: skip
-    """Bytes of a `StreamingDraftCache`; moving takes as much as one layer's share of it on top, for a moment."""
-    capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
-    return kv_cache_bytes(config, dtype, capacity_tokens=capacity, batch=batch, spare_slots=spare_slots)
 
 
 def kept_positions(sequence_length: int, start: int, sink_tokens: int) -> Sequence[int]:

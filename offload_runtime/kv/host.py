@@ -23,15 +23,16 @@ from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.device import (
     BlockObserver,
+    allocate_blocks,
     block_bytes,
     block_shape,
     check_capacity,
     compact_path,
+    filled_blocks,
     kept_from,
     num_blocks,
 )
-from offload_runtime.kv.host_io import BlockLocking, HostBlocks, HostWrites, Run, ring_blocks
-from offload_runtime.kv.prefill import HostPrefill
+from offload_runtime.kv.host_io import BlockLocking, HostBlocks, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.memory import DeviceBudget
 
 
@@ -77,28 +78,26 @@ class HostKVCache:
         self._config = config
         self._dtype = dtype
         self._device = budget.device
-        self._writeback = writeback
         self._stop_writing = weakref.finalize(self, writeback.close)
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
         assert self._piece_blocks > 0, "a slot must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
-        self._layer_slot = {layer: slot for slot, layer in enumerate(streamed)}  # in the open ring and on the host
-        self.blocks = HostBlocks(
-            len(streamed), self._block_bytes, batch=batch, most_blocks=num_blocks(capacity_tokens),
-            locking=locking, staged=[self._layer_slot[layer] for layer in locking.staged_layers],
-        )  # fmt: skip
-        shape, self._ring_blocks = block_shape(config), ring_blocks(window_tokens)
-        self._ring = self._allocate(budget, f"{name}: open blocks", (len(streamed), batch, self._ring_blocks, *shape))
-        whole = (len(resident_layers), batch, num_blocks(capacity_tokens), *shape)
-        self._stays = self._allocate(budget, f"{name}: resident layers", whole)
+        most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
+        self.blocks = HostBlocks(streamed, self._block_bytes, batch=batch, most_blocks=most_blocks, locking=locking)
+        shape = (len(streamed), batch, self._ring_blocks, *block_shape(config))
+        self._rings = allocate_blocks(budget, f"{name}: open blocks", dtype, shape)
+        shape = (len(resident_layers), batch, most_blocks, *block_shape(config))
+        self._stays = allocate_blocks(budget, f"{name}: resident layers", dtype, shape)
+        # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
+        self._ring = dict(zip(streamed, self._rings, strict=True))
         self._resident = dict(zip(resident_layers, self._stays, strict=True))
         if streamed and workspace_bytes:
             budget.reserve(f"{name}: prefill workspace", workspace_bytes)
         self._lengths = [0] * batch
         self._ends = [0] * batch  # tokens that the announced window reaches
         self._ring_from = [0] * batch  # first block that the ring holds
-        self._writes = HostWrites(writeback, batch)
+        self.writes = HostWrites(writeback, batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
         self._tables: dict[int, BlockTable] = {}  # of every layer, once somebody asks for one
         # Of the running pass: rows of the batch, its window's sequences and their own query rows, what is streamed.
@@ -109,17 +108,13 @@ class HostKVCache:
         self._schedule: CopySchedule | None = None
         self._snapshot = self.snapshot()
 
-    def _allocate(self, budget: DeviceBudget, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        count = torch.Size(shape).numel()
-        return budget.allocate(name, count * self._dtype.itemsize).view(self._dtype).view(shape).zero_()
-
     # --- what the streamer asks
 
     def snapshot(self) -> Snapshot:
         """Which blocks a pass that is planned now streams."""
-        self._writes.collect()
+        self.writes.collect()
         chosen = None if self._prefill is None else self._prefill.sequence
-        blocks = (count if chosen in (None, s) else 0 for s, count in enumerate(self._writes.arrived))
+        blocks = (count if chosen in (None, s) else 0 for s, count in enumerate(self.writes.arrived))
         return Snapshot(self._epoch, tuple(blocks), tuple(self._lengths))
 
     def is_valid(self, snapshot: Snapshot) -> bool:
@@ -129,10 +124,8 @@ class HostKVCache:
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
-        if layer in self._resident:
-            return []
-        slot, runs = self._layer_slot[layer], self._runs(layer, snapshot)
-        return [((layer, run.sequence, run.first_block), self.blocks.block(slot, *run)) for run in runs]
+        runs = self._runs(layer, snapshot) if layer in self._ring else ()
+        return [((layer, run.sequence, run.first_block), self.blocks.block(layer, *run)) for run in runs]
 
     def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
         """A pass begins; its pieces come out of the schedule."""
@@ -164,26 +157,24 @@ class HostKVCache:
     def store(self, layer: int) -> KVBlocks:
         if layer in self._resident:
             return KVBlocks(self._resident[layer][self._rows])
-        ring, running = self._ring[self._layer_slot[layer]], self._prefill
+        ring, running = self._ring[layer], self._prefill
         if running is None:
             return KVBlocks(ring)
         if running.layer != layer:
             first = self._snapshot.blocks[running.sequence]
             running.begin_layer(layer, self._passing(layer), ring[running.sequence], first)
-        return running.kv
+        return KVBlocks(running.workspace)
 
     def attend(
         self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
     ) -> torch.Tensor:
-        running = self._prefill
-        if layer not in self._resident and running is None:
+        running = None if layer in self._resident else self._prefill
+        if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows, scale=scale, sliding_window=sliding_window)
         kv = self.store(layer)
         out = attention(q, kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-        if layer not in self._resident and running is not None:
-            slot = self._layer_slot[layer]
-            if running.write(slot, rows.max_length, self._ring[slot, running.sequence]):
-                self._notify(layer, running.sequence, kv, 0, running.start, rows.max_length)
+        if running is not None and running.write(rows.max_length, self._ring[layer][running.sequence]):
+            self._notify(layer, running.sequence, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
 
     def _attend_window(
@@ -205,7 +196,7 @@ class HostKVCache:
                 # The same memory whichever batch row is looked up.
                 kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.first_block)
                 attend(run.sequence, kv, run.blocks)
-        ring = KVBlocks(self._ring[self._layer_slot[layer]])
+        ring = KVBlocks(self._ring[layer])
         for sequence in self._window:
             attend(sequence, ring, range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence])))
         return finish_attention(q, rows, state)
@@ -227,9 +218,9 @@ class HostKVCache:
         check_capacity(total, self.capacity_tokens)
         self._grow(sequence, total // BLOCK_TOKENS)
         self._rows = slice(sequence, sequence + 1)
-        if not self._layer_slot:
+        if not self._ring:
             return
-        self._writes.drain()  # the blocks behind `start` are read back
+        self.writes.drain()  # the blocks behind `start` are read back
         shape = (1, num_blocks(total), *block_shape(self._config))
         # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
         nbytes = shape[1] * self._block_bytes
@@ -238,41 +229,42 @@ class HostKVCache:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._prefill = HostPrefill(
             sequence, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
-            piece_blocks=self._piece_blocks, writeback=self._writeback,
+            piece_blocks=self._piece_blocks, writeback=self.writes.engine,
         )  # fmt: skip
         self._epoch += 1  # only this sequence's blocks are streamed
 
     def end_prefill(self, sequence: int, count: int) -> None:
-        prefill = self._prefill
+        before = self._lengths[sequence]
         self._lengths[sequence] += count
-        self._leave_prefill()
+        prefill = self._leave_prefill()
         if prefill is not None:
             full = prefill.total // BLOCK_TOKENS
             self._ring_from[sequence] = kept_from(prefill.total)
-            self._writes.expect(sequence, full, prefill.written)
+            self.writes.expect(sequence, full, prefill.written)
         for layer, data in self._resident.items():
-            self._notify(layer, sequence, KVBlocks(data), sequence, self._lengths[sequence] - count)
+            self._notify(layer, sequence, KVBlocks(data), sequence, filled_blocks(before, before + count))
 
-    def _leave_prefill(self) -> None:
-        if self._prefill is not None:
-            if self._prefill.layer >= 0:  # whoever gets the workspace next must not overwrite what is still copied
-                self._writeback.compute_wait(self._prefill.written)
+    def _leave_prefill(self) -> HostPrefill | None:
+        prefill = self._prefill
+        if prefill is not None:
+            if prefill.layer >= 0:  # whoever gets the workspace next must not overwrite what is still copied
+                self.writes.engine.compute_wait(prefill.written)
             self._prefill = None
             self._epoch += 1
+        return prefill
 
     def _abandon_prefill(self) -> None:
         """Undo a prefill that was left in the middle: layers that were done have put its blocks into the ring."""
-        prefill = self._prefill
-        self._leave_prefill()
+        prefill = self._leave_prefill()
         if prefill is None:
             return
-        self._writes.drain()  # what comes to lie there next must not be overtaken
+        self.writes.drain()  # what comes to lie there next must not be overtaken
         if not prefill.start:
             return
         first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
         # A block that the prefill filled is on the host, what was there before included; its open block is here.
         blocks = range(first, min(num_blocks(prefill.start), full))
-        self._bring_back(prefill.sequence, blocks, prefill.finished_slots)
+        self._bring_back(prefill.sequence, blocks, prefill.finished_layers)
         self._ring_from[prefill.sequence] = first
 
     # --- lengths
@@ -287,31 +279,29 @@ class HostKVCache:
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         self._abandon_prefill()
         for sequence, count in zip(sequences, counts, strict=True):
-            end = self._lengths[sequence] + count
+            self._ends[sequence] = end = self._lengths[sequence] + count
             check_capacity(end, self.max_tokens_with_draft)
             self._grow(sequence, end // BLOCK_TOKENS)
-        self._writes.collect()
+        self.writes.collect()
         self._rows = slice(None)
         self._window, self._views = tuple(sequences), None
-        for sequence, count in zip(sequences, counts, strict=True):
-            committed = self._lengths[sequence]
-            self._ends[sequence] = committed + count
-            oldest = num_blocks(committed + count) - self._ring_blocks
-            assert oldest <= committed // BLOCK_TOKENS, "a window larger than the ring"
+        for sequence in sequences:
+            oldest = num_blocks(self._ends[sequence]) - self._ring_blocks
+            assert oldest <= self._lengths[sequence] // BLOCK_TOKENS, "a window larger than the ring"
             first = max(self._ring_from[sequence], oldest)
-            if first > self._writes.arrived[sequence]:
-                self._writes.drain()
+            if first > self.writes.arrived[sequence]:
+                self.writes.drain()
             self._ring_from[sequence] = first
 
     def recent_blocks(self, sequence: int) -> range:
         """The open block, a full one before it, and what the announced window reaches. All before are on the host."""
-        arrived = self._writes.arrived[sequence]
+        arrived = self.writes.arrived[sequence]
         first = max(self._ring_from[sequence], min(arrived, kept_from(self._lengths[sequence])))
         return range(first, num_blocks(self._ends[sequence]))
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie, for kernels that read them from there."""
-        assert not self.blocks.is_staged, "kernels reach page-locked memory only"
+        assert self.blocks.locking.pageable is None, "kernels reach page-locked memory only"
         batch = len(self._lengths)
         if not self._tables:
             for number in range(self._config.num_layers):
@@ -326,11 +316,10 @@ class HostKVCache:
         """Tell the tables where the host has the sequence's blocks from `first` on."""
         end = self.blocks.num_blocks(sequence)
         for run in self.blocks.runs(sequence, first, end, self.blocks.most_blocks) if self._tables else ():
-            for layer, slot in self._layer_slot.items():
-                memory = self.blocks.block(slot, *run).view(self._dtype)
-                self._tables[layer].put(
-                    sequence, run.first_block, memory.view(run.num_blocks, *block_shape(self._config))
-                )
+            for layer in self._ring:
+                memory = self.blocks.block(layer, *run).view(self._dtype)
+                memory = memory.view(run.num_blocks, *block_shape(self._config))
+                self._tables[layer].put(sequence, run.first_block, memory)
 
     def _grow(self, sequence: int, blocks: int) -> None:
         """Make room on the host for the first `blocks` blocks."""
@@ -341,45 +330,37 @@ class HostKVCache:
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]
         self._lengths[sequence] = after = before + count
-        full = range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
+        full = filled_blocks(before, after)
         if not full:
             return
         for block in full:
-            self._write_open(sequence, block)
-        for layer, slot in self._layer_slot.items():
-            self._notify(layer, sequence, KVBlocks(self._ring[slot]), sequence, before)
-        for layer, data in self._resident.items():
-            self._notify(layer, sequence, KVBlocks(data), sequence, before)
+            copies = (
+                (layer, self.blocks.block(layer, sequence, block), self._in_ring(layer, sequence, block))
+                for layer in self._ring
+            )
+            self.writes.send(sequence, block, copies)
+        for layer, data in (self._ring | self._resident).items():
+            self._notify(layer, sequence, KVBlocks(data), sequence, full)
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
-        compact_path((self._ring[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
+        compact_path((self._rings[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
         self.commit(sequence, len(rows))
 
-    def _write_open(self, sequence: int, block: int) -> None:
-        """Send a block of the ring that has become full to the host."""
-        copies = (
-            (layer, self.blocks.block(slot, sequence, block), self._in_ring(slot, sequence, block))
-            for layer, slot in self._layer_slot.items()
-        )
-        self._writes.send(sequence, block, copies)
-
-    def _in_ring(self, slot: int, sequence: int, block: int) -> torch.Tensor:
+    def _in_ring(self, layer: int, sequence: int, block: int) -> torch.Tensor:
         """Where the ring has, or would have, a block: uint8 [block_bytes]."""
-        return self._ring[slot, sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
+        return self._ring[layer][sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
 
-    def _bring_back(self, sequence: int, blocks: range, slots: Iterable[int]) -> None:
+    def _bring_back(self, sequence: int, blocks: range, layers: Iterable[int]) -> None:
         """Copy blocks of some layers from the host into the ring. The driver takes what is pageable before it returns:
         slow, but these are a few blocks."""
-        for slot in slots:
+        for layer in layers:
             for block in blocks:
-                host = self.blocks.block(slot, sequence, block)
-                self._in_ring(slot, sequence, block).copy_(host, non_blocking=True)
+                host = self.blocks.block(layer, sequence, block)
+                self._in_ring(layer, sequence, block).copy_(host, non_blocking=True)
 
-    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, before: int, after: int | None = None) -> None:
-        """Tell the observers about blocks that have become full since `before` tokens."""
-        after = self._lengths[sequence] if after is None else after
-        blocks = range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
+    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """Tell the observers about blocks that have become full."""
         for observer in self.observers if blocks else ():
             observer.on_blocks(layer, sequence, kv, row, blocks)
 
@@ -387,15 +368,16 @@ class HostKVCache:
         assert 0 <= length <= self._lengths[sequence]
         self._abandon_prefill()
         block = length // BLOCK_TOKENS
-        self._writes.settle(sequence, block)
-        if self._writes.arrived[sequence] > block:  # they will be written anew
-            self.blocks.settle_reads()
+        self.writes.settle(sequence, block)
+        pageable = self.blocks.locking.pageable
+        if self.writes.arrived[sequence] > block and pageable is not None:
+            pageable.settle()  # what is written anew may still be read, by a copy that nobody needs any more
         lowest = kept_from(length)
         missing = range(lowest, min(self._ring_from[sequence], num_blocks(length)))
-        self._bring_back(sequence, missing, self._layer_slot.values())
+        self._bring_back(sequence, missing, self._ring)
         self._ring_from[sequence] = min(self._ring_from[sequence], lowest)
         self._lengths[sequence] = length
-        self._writes.forget(sequence, block)
+        self.writes.forget(sequence, block)
         self._epoch += 1
 
     def close(self) -> None:

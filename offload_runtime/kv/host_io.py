@@ -2,23 +2,29 @@
 
 One extent holds consecutive blocks of one layer of one sequence, contiguous, so that a run of blocks is one copy. It is
 page-locked as a whole or, where it is staged, not at all.
+
+A prefill works on one layer at a time. The layer's whole KV stays in a workspace on the device while all pieces of the
+prompt go through it, and its full blocks are written to the host on the way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig, format_bytes, size_option_down
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.kv.device import block_bytes, num_blocks
+from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
 from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory
 
+# A sequence grows by at least so many blocks.
+_STEP_BLOCKS = 4
 # Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
 KV_RING_SLOTS = 4
 _PIECE_BYTES = 32 << 20
@@ -54,36 +60,31 @@ class Run(NamedTuple):
         return range(self.first_block, self.first_block + self.num_blocks)
 
 
-@dataclass(frozen=True)
-class _Extent:
-    first_block: int
-    num_blocks: int
-    arenas: tuple[HostArena, ...]  # one per layer
+class _Extent(NamedTuple):
+    """Consecutive blocks of a sequence that were made at once."""
+
+    blocks: range
+    arenas: dict[int, HostArena]  # by layer
 
 
 class HostBlocks:
-    """Host memory for blocks of all layers.
+    """Host memory for blocks of several layers.
 
     Args:
-        num_layers: Layers that keep their blocks here.
+        layers: Those that keep their blocks here.
         block_bytes: Of one layer's block.
         batch: Sequences.
         most_blocks: That a sequence will ever have.
         locking: How it is page-locked.
-        staged: Indices of the layers whose memory is not to be.
-        step_blocks: Grow by at least so many blocks of a sequence.
     """
 
     def __init__(
-        self, num_layers: int, block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking,
-        staged: Collection[int] = (), step_blocks: int = 4,
-    ) -> None:  # fmt: skip
+        self, layers: Sequence[int], block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking
+    ) -> None:
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
-        self._num_layers = num_layers
-        self._locking = locking
-        self._staged = frozenset(staged)
-        self._step_blocks = step_blocks
+        self.locking = locking
+        self._layers = layers
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
 
     @property
@@ -97,17 +98,12 @@ class HostBlocks:
         return sum(arena.pinned_bytes for arena in self._arenas())
 
     def _arenas(self) -> Iterator[HostArena]:
-        return (arena for extents in self._extents for extent in extents for arena in extent.arenas)
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether some of the memory is, or may come to be, out of reach for kernels that read it where it lies."""
-        return self._locking.pageable is not None
+        return (arena for extents in self._extents for extent in extents for arena in extent.arenas.values())
 
     def num_blocks(self, sequence: int) -> int:
         """Blocks that a sequence has room for."""
         extents = self._extents[sequence]
-        return extents[-1].first_block + extents[-1].num_blocks if extents else 0
+        return extents[-1].blocks.stop if extents else 0
 
     def grow(self, sequence: int, num_blocks: int) -> None:
         """Make room for the first `num_blocks` blocks of a sequence, in all layers or, on failure, in none.
@@ -116,29 +112,29 @@ class HostBlocks:
             BudgetError: The system refused the memory or does not let us lock it.
         """
         have = self.num_blocks(sequence)
-        if num_blocks <= have or not self._num_layers:
+        if num_blocks <= have or not self._layers:
             return
         assert num_blocks <= self.most_blocks
-        missing = min(max(num_blocks - have, self._step_blocks), self.most_blocks - have)
-        nbytes = missing * self.block_bytes
-        arenas: list[HostArena] = []
+        blocks = range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
+        nbytes = len(blocks) * self.block_bytes
+        arenas: dict[int, HostArena] = {}
         try:
-            check_host_memory(nbytes * self._num_layers, what="the KV cache")
-            for layer in range(self._num_layers):
-                arenas.append(HostArena(nbytes, name=f"the KV cache of layer {layer}"))
-                self._lock_or_enter(layer, arenas[-1])
+            check_host_memory(nbytes * len(self._layers), what="the KV cache")
+            for layer in self._layers:
+                arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
+                self._lock_or_enter(layer, arenas[layer])
         except BudgetError as error:
-            self._give_back(arenas)
+            self._give_back(arenas.values())
             raise BudgetError(
                 f"the KV cache in host memory holds {format_bytes(self.nbytes)} and could not grow by "
-                f"{format_bytes(nbytes * self._num_layers)} ({error}): shorten the prompt or close other programs"
+                f"{format_bytes(nbytes * len(self._layers))} ({error}): shorten the prompt or close other programs"
             ) from error
-        self._extents[sequence].append(_Extent(have, missing, tuple(arenas)))
+        self._extents[sequence].append(_Extent(blocks, arenas))
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
-        registrar, pageable = self._locking.registrar, self._locking.pageable
-        if layer not in self._staged and (registrar is None or arena.pin_blocks(registrar, arena.nbytes)):
+        registrar, pageable = self.locking.registrar, self.locking.pageable
+        if layer not in self.locking.staged_layers and (registrar is None or arena.pin_blocks(registrar, arena.nbytes)):
             return
         if pageable is None:
             assert registrar is not None
@@ -149,38 +145,29 @@ class HostBlocks:
             )
         pageable.enter(arena.buffer)
 
-    def _give_back(self, arenas: Sequence[HostArena]) -> None:
+    def _give_back(self, arenas: Iterable[HostArena]) -> None:
         for arena in arenas:
-            if self._locking.pageable is not None:
-                self._locking.pageable.forget(arena.buffer)
+            if self.locking.pageable is not None:
+                self.locking.pageable.forget(arena.buffer)
             arena.close()
-
-    def settle_reads(self) -> None:
-        """Wait until nothing is read that may be written anew: a staged copy that is not needed any more is made all
-        the same."""
-        if self._locking.pageable is not None:
-            self._locking.pageable.settle()
 
     def block(self, layer: int, sequence: int, block: int, count: int = 1) -> torch.Tensor:
         """`count` blocks from `block` on, which must lie in one extent: uint8 [count * block_bytes], host."""
-        extent = next(e for e in self._extents[sequence] if e.first_block <= block < e.first_block + e.num_blocks)
-        offset = block - extent.first_block
-        assert offset + count <= extent.num_blocks
+        extent = next(extent for extent in self._extents[sequence] if block in extent.blocks)
+        offset = block - extent.blocks.start
+        assert offset + count <= len(extent.blocks)
         return extent.arenas[layer].buffer[offset * self.block_bytes : (offset + count) * self.block_bytes]
 
     def runs(self, sequence: int, start: int, stop: int, most_blocks: int) -> Iterator[Run]:
         """Cut blocks `start` to `stop` into runs of at most `most_blocks` that each lie in one extent."""
         for extent in self._extents[sequence]:
-            first = max(start, extent.first_block)
-            end = min(stop, extent.first_block + extent.num_blocks)
-            while first < end:
-                count = min(most_blocks, end - first)
-                yield Run(sequence, first, count)
-                first += count
+            end = min(stop, extent.blocks.stop)
+            for first in range(max(start, extent.blocks.start), end, most_blocks):
+                yield Run(sequence, first, min(most_blocks, end - first))
 
     def close(self) -> None:
         """Give the memory back."""
-        self._give_back(list(self._arenas()))
+        self._give_back(self._arenas())
         for extents in self._extents:
             extents.clear()
 
@@ -194,11 +181,10 @@ class HostWrites:
     """
 
     def __init__(self, engine: CopyEngine, batch: int) -> None:
+        self.engine = engine
         self.arrived = [0] * batch  # leading blocks of a sequence that are on the host, their writes finished
-        self._engine = engine
-        self._writes: deque[tuple[int, int, Any]] = (
-            deque()
-        )  # sequence, end of its blocks, event that says they are there
+        # Sequence, end of its blocks, event that says they are there.
+        self._writes: deque[tuple[int, int, Any]] = deque()
         self._failure: CopyError | None = None
 
     def send(self, sequence: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
@@ -209,12 +195,12 @@ class HostWrites:
             block: Its index.
             copies: Every layer, its target (host) and source (device): uint8 [block_bytes] each.
         """
-        read, written = self._engine.new_event(), self._engine.new_event()
-        self._engine.compute_record(read)
+        read, written = self.engine.new_event(), self.engine.new_event()
+        self.engine.compute_record(read)
         try:
             for layer, target, source in copies:
                 label = "kv", (layer, sequence, block)
-                self._engine.enqueue(target, source, free=read, ready=written, label=label)
+                self.engine.enqueue(target, source, free=read, ready=written, label=label)
         except CopyError as error:
             self._failure = error  # nobody waits for this block, so nobody else would be told
             raise
@@ -228,13 +214,13 @@ class HostWrites:
         """Count what has arrived on the host; never waits. Raises `CopyError` when a write has failed."""
         if self._failure is not None:
             raise CopyError(str(self._failure)) from self._failure
-        while self._writes and self._engine.is_done(self._writes[0][2]):
+        while self._writes and self.engine.is_done(self._writes[0][2]):
             sequence, end, _ = self._writes.popleft()
             self.arrived[sequence] = max(self.arrived[sequence], end)
 
     def drain(self) -> None:
         """Wait for all of them."""
-        self._engine.drain()
+        self.engine.drain()
         self.collect()
 
     def settle(self, sequence: int, block: int) -> None:
@@ -245,6 +231,85 @@ class HostWrites:
     def forget(self, sequence: int, block: int) -> None:
         """Blocks of a sequence from `block` on will be written anew."""
         self.arrived[sequence] = min(self.arrived[sequence], block)
+
+
+@dataclass(eq=False)
+class HostPrefill:
+    """A prefill on its way.
+
+    Attributes:
+        sequence: Which one is prefilled.
+        start: Tokens committed before.
+        total: Tokens there will be.
+        workspace: The running layer's keys and values: [1, N, 2, H_kv, 256, D], device.
+        blocks: Where full blocks go.
+        piece_blocks: Most blocks of one copy.
+        writeback: The copy queue to there.
+        written: Fires when the workspace's blocks have been copied.
+        layer: The running layer; -1 before the first.
+        finished_layers: Those that all pieces have gone through.
+    """
+
+    sequence: int
+    start: int
+    total: int
+    workspace: torch.Tensor
+    blocks: HostBlocks
+    piece_blocks: int
+    writeback: CopyEngine
+    layer: int = -1
+    finished_layers: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.written = self.writeback.new_event()
+        self._read = self.writeback.new_event()  # the workspace's blocks may be copied
+        self._blocks_written = 0
+
+    def begin_layer(
+        self, layer: int, pieces: Iterable[tuple[Run, KVBlocks]], ring: torch.Tensor, first_in_ring: int
+    ) -> None:
+        """Bring what the sequence had before into the workspace.
+
+        Args:
+            layer: The layer that begins.
+            pieces: Its blocks on the host, as they come over the link.
+            ring: Its newest blocks: [R, 2, H_kv, 256, D], device.
+            first_in_ring: The first block to take from there.
+        """
+        if self.layer >= 0:
+            self.writeback.compute_wait(self.written)  # the layer before is still being copied from there
+        self.layer, self._blocks_written = layer, self.start // BLOCK_TOKENS
+        blocks = self.workspace[0]
+        for run, kv in pieces:
+            blocks[run.blocks.start : run.blocks.stop] = kv.data[0]
+        for block in range(first_in_ring, num_blocks(self.start)):
+            blocks[block] = ring[block % len(ring)]
+
+    def write(self, end: int, ring: torch.Tensor) -> bool:
+        """Send the layer's blocks that are full to the host; after its last piece also fill the ring.
+
+        Args:
+            end: Tokens that the workspace holds.
+            ring: As in `begin_layer`.
+
+        Returns:
+            Whether this was the layer's last piece.
+        """
+        full = end // BLOCK_TOKENS
+        self.writeback.compute_record(self._read)
+        for run in self.blocks.runs(self.sequence, self._blocks_written, full, self.piece_blocks):
+            target = self.blocks.block(self.layer, *run)
+            source = self.workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
+            label = "kv", (self.layer, self.sequence, run.first_block)
+            self.writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
+        self._blocks_written = max(full, self._blocks_written)
+        if end < self.total:
+            return False
+        self.finished_layers.append(self.layer)
+        # Full blocks from before are in the ring already, and here only where a sliding window reaches them.
+        for block in range(max(kept_from(end), self.start // BLOCK_TOKENS), num_blocks(end)):
+            ring[block % len(ring)] = self.workspace[0, block]
+        return True
 
 
 def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int) -> int:

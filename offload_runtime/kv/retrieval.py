@@ -1,16 +1,18 @@
-"""The retrieval verifier's cache: a few chunks of the far context on the device, chosen by the current queries.
+"""Attention to a few chunks of the far context, chosen by the current queries (TriForce, arXiv 2404.11912).
 
-Of every layer and KV head it holds the chunks that a policy selects, fetched from the blocks that the target's cache
-keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for. What is
-recent is not here: the verifier reads it from the target's own open blocks.
+Of every layer and KV head `RetrievedChunks` holds the chunks that a `ChunkPolicy` selects, fetched from the blocks that
+a cache keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for.
+What is recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so is a
+`RetrievedDraftCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
@@ -18,9 +20,20 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
-from offload_runtime.kv.device import BlockObserver, block_shape, kv_cache_bytes, num_blocks
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.kv.device import (
+    BlockObserver,
+    DeviceKVCache,
+    allocate_blocks,
+    block_shape,
+    kv_cache_bytes,
+    num_blocks,
+)
+from offload_runtime.kv.host import HostKVCache
+from offload_runtime.memory import DeviceBudget, overwrite
 
+_NO_LIMIT = (1 << 31) - 1
+# Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.
+_FAR_BLOCKS = 16
 # A chunk has to be better than one that is held by this share of an average score to be fetched for it. Without a
 # margin a third of the chunks change in every step, most of them for nothing: with it half as many are fetched, and the
 # agreement with the full cache falls by 0.002 (120,000 tokens, budget 4096). Heads that attend to nothing in particular
@@ -52,9 +65,7 @@ class RetrievedChunks:
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         shape = (config.num_layers, batch, num_blocks(budget_tokens), *block_shape(config))
-        nbytes = kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch)
-        # Zeros, not garbage: a masked key still meets a zero weight, and 0 * NaN is NaN.
-        self._data = budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
+        self._data = allocate_blocks(budget, name, dtype, shape)
         places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
         table = budget.allocate(f"{name}: places", 4 * torch.Size(places).numel())
         self._resident = table.view(torch.int32).view(places).fill_(-1)
@@ -197,6 +208,190 @@ class RetrievalPolicy:
             select_chunks(scores, count, budget_chunks=self._budget_chunks)
 
 
+class RetrievalCache:
+    """A `LayerCache` of several sequences: each one's retrieved chunks beside the target's newest blocks, with nothing
+    between. What belongs to a sequence alone is on the device, so that the passes of `begin_step` can be replayed.
+
+    Args:
+        source: The target's cache. It takes tentative keys and values, which the target's own pass overwrites.
+        config: The target's shape.
+        dtype: Of keys and values.
+        budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
+        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
+        batch: Sequences of all of them.
+        budget: Ledger to reserve from; see `retrieved_bytes` and `summaries_bytes`.
+        name: What to call the chunks in the ledger.
+        make_policy: Makes what chooses chunks by the queries of a pass; takes the arguments of `RetrievalPolicy`.
+
+    Raises:
+        OptionError: The retrieval budget or the chunk size makes no sense.
+        BudgetError: The device memory is not there.
+    """
+
+    def __init__(
+        self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
+        chunk_size: int, batch: int, budget: DeviceBudget, name: str = "retrieved KV",
+        make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
+    ) -> None:  # fmt: skip
+        sizes = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
+        self.chunks = RetrievedChunks(config, dtype, **sizes, budget=budget, name=name)
+        self._policy = make_policy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
+        self.warm_up = self._policy.warm_up
+        source.observers.append(self._policy)
+        self._source = source
+        self._batch = batch
+        self._rows = range(0)  # sequences of the running passes: every pass is about all of these
+        self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
+        self._refresh = True  # whether the next pass chooses chunks anew
+        # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys: int32 [3, W],
+        # in one tensor that never moves. Each part begins at a multiple of 16 bytes.
+        self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=budget.device)
+        self._numbers_host: list[list[int]] = []
+        self._most_available = 0  # chunks that no sequence has more of to choose from
+        self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
+
+    def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
+        """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
+        still in every one of them.
+
+        Returns:
+            Whether the far part of a sequence has grown since its last steps: the first of these must choose chunks.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+        """
+        self._source.begin_window(list(counts), list(counts.values()))
+        self._rows, grown = rows, False
+        recent = [range(0)] * len(rows)
+        for sequence in counts:
+            before, now = self.recent[sequence].start, self._source.recent_blocks(sequence)
+            self.recent[sequence] = recent[rows.index(sequence)] = now
+            grown |= now.start != before
+        size = self.chunks.chunk_size
+        most_blocks = -(-max(blocks.start for blocks in recent) // _FAR_BLOCKS) * _FAR_BLOCKS
+        most_blocks = min(most_blocks, num_blocks(self._source.max_tokens_with_draft))
+        self._most_available = most_blocks * BLOCK_TOKENS // size
+        available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
+        keys = [min(count, self.chunks.budget_chunks) * size for count in available]
+        self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
+        far = [number for count in keys for number in (0, count)]
+        near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
+        numbers = [available, far, near]
+        if numbers != self._numbers_host:
+            width = self._numbers.shape[1]
+            host = torch.tensor([part + [0] * (width - len(part)) for part in numbers], dtype=torch.int32)
+            overwrite(self._numbers, host)
+            self._numbers_host = numbers
+        return grown
+
+    def begin_step(self, *, first: bool) -> Hashable:
+        """The next pass is one of the announced steps: one that chooses chunks anew or one that uses what is there. A
+        replay runs no other code of this class.
+
+        Returns:
+            All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
+        """
+        self._refresh = first
+        return self._rows, first, self._most_available, self._far_blocks, self._recent_blocks
+
+    def forget(self) -> None:
+        """Other sequences begin: what was retrieved is of no use."""
+        for sequence in range(self._batch):
+            self.chunks.forget(sequence)
+        self.recent = [range(0)] * self._batch
+
+    def store(self, layer: int) -> KVBlocks:
+        return self._source.store(layer)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        """Choose chunks if asked to, then attend to them and to the recent blocks."""
+        assert sliding_window is None and not prefill and q.shape[0] == len(self._rows)
+        first, count = self._rows.start, len(self._rows)
+        available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
+        if self._refresh and self._far_blocks:
+            selected = self._policy.select(
+                layer, q, available, scale=scale, rows_used=rows.used, sequence=first,
+                held=self.chunks.resident(layer)[first : first + count], most=self._most_available,
+            )  # fmt: skip
+            self.chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
+        # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
+        far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
+        near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
+        return attend_sources(q, [far, near], rows, scale=scale)
+
+
+class RetrievedDraftCache(RetrievalCache):
+    """All keys and values of a small model, and for decoding the chunks that its queries choose (cf. arXiv 2404.11912).
+
+    A prefill attends to everything. Every other pass attends to each sequence's retrieved chunks and newest blocks; its
+    own queries choose the chunks, unless `begin_step` says otherwise. Layers with a sliding window attend to their
+    window. A text that the budget holds is attended to in full.
+
+    Args:
+        config: The draft's shape.
+        dtype: Of keys and values.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
+        budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
+        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
+        batch: Sequences.
+        budget: Ledger to reserve from; see `retrieved_draft_bytes`.
+        name: What to call it in the ledger.
+
+    Raises:
+        OptionError: The retrieval budget or the chunk size makes no sense.
+        BudgetError: The device memory is not there.
+    """
+
+    pinned_bytes = 0
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
+        batch: int, budget: DeviceBudget, name: str = "draft: KV cache",
+    ) -> None:  # fmt: skip
+        full = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget, name=name)
+        super().__init__(
+            full, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
+            name=f"{name}: retrieved",
+        )  # fmt: skip
+        self._reach = [0] * batch  # no token from here on is in a retrieved chunk
+        self.capacity_tokens, self.max_tokens_with_draft = full.capacity_tokens, full.max_tokens_with_draft
+        self.length, self.commit, self.commit_path = full.length, full.commit, full.commit_path
+        self.begin_prefill, self.end_prefill = full.begin_prefill, full.end_prefill
+        self.observers, self.close = full.observers, full.close
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
+
+        Raises:
+            ContextLengthError: They do not fit the context.
+        """
+        (sequence,), (count,) = sequences, counts
+        self.begin_steps(range(sequence, sequence + 1), {sequence: count})
+        self.begin_step(first=True)
+
+    def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
+        grown = super().begin_steps(rows, counts)
+        for sequence in counts:
+            self._reach[sequence] = max(self._reach[sequence], self.recent[sequence].start * BLOCK_TOKENS)
+        return grown
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
+    ) -> torch.Tensor:
+        whole = prefill or sliding_window is not None  # a window is close by, and no chunk stands for it
+        attend = self._source.attend if whole else super().attend
+        return attend(layer, q, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._source.truncate(sequence, length)
+        # Not at every rejected guess: those lie behind what is retrieved.
+        if length < self._reach[sequence]:
+            self.chunks.forget(sequence, length)
+            self._reach[sequence] = length
+
+
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
     """Device bytes of the chunks' summaries of a `RetrievalPolicy`."""
     chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
@@ -207,3 +402,14 @@ def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: i
     """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
     places = config.num_layers * batch * config.num_kv_heads * chunks_of_budget(budget_tokens, chunk_size)
     return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places
+
+
+def retrieved_draft_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int, batch: int
+) -> int:
+    """Device bytes of a `RetrievedDraftCache`: all keys and values, the retrieved ones, and what chooses them."""
+    return (
+        kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
+        + retrieved_bytes(config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch)
+        + summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
+    )

@@ -19,11 +19,10 @@ from offload_runtime.kv import (
     kv_cache_bytes,
     kv_piece_bytes,
     num_blocks,
-    prefill_workspace_bytes,
     ring_blocks,
 )
-from offload_runtime.kv.device import streaming_cache_bytes, streaming_capacity_tokens
-from offload_runtime.kv.retrieval_cache import retrieved_draft_bytes
+from offload_runtime.kv.device import streaming_capacity_tokens
+from offload_runtime.kv.retrieval import retrieved_draft_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
@@ -189,7 +188,7 @@ class ModelPlan:
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
+        needed_bytes = num_blocks(self.context_tokens) * block_bytes(self.config, self.dtype)
         return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
 
     @property
@@ -222,9 +221,9 @@ class ModelPlan:
     def _device_kv_bytes(self) -> int:
         options = self.options
         if self.cache == "streaming":
-            return streaming_cache_bytes(
-                self.config, self.dtype, sink_tokens=options.sink_tokens, recent_tokens=self.recent_tokens,
-                window_tokens=self.streaming_window_tokens, batch=self.batch, spare_slots=self.tree_slots,
+            return kv_cache_bytes(
+                self.config, self.dtype, capacity_tokens=self.streaming_tokens, batch=self.batch,
+                spare_slots=self.tree_slots,
             )  # fmt: skip
         if self.cache == "retrieval":
             return retrieved_draft_bytes(

@@ -314,7 +314,7 @@ class DraftTree:
             prefill=False,
         )  # fmt: skip
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer, runner.cache, rows, None)
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
         self._logits[:num_rows].copy_(logits)
 
     def _choose(self, shape: StepShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:

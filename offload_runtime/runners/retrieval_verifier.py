@@ -15,9 +15,8 @@ from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKS
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import ModelConfig, SamplingParams
-from offload_runtime.copy.schedule import ResidentLayers
-from offload_runtime.kv.retrieval_cache import RetrievalCache
-from offload_runtime.model import Decoder, PassRows, RopeTable
+from offload_runtime.kv.retrieval import RetrievalCache
+from offload_runtime.model import Decoder, PassRows, RopeTable, Weights
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
@@ -30,7 +29,7 @@ class RetrievalVerifier:
 
     Args:
         decoder: The target's maths.
-        layers: Its weights, all on the device.
+        layers: Its weights, all on the device: (layer index, named weights), in order.
         cache: What it sees.
         rope: Its rotary table.
         window: Where tokens come from and go.
@@ -40,8 +39,8 @@ class RetrievalVerifier:
     """
 
     def __init__(
-        self, decoder: Decoder, layers: ResidentLayers, cache: RetrievalCache, rope: RopeTable, window: DeviceWindow,
-        *, gamma: int, max_tokens_with_draft: int, batch: int = 1,
+        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache, rope: RopeTable,
+        window: DeviceWindow, *, gamma: int, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device
         self.cache = cache
@@ -82,7 +81,7 @@ class RetrievalVerifier:
             if chosen != self._frequency_sets[sequence]:
                 self._rotation.frequencies[sequence].copy_(self._rope.frequencies(length))
                 self._frequency_sets[sequence] = chosen
-        return self.cache.begin_window(range(self._window.num_rows), counts)
+        return self.cache.begin_steps(range(self._window.num_rows), counts)
 
     @torch.inference_mode()
     def step(self, num_proposals: int, *, refresh: bool) -> None:
@@ -94,8 +93,7 @@ class RetrievalVerifier:
         """
         assert num_proposals <= self._gamma
         started = None if self.recorder is None else self.recorder.mark()
-        self.cache.begin_pass(refresh=refresh)
-        key = num_proposals, self.cache.shape, self._sampling.filters
+        key = num_proposals, self.cache.begin_step(first=refresh), self._sampling.filters
         self.graphs.run(key, partial(self._step, num_proposals))
         if self.recorder is not None:
             metadata = {"proposals": num_proposals, "refresh": refresh}

@@ -6,9 +6,8 @@ crosses the link once per pass, however long the prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,6 +15,8 @@ from offload_runtime.config import GB, ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Weights, Window, padded_rows
+
+Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class ModelRunner:
             for offset in range(0, len(tokens), step)
         ]  # fmt: skip
         residual, delta = _run_layers(
-            self.decoder, self.streamer, self.cache, pieces, self.shape.prefill_rows, on_layer
+            self.decoder, self.streamer.layers(), self.cache, pieces, self.shape.prefill_rows, on_layer
         )
         last = pieces[-1].num_rows - 1
         logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
@@ -165,18 +166,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
         """One pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
-        return window_pass(self.decoder, self.streamer, self.cache, rows, self.shape.window_rows)
-
-
-class Layers(Protocol):
-    """The weights of a model, resident or on their way."""
-
-    @property
-    def num_layers(self) -> int:
-        """How many there are."""
-
-    def layers(self) -> Iterator[tuple[int, Weights]]:
-        """Iterate over one pass: (layer index, its weights on the device), in order."""
+        return window_pass(self.decoder, self.streamer.layers(), self.cache, rows, self.shape.window_rows)
 
 
 def window_pass(
@@ -186,7 +176,7 @@ def window_pass(
 
     Args:
         decoder: The maths.
-        layers: The weights.
+        layers: The weights, as one pass meets them.
         cache: Keys and values.
         rows: Which tokens, and where.
         tile_rows: Height of the matrix products; None takes the quickest way, whose bits depend on the number of rows.
@@ -196,7 +186,7 @@ def window_pass(
     """
     if tile_rows is None:
         residual = decoder.fused_embed(rows)
-        for index, weights in layers.layers():
+        for index, weights in layers:
             decoder.fused_layer(index, weights, residual, rows, cache)
         return decoder.fused_head(residual)
     residual, delta = _run_layers(decoder, layers, cache, [rows], tile_rows, None)
@@ -216,15 +206,16 @@ def _run_layers(
     """
     residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
     deltas: list[torch.Tensor | None] = [None] * len(pieces)
-    for index, weights in layers.layers():
+    num_layers = decoder.config.num_layers
+    for index, weights in layers:
         for number, rows in enumerate(pieces):
             delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
-            if rows.prefill and index + 1 < layers.num_layers:
+            if rows.prefill and index + 1 < num_layers:
                 residuals[number].add_(delta)
             elif number + 1 == len(pieces):
                 deltas[number] = delta
         if on_layer is not None:
-            on_layer(index + 1, layers.num_layers)
+            on_layer(index + 1, num_layers)
     last = deltas[-1]
     assert last is not None, "a model has at least one layer"
     return residuals[-1], last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -50,8 +50,7 @@ class NgramLookup:
     """Prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023), as a tree: what followed every earlier
     occurrence of the sequence's ending, the more probable the more of it matches.
 
-    An index of all n-grams grows with the sequence, so a lookup does not search: every n-gram knows its latest
-    occurrence, and every occurrence the one before.
+    An index of all n-grams grows with the sequence, so a lookup does not search.
 
     Args:
         rates: What matches are worth; learns from what comes true.
@@ -60,10 +59,8 @@ class NgramLookup:
     def __init__(self, rates: MatchRates | None = None) -> None:
         self._rates = rates or MatchRates()
         self._tokens: list[int] = []
-        # n-gram -> index of the token after its latest occurrence that something follows
-        self._followers: dict[tuple[int, ...], int] = {}
-        # For each size, by index of a token: the index behind the occurrence before of the n-gram that ends there.
-        self._earlier: dict[int, list[int]] = {size: [] for size in _SIZES}
+        # Of every n-gram the indices of the tokens that followed it, ascending.
+        self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         self._guess: tuple[int, int, int] | None = None  # the best one's start and match, and where it would be
 
     def chain(self, tokens: Sequence[int], count: int) -> Proposal:
@@ -118,7 +115,7 @@ class NgramLookup:
     def longest(self) -> int:
         """Tokens of the ending of what is known that occurred before, up to the largest size of an n-gram; 0 where its
         last token is new."""
-        return next((size for size in _SIZES if self._latest(size) is not None), 0)
+        return next((size for size in _SIZES if self._occurrences(size)), 0)
 
     def _starts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How much matches, and where the continuation begins: the longest match first, of several the latest."""
@@ -136,19 +133,9 @@ class NgramLookup:
         """What a continuation says so far behind its start; past the end of the text it repeats itself."""
         return self._tokens[start + offset % (len(self._tokens) - start)]
 
-    def _latest(self, size: int) -> int | None:
-        start = self._followers.get(tuple(self._tokens[-size:])) if len(self._tokens) > size else None
-        # An entry that was interrupted may know of a follower that did not come to be.
-        return start if start is not None and start < len(self._tokens) else None
-
-    def _occurrences(self, size: int) -> Iterator[int]:
+    def _occurrences(self, size: int) -> Sequence[int]:
         """Behind the newest occurrences of the ending of this size."""
-        start = self._latest(size)
-        for _ in range(_MOST_OCCURRENCES):
-            if start is None or start < 0:
-                return
-            yield start
-            start = self._earlier[size][start]
+        return self._followers.get(tuple(self._tokens[-size:]), ())[-_MOST_OCCURRENCES:]
 
     def _matched(self, start: int, length: int) -> int:
         """Tokens before `start` that are those of the ending, of which so many are known to be."""
@@ -199,17 +186,11 @@ class NgramLookup:
 
     def _enter(self, tokens: Sequence[int]) -> None:
         for index in range(len(self._tokens), len(tokens)):
-            # The n-grams that end right before `index` now have a follower.
-            for size in _SIZES:
-                earlier = self._earlier[size]
-                del earlier[index:]  # of what was forgotten, or an entry that was interrupted
-                before = -1
-                if index >= size:
-                    ngram = tuple(self._tokens[index - size : index])
-                    before = self._followers.get(ngram, -1)
-                    self._followers[ngram] = index
-                earlier.append(before if before < index else -1)
+            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
             self._tokens.append(tokens[index])
+            for size in _SIZES:
+                if index >= size:
+                    self._followers[tuple(self._tokens[index - size : index])].append(index)
 
 
 class NgramProposer:

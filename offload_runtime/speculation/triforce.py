@@ -10,64 +10,13 @@ A step of either level is one of all sequences; those that have enough stand sti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import WindowInput, WindowOutput
+from offload_runtime.runners import DeviceWindow, DraftModel, WindowInput, WindowOutput
+from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.step import DraftRequest, chains_where
 from offload_runtime.speculation.tree import Proposal
-
-
-class Window(Protocol):
-    """The tokens that the device knows, `capacity` of each sequence at the most."""
-
-    capacity: int
-
-    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
-        """Begin anew with the last known tokens of some sequences; the others stand still."""
-
-    def read(self) -> Mapping[int, WindowOutput]:
-        """What there is of every uploaded sequence. Waits for the device."""
-
-
-class FirstLevel(Protocol):
-    """The small draft."""
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i chooses its tokens as `slots[i]` says."""
-
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Bring the cache to `tokens` early, where it has room for them."""
-
-    def room(self, length: int) -> int:
-        """Most tokens that can be proposed behind `length`."""
-
-    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Bring the cache to all of `tokens` but the last two."""
-
-    def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
-        """Enqueue `count` guesses behind each window's end, which is at most `longest`."""
-
-    def learned(self, sequence: int, newest: Sequence[int]) -> None:
-        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
-
-
-class Verifier(Protocol):
-    """The target over its retrieved cache."""
-
-    @property
-    def counts(self) -> Sequence[tuple[int, int]]:
-        """Of every sequence, its steps since `start` and the proposals that they accepted. Waits for the device."""
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i chooses its tokens as `slots[i]` says; they are others than before."""
-
-    def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
-        """Steps will put up to `counts[s]` tokens behind `lengths[s]`; whether chunks must be chosen anew."""
-
-    def step(self, num_proposals: int, *, refresh: bool) -> None:
-        """Enqueue one verification that moves the windows' ends."""
 
 
 class TriForceProposer:
@@ -87,8 +36,8 @@ class TriForceProposer:
     _KNOWN_TOKENS = 2
 
     def __init__(
-        self, window: Window, verifier: Verifier, draft: FirstLevel | None, *, gamma_draft: int, refresh_steps: int,
-        max_tokens_with_draft: int,
+        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, *, gamma_draft: int,
+        refresh_steps: int, max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
         self._window = window
@@ -118,13 +67,12 @@ class TriForceProposer:
         inputs = {request.slot: one for request in requests if (one := self._inputs(request)) is not None}
         if not inputs:
             return [Proposal() for _ in requests]
-        texts = {request.slot: request.tokens for request in requests if request.slot in inputs}
         lengths = {sequence: one.end for sequence, one in inputs.items()}
         reach = {sequence: one.last + 1 - one.end for sequence, one in inputs.items()}
         refresh = self._verifier.begin(lengths, reach)
-        if self._draft is not None:
-            for sequence, tokens in texts.items():
-                self._draft.catch_up(sequence, tokens)
+        for request in requests:
+            if self._draft is not None and request.slot in inputs:
+                self._draft.catch_up(request.slot, request.tokens)
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
         proposals = []
@@ -148,10 +96,10 @@ class TriForceProposer:
         """What the device is told of a sequence; None where there is no room to propose anything."""
         length = len(request.tokens)
         count = min(request.longest_chain, self._room(length))
+        if count <= 0:
+            return None
         stop = length + count
-        return (
-            WindowInput(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma) if count > 0 else None
-        )
+        return WindowInput(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma)
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
@@ -178,9 +126,8 @@ class TriForceProposer:
                 ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
                 refresh = False
             outputs = self._window.read()
-            ends = {
-                sequence: outputs[sequence].end for sequence in ends if outputs[sequence].end < inputs[sequence].stop
-            }
+            ends = {sequence: outputs[sequence].end for sequence in ends}
+            ends = {sequence: end for sequence, end in ends.items() if end < inputs[sequence].stop}
             if not ends:
                 return outputs
 

@@ -56,6 +56,7 @@ class Assembled:
     engine: CopyEngine
     weights: HostWeights
     rings: tuple[HostArena, ...] = ()
+    writeback: CopyEngine | None = None  # of a KV cache in host memory
 
     def close(self) -> None:
         """End the copy engine and unlock the weights."""
@@ -110,6 +111,7 @@ def make_runner(
     staying = tuple(range(config.num_layers)) if not slots else resident or ()
     budget, kv_slots = DeviceBudget(device, None), []
     rings: list[HostArena] = []
+    writeback: CopyEngine | None = None
     cache: DeviceKVCache | HostKVCache
     if host_kv is None:
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
@@ -138,7 +140,8 @@ def make_runner(
     )
     shared = layout.shared.views(weights.block(None).to(device))
     rows = RowBuilder(RopeTable(config, device), device)
-    return Assembled(ModelRunner(Decoder(config, shared), streamer, cache, rows, shape), engine, weights, tuple(rings))
+    runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, shape)
+    return Assembled(runner, engine, weights, tuple(rings), writeback)
 
 
 def _staging_rings(staged: StagedKV, locking: BlockLocking) -> list[HostArena]:

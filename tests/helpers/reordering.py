@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -24,14 +26,62 @@ class ReorderingCopyEngine(ThreadCopyEngine):
     """
 
     def __init__(self, chance: random.Random, delay: Callable[[], None]) -> None:
-        self.num_overtaken = 0  # copies that waited for a later one
-        self._chance, self._delay = chance, delay
-        self._waiting: list[tuple[Any, ...]] = []
         super().__init__()
+        self._worker = self._reordered = _Reordered(chance, delay)
+
+    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, ready: Any, **others: Any) -> None:
+        earlier = ready.copy
+        super().enqueue(dst, src, ready=ready, **others)
+        ready.copy = _both(earlier, ready.copy)  # the last of several copies need not be the last to be made
+
+    @property
+    def num_overtaken(self) -> int:
+        """Copies that waited for a later one."""
+        return self._reordered.num_overtaken
+
+    def drain(self) -> None:
+        for copy in self._reordered.submitted:
+            self._wait(copy)
+
+
+def _both(one: Future[None], other: Future[None]) -> Future[None]:
+    """Done when both are."""
+    both: Future[None] = Future()
+    one.add_done_callback(lambda _: other.add_done_callback(lambda _: both.set_result(None)))
+    return both
+
+
+class _Reordered(Executor):
+    """One thread that makes any copy that may be made."""
+
+    def __init__(self, chance: random.Random, delay: Callable[[], None]) -> None:
+        self.num_overtaken = 0
+        self.submitted: list[Future[Any]] = []
+        self._chance, self._delay = chance, delay
+        self._arriving: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._waiting: list[tuple[Any, ...]] = []
+        self._thread = threading.Thread(target=self._run, name="copy-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, copy: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        assert not kwargs
+        made: Future[Any] = Future()
+        self.submitted.append(made)
+        self._arriving.put((made, copy, *args))
+        return made
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        assert wait and not cancel_futures
+        self._arriving.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
-        self._arriving, self._queue = self._queue, _Forwarded(self._queue, self._next)  # type: ignore[assignment]
-        super()._run()
+        while (item := self._next()) is not None:
+            made, copy, *args = item
+            try:
+                made.set_result(copy(*args))
+            except BaseException as error:
+                made.set_exception(error)
 
     def _next(self) -> tuple[Any, ...] | None:
         """One of those that may be made; None once the queue was closed and all are made."""
@@ -56,18 +106,11 @@ class ReorderingCopyEngine(ThreadCopyEngine):
             time.sleep(1e-4)
 
     def _may_be_next(self, number: int) -> bool:
-        dst, _, free, free_target, *_ = self._waiting[number]
-        overlaps = any(_overlap(dst, other) for other, *_ in self._waiting[:number])
-        return free.fired >= free_target and not overlaps
+        _, _, dst, _, before, _ = self._waiting[number]
+        overlaps = any(_overlap(dst, other) for _, _, other, *_ in self._waiting[:number])
+        return bool(before.done()) and not overlaps
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
-
-
-class _Forwarded:
-    """What the worker takes copies of, and everybody else puts them into."""
-
-    def __init__(self, arriving: queue.SimpleQueue[Any], take: Callable[[], Any]) -> None:
-        self.put, self.get = arriving.put, take

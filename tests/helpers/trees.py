@@ -176,11 +176,11 @@ def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block:
     if isinstance(cache, DeviceKVCache) or layer in cache._resident:
         kv = cache.store(layer) if isinstance(cache, DeviceKVCache) else KVBlocks(cache._resident[layer])
         return kv.data[sequence, block].cpu()
-    cache._writes.drain()
-    ring = cache._ring[cache._layer_slot[layer], sequence]
+    cache.writes.drain()
+    ring = cache._ring[layer][sequence]
     if block >= cache.length(sequence) // BLOCK_TOKENS:
         return ring[block % len(ring)].cpu()
-    host = cache.blocks.block(cache._layer_slot[layer], sequence, block)
+    host = cache.blocks.block(layer, sequence, block)
     return host.view(ring.dtype).view(ring.shape[1:]).clone()
 
 

@@ -109,13 +109,13 @@ def target_cache(runtime: Runtime) -> DeviceKVCache | HostKVCache:
 
 def bytes_written_back(cache: DeviceKVCache | HostKVCache) -> int:
     """Bytes of the KV cache that went to the host so far."""
-    return cache._writeback.bytes_copied if isinstance(cache, HostKVCache) else 0
+    return cache.writes.engine.bytes_copied if isinstance(cache, HostKVCache) else 0
 
 
 def finish_writing_back(cache: DeviceKVCache | HostKVCache) -> None:
     """Wait until all full blocks are on the host."""
     if isinstance(cache, HostKVCache):
-        cache._writes.drain()
+        cache.writes.drain()
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def _full_blocks(
     elif layer in cache._resident:
         yield KVBlocks(cache._resident[layer]), sequence, range(count)
     else:
-        slot, shape = cache._layer_slot[layer], block_shape(runtime.config)
+        shape = block_shape(runtime.config)
         for run in cache.blocks.runs(sequence, 0, count, cache._piece_blocks):
-            host = cache.blocks.block(slot, *run)
+            host = cache.blocks.block(layer, *run)
             piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
             yield KVBlocks(piece, run.first_block), 0, run.blocks
 
