@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import MachineFigures, PlanRequest, RunForecast, RunPlan, forecast, machine_figures, plan_run
+from offload_runtime.plan import MachineFigures, RunForecast, RunPlan, forecast, machine_figures, plan_run
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.weights import describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
@@ -33,12 +33,12 @@ ROUNDING = 1e-9
     st.sampled_from(["auto", "auto", "auto", "full", "retrieval", "streaming"]),
 )  # fmt: skip
 def test_more_vram_never_predicts_slower(
-    request: PlanRequest, machine: MachineFigures, more_bytes: int, mode: str, draft_cache: str
+    request: RuntimeConfig, machine: MachineFigures, more_bytes: int, mode: str, draft_cache: str
 ) -> None:
     """Whatever is left to be chosen; what fits once fits with more memory as well."""
-    if request.draft is None or mode == "none":
+    if request.draft == "ngram" or mode == "none":
         options = SpeculationOptions("none" if mode == "none" else "auto")
-        request = replace(request, draft_name="ngram", draft=None, speculation=options)
+        request = replace(request, draft="ngram", speculation=options)
     else:
         request = replace(request, speculation=SpeculationOptions(mode, draft_cache))
     request = replace(request, vram_bytes=None)
@@ -51,12 +51,12 @@ def test_more_vram_never_predicts_slower(
 
 
 @st.composite
-def drafted(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
+def drafted(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineFigures]:
     """A long text and a draft, everything else left to be chosen, on a card that has room for about the weights."""
     target = describe_model(CONFIGS / draw(st.sampled_from(["llama-3.1-8b", "llama-2-7b-128k", "llama-2-13b-128k"])))
     draft = describe_model(CONFIGS / draw(st.sampled_from(["llama-68m", "qwen2.5-0.5b", "llama-3.2-1b"])))
-    request = PlanRequest(
-        target, "small", draft, context=draw(st.integers(9_000, 131_072)), batch=draw(st.sampled_from([1, 1, 2]))
+    request = RuntimeConfig(
+        target, draft, context=draw(st.integers(9_000, 131_072)), max_batch=draw(st.sampled_from([1, 1, 2]))
     )
     machine = MachineFigures(
         "some", packed_bytes(target.config(), torch.bfloat16) + draw(st.integers(3 * GB, 20 * GB)), GB,
@@ -68,7 +68,7 @@ def drafted(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
 
 @PROPERTY
 @given(drafted(), st.lists(st.integers(0, 4 * GB), min_size=4, max_size=4))
-def test_with_a_draft_and_a_long_text_neither(case: tuple[PlanRequest, MachineFigures], steps: list[int]) -> None:
+def test_with_a_draft_and_a_long_text_neither(case: tuple[RuntimeConfig, MachineFigures], steps: list[int]) -> None:
     request, machine = case
     fastest = 0.0
     for more_bytes in steps:
@@ -96,13 +96,11 @@ def chosen(plan: RunPlan) -> tuple[bool, str, bool]:
     return plan.verifier is not None, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
 
 
-def asked_for(target: str, draft: str, context: int, **changes: Any) -> PlanRequest:
-    return PlanRequest(
-        describe_model(CONFIGS / target), draft, describe_model(CONFIGS / draft), context=context, **changes
-    )
+def asked_for(target: str, draft: str, context: int, **changes: Any) -> RuntimeConfig:
+    return RuntimeConfig(describe_model(CONFIGS / target), describe_model(CONFIGS / draft), context=context, **changes)
 
 
-def scanned(request: PlanRequest, machine: MachineFigures, step_bytes: int) -> Iterator[tuple[RunPlan, RunForecast]]:
+def scanned(request: RuntimeConfig, machine: MachineFigures, step_bytes: int) -> Iterator[tuple[RunPlan, RunForecast]]:
     """Plans and forecasts with ever more device memory, from the first that fits to 10 GB more than all of it takes."""
     fits, left = False, 10 * GB // step_bytes
     for vram_bytes in range(3 * GB, machine.vram_bytes, step_bytes):
@@ -233,9 +231,8 @@ def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Pa
 def test_a_default_of_proposals_that_makes_no_sense(target: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device="cpu", **options)
-    request = PlanRequest(describe_model(str(target)), options.get("draft", "ngram"), gamma=options["gamma"])
     with pytest.raises(OptionError, match=message):
-        plan_run(request, LARGE)
+        RuntimeConfig(describe_model(str(target)), options.get("draft", "ngram"), gamma=options["gamma"])
 
 
 def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: Path) -> None:
@@ -248,8 +245,8 @@ def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: 
 
 
 def plan_of(target: Path, draft: Path, profile: MachineProfile, kv: str) -> RunPlan:
-    models = describe_model(str(target)), "the draft", describe_model(str(draft))
-    request = PlanRequest(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
+    models = describe_model(str(target)), describe_model(str(draft))
+    request = RuntimeConfig(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
     return plan_run(request, replace(machine_figures(profile), ram_bytes=400 * GB, pinnable_bytes=None))
 
 

@@ -38,9 +38,9 @@ def plan(options: PlanOptions) -> None:
     with terminal.only_json(options.as_json):
         from offload_runtime import plan as planning
 
-        target, draft = planning.describe_pair(config.target, config.draft, config.speculation.mode)
+        request = planning.describe_models(config)
         figures = planning.machine_figures(machine)
-        outcome = planning.plan_or_refuse(planning.PlanRequest.of(config, target, draft), figures)
+        outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
         if options.as_json:
             terminal.write_json(refusal_record(outcome, machine), sys.stdout)

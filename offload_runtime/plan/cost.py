@@ -305,21 +305,19 @@ def tree_nodes(plan: RunPlan) -> int:
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
     request = plan.request
-    if not (request.proposes or plan.verifier is not None):
+    if plan.proposer == "none" and plan.verifier is None:
         return 0
-    chosen = request.gamma
-    if chosen is None:
-        chosen = request.max_gamma if tree_nodes(plan) else _default_gamma(plan)
+    if request.gamma is not None:
+        chosen = request.gamma
+    elif tree_nodes(plan):
+        chosen = request.max_gamma
+    elif plan.device_type == "cpu":
+        chosen = _CPU_DEFAULT_GAMMA
+    elif plan.verifier is not None:
+        chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
+    else:
+        chosen = _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
-
-
-def _default_gamma(plan: RunPlan) -> int:
-    """Tokens proposed per pass when nothing is asked for."""
-    if plan.request.device_type != "cuda":
-        return _CPU_DEFAULT_GAMMA
-    if plan.verifier is not None:
-        return _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
-    return _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:

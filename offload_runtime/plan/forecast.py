@@ -196,7 +196,7 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
 
 def describe_speculation(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
-    proposer = "none" if not plan.request.proposes else plan.request.proposer
+    proposer = plan.proposer
     if plan.verifier is None:
         why = f" (not TriForce: {plan.reason})" if plan.reason else ""
         phrase = f"proposals from {proposer}{why}" if proposer != "none" else "plain decoding"

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from offload_runtime_kernels.attention import prefill_attention_name
 
-from offload_runtime.config import ModelConfig, SpeculationOptions
+from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError
 from offload_runtime.kv import (
     block_bytes,
@@ -20,7 +20,6 @@ from offload_runtime.plan.request import (
     KV_PLACES,
     PROCESS_BYTES,
     MemoryLimits,
-    PlanRequest,
     check_window,
     resolve_context,
     resolve_dtype,
@@ -76,7 +75,7 @@ class RunPlan:
     of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
     """
 
-    request: PlanRequest
+    request: RuntimeConfig
     limits: MemoryLimits
     target: ModelPlan
     draft: ModelPlan | None = None
@@ -84,6 +83,16 @@ class RunPlan:
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
+
+    @property
+    def device_type(self) -> str:
+        """Of the target's device: `cuda` or `cpu`."""
+        return "cpu" if self.request.device == "cpu" else "cuda"
+
+    @property
+    def proposer(self) -> str:
+        """Who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
+        return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
 
     @property
     def placement(self) -> Placement:
@@ -141,7 +150,7 @@ class RunPlan:
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps."""
-        if self.request.device_type != "cuda":
+        if self.device_type == "cpu":
             return 0
         nbytes = 0 if self.verifier is None else step_graph_bytes(self.target.config)
         draft = self.draft
@@ -167,7 +176,7 @@ class RunPlan:
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
         ]
-        if self.request.device_type == "cpu":  # whose memory is the host's
+        if self.device_type == "cpu":  # whose memory is the host's
             parts.append(MemoryPart("all that is on the device", self.device_bytes))
         parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
         return tuple(part for part in parts if part.nbytes)
@@ -210,10 +219,10 @@ class RunPlan:
     @property
     def prefill_attention(self) -> str:
         """Which attention works on prompts."""
-        return prefill_attention_name(self.request.device_type)
+        return prefill_attention_name(self.device_type)
 
 
-def make_plan(request: PlanRequest, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
+def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
     """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
 
     Raises:
@@ -221,15 +230,16 @@ def make_plan(request: PlanRequest, limits: MemoryLimits, *, context: int | str,
     """
     if request.kv not in KV_PLACES:
         raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {request.kv!r}")
-    config, device_type, window = request.target.config(), request.device_type, max(request.max_gamma, tree_nodes) + 1
+    config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
+    device_type = "cpu" if request.device == "cpu" else "cuda"
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(context, config, kv=request.kv)
     check_window(window, config)
-    target = target_plan(config, dtype, device_type, context=tokens, window=window, batch=request.batch)
+    target = target_plan(config, dtype, device_type, context=tokens, window=window, batch=request.max_batch)
     draft = None
-    if request.draft is not None:
+    if request.proposed_by == "the draft":
         draft = draft_plan(
             request.draft.config(), dtype, device_type, context=tokens, window=window, options=request.speculation,
-            batch=request.batch, tree_nodes=tree_nodes or None,
+            batch=request.max_batch, tree_nodes=tree_nodes or None,
         )  # fmt: skip
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)

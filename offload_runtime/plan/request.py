@@ -1,6 +1,7 @@
 """What a run is asked for, and of which machine: models, options, the user's limits, and the machine's figures.
 
-`Runtime.load` and `offload-runtime plan` fill the same request, so that a plan and a run cannot disagree.
+A request is the `RuntimeConfig` that `Runtime.load` takes, with a `ModelDescription` (an opened checkpoint is one) for
+each model and the device that was chosen, a GPU unless it is `cpu`. So a plan and a run cannot disagree.
 """
 
 from __future__ import annotations
@@ -14,11 +15,7 @@ from offload_runtime.config import (
     GB,
     ModelConfig,
     RuntimeConfig,
-    SpeculationOptions,
-    check_options,
-    check_proposals,
     format_bytes,
-    require_positive,
     size_option_down,
 )
 from offload_runtime.copy import MOST_THREADS
@@ -52,81 +49,10 @@ _DEFAULT_STAGING_GBPS = 10.0
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What `Runtime.load` is asked for, or would be.
-
-    `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes`, `ram_bytes` and `pinned_bytes`
-    None allow all of the machine's. `tree_nodes` as of `Runtime.load`. `device_type`: `cuda` or `cpu`.
-    """
-
-    target: ModelDescription
-    draft_name: str = "ngram"
-    draft: ModelDescription | None = None
-    dtype: str = "auto"
-    context: int | str = "auto"
-    kv: str = "auto"
-    batch: int = 1
-    resident_layers: int | None = None
-    gamma: int | None = None
-    max_gamma: int = 63
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    vram_bytes: int | None = None
-    ram_bytes: int | None = None
-    pinned_bytes: int | None = None
-    tree_nodes: int | None = None
-    device_type: str = "cuda"
-
-    def __post_init__(self) -> None:
-        require_positive("batch", self.batch)
-        assert (self.draft is not None) == (self.draft_name not in ("ngram", "none"))
-
-    @classmethod
-    def of(
-        cls, config: RuntimeConfig, target: ModelDescription, draft: ModelDescription | None, *,
-        device_type: str = "cuda",
-    ) -> PlanRequest:  # fmt: skip
-        """What a configuration asks for of its models."""
-        return cls(
-            target, config.proposed_by, draft, dtype=config.dtype, context=config.context, kv=config.kv,
-            batch=config.max_batch, resident_layers=config.resident_layers, gamma=config.gamma,
-            max_gamma=config.max_gamma, speculation=config.speculation, vram_bytes=config.vram_bytes,
-            ram_bytes=config.ram_bytes, pinned_bytes=config.pinned_bytes, tree_nodes=config.tree_nodes,
-            device_type=device_type,
-        )  # fmt: skip
-
-    @property
-    def proposer(self) -> str:
-        """Who proposes, in words."""
-        return self.draft_name if self.draft is None else "the draft"
-
-    @property
-    def proposes(self) -> bool:
-        """Whether anybody but a retrieval verifier proposes at all."""
-        return self.draft_name != "none" and self.speculation.mode != "none"
-
-    def check(self) -> None:
-        """Refuse options that contradict each other or would be ignored. Raises `OptionError`."""
-        check_options(
-            self.proposer, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,
-            max_gamma=self.max_gamma,
-        )  # fmt: skip
-
-
-def describe_pair(target: str, draft: str, mode: str) -> tuple[ModelDescription, ModelDescription | None]:
-    """Read the configuration files of a target and of what may be a draft model.
-
-    Args:
-        target: As of `Runtime.load`.
-        draft: The same.
-        mode: Of `SpeculationOptions`.
-
-    Raises:
-        OptionError: One of the two is left out by the other; errors as of `describe_model`.
-    """
-    has_draft = draft not in ("ngram", "none")
-    check_proposals("the draft" if has_draft else draft, mode)
-    return describe_model(target), describe_model(draft) if has_draft else None
+def describe_models(config: RuntimeConfig) -> RuntimeConfig:
+    """The same request, of models that are known by their configuration files. Errors as of `describe_model`."""
+    draft = describe_model(config.draft) if config.proposed_by == "the draft" else config.draft
+    return replace(config, target=describe_model(config.target), draft=draft)
 
 
 def resolve_dtype(name: str, source: ModelDescription, device_type: str) -> torch.dtype:
@@ -188,7 +114,7 @@ def check_window(window: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """What is known of a machine; figures of a GPU are of one of `gpus` equal cards.
+    """What is known of a machine; figures of a GPU are of one card.
 
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
@@ -205,7 +131,6 @@ class MachineFigures:
     tflops: Mapping[str, float] = field(default_factory=dict)
     pinnable_bytes: int | None = None
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
-    gpus: int = 1
     staging_gbps: float = _DEFAULT_STAGING_GBPS
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -242,7 +167,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
         profile.name, profile.vram_bytes,
         TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
         profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
-        launch_us, profile.gpus, _staging_gbps(profile),
+        launch_us, _staging_gbps(profile),
     )  # fmt: skip
 
 
@@ -316,7 +241,7 @@ class MemoryLimits:
     page_locks: bool = True
 
 
-def limits_of(machine: MachineFigures, request: PlanRequest) -> MemoryLimits:
+def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     """What a run may take of a machine that need not be here.
 
     Raises:

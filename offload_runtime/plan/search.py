@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.plan.forecast import tok_per_s
 from offload_runtime.plan.memory import RunPlan, VerifierPlan, make_plan
 from offload_runtime.plan.models import MemoryPart, all_resident, with_streaming_cache
 from offload_runtime.plan.placement import least_pinned_bytes, place_staged, placements
-from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, PlanRequest, limits_of
+from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, limits_of
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
@@ -29,20 +29,19 @@ _COPIED = 256
 _LEAST_CONTEXT_TOKENS = 2048
 
 
-def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
+def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
     """Place everything on a machine that need not be here.
 
     Raises:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    request.check()
     plan = find_plan(request, machine, limits_of(machine, request))
     check_host_memory(plan)
     return plan
 
 
-def find_plan(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is `auto` of the longest one that host memory has room for. Errors as of `plan_run`."""
     plan = _with_tree_room(request, machine, limits, request.context)
@@ -94,7 +93,9 @@ def _shorter_context(plan: RunPlan) -> int | None:
 # --- room for trees
 
 
-def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits, context: int | str) -> RunPlan:
+def _with_tree_room(
+    request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits, context: int | str
+) -> RunPlan:
     """A plan with room for trees: as much as is asked for, or none, some or much of it, whichever is predicted to be
     the fastest. As fast with more device memory or faster, if the plan is for every room.
 
@@ -109,7 +110,7 @@ def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: Memor
         return planned(request.tree_nodes)
     lean = planned(0)
     copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
-    if request.gamma is not None or (copies and (lean.verifier is not None or not request.proposes)):
+    if request.gamma is not None or (copies and (lean.verifier is not None or lean.proposer == "none")):
         return lean
     # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
     most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
