@@ -96,7 +96,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
         assert on_host + kv_on_host > min(lockable)
     if placement.staged_layers:
-        assert plan.pinned_bytes + target.host_layer_bytes > min(lockable)
+        assert plan.pinned_bytes + target.host_bytes_of_layers([0]) > min(lockable)
         assert set(placement.staged_layers) <= set(placement.streamed_layers)
     if placement.staged_kv_layers:
         kv_layer_bytes = target.kv_layer_bytes
@@ -104,7 +104,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         assert host["staged KV cache"] == len(placement.staged_kv_layers) * kv_layer_bytes
         assert not set(placement.staged_kv_layers) & set(plan.resident_kv_layers)
         # Keys and values are staged last: they and the least that staging takes do not fit.
-        assert len(placement.staged_layers) * target.host_layer_bytes >= streamed - kv_layer_bytes
+        assert len(placement.staged_layers) * target.host_bytes_of_layers([0]) >= streamed - kv_layer_bytes
         assert plan.verifier is None  # which reads them where they lie
     if plan.draft is not None:
         assert parts["draft weights"] == packed_bytes(plan.draft.config, plan.draft.dtype)

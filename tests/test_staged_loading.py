@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def layer_bytes(target: Path) -> int:
     with load(target, resident_layers=0) as runtime:
-        return runtime.plan.target.host_layer_bytes
+        return runtime.plan.target.host_bytes_of_layers([0])
 
 
 @pytest.fixture(scope="module")

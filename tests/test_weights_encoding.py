@@ -19,7 +19,7 @@ from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
-from offload_runtime.plan.placement import place_layers, place_staged
+from offload_runtime.plan.search import place_layers, place_staged
 from offload_runtime.weights import (
     DescribedModel,
     ModelLayout,

@@ -16,9 +16,7 @@ from offload_runtime.plan.forecast import (
     link_times,
     step_time,
 )
-from offload_runtime.plan.memory import RunPlan, VerifierPlan
-from offload_runtime.plan.models import ModelPlan, Placement
-from offload_runtime.plan.placement import place_staged, staging_rings
+from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, VerifierPlan
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     MachineFigures,
@@ -30,7 +28,7 @@ from offload_runtime.plan.request import (
     require_dtype,
     resolve_dtype,
 )
-from offload_runtime.plan.search import check_host_memory, find_plan, plan_run
+from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
 
 __all__ = [

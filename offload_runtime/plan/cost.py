@@ -23,8 +23,7 @@ from offload_runtime.config import GB
 from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
-from offload_runtime.plan.memory import RunPlan
-from offload_runtime.plan.models import ModelPlan
+from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.runners.graphs import STEP_ROWS
 
@@ -311,7 +310,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.gamma
     elif tree_nodes(plan):
         chosen = request.max_gamma
-    elif plan.device_type == "cpu":
+    elif plan.request.device == "cpu":
         chosen = _CPU_DEFAULT_GAMMA
     elif plan.verifier is not None:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]

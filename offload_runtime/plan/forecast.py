@@ -25,8 +25,7 @@ from offload_runtime.plan.cost import (
     usual_acceptance,
     verifier_step_s,
 )
-from offload_runtime.plan.memory import RunPlan
-from offload_runtime.plan.models import Placement
+from offload_runtime.plan.memory import Placement, RunPlan
 from offload_runtime.plan.request import MachineFigures
 
 ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)

@@ -55,6 +55,11 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     return replace(config, target=describe_model(config.target), draft=draft)
 
 
+def device_type_of(request: RuntimeConfig) -> str:
+    """Where a plan's target runs: `cuda` or `cpu`."""
+    return "cpu" if request.device == "cpu" else "cuda"
+
+
 def resolve_dtype(name: str, source: ModelDescription, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":

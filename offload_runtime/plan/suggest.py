@@ -19,9 +19,8 @@ from offload_runtime.config import (
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.plan.forecast import RunForecast, tok_per_s
 from offload_runtime.plan.memory import RunPlan, make_plan
-from offload_runtime.plan.placement import least_pinned_bytes
 from offload_runtime.plan.request import MachineFigures, limits_of, longest_context, resolve_context
-from offload_runtime.plan.search import find_candidates, plan_run
+from offload_runtime.plan.search import find_candidates, least_pinned_bytes, plan_run
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256

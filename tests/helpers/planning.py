@@ -76,4 +76,4 @@ def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | N
 
 def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer of a cache on the host stays on the device only because there is room for all of a small model's."""
-    monkeypatch.setattr("offload_runtime.plan.placement._with_kv_layers", lambda target, placement, spare: placement)
+    monkeypatch.setattr("offload_runtime.plan.search._with_kv_layers", lambda target, placement, spare: placement)
