@@ -15,7 +15,7 @@ from offload_runtime.config import DRAFT_CACHES, ModelConfig, RuntimeConfig, Spe
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.plan import RunPlan, common_figures, find_plan
-from offload_runtime.plan.forecast import tok_per_s
+from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401

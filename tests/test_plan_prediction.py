@@ -29,9 +29,10 @@ from offload_runtime.plan.cost import (
     draft_step_s,
     expected_tokens,
     expected_tree_tokens,
+    predict_step,
+    verification,
     verifier_step_s,
 )
-from offload_runtime.plan.forecast import predict_step, verification
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -56,7 +57,7 @@ def test_a_pass_is_as_long_as_what_binds_it(
     assert predicted.staging_s == pytest.approx(predicted.staged_bytes / (machine.staging_gbps * 1e9))
     assert predicted.seconds == max(predicted.copies_s, predicted.compute_s, predicted.launch_s)
     assert predicted.copies_s == max(predicted.link_s, predicted.staging_s)
-    assert predicted.lookahead_s <= predicted.copies_s and predicted.unstaged_s <= predicted.seconds
+    assert predicted.lookahead_s <= predicted.copies_s and max(predicted.link_s, predicted.busy_s) <= predicted.seconds
     assert max(predicted.hbm_s, predicted.arithmetic_s) <= predicted.compute_s * (1 + 1e-9)
     assert predicted.compute_s <= (predicted.hbm_s + predicted.arithmetic_s) * (1 + 1e-9)
     by_cause = {"link": predicted.link_s, "launches": predicted.launch_s, "staging": predicted.staging_s}
@@ -143,7 +144,7 @@ def test_the_loss_of_staging_is_predicted() -> None:
     assert staged.pinned_bytes <= 8 * 10**9 < whole.pinned_bytes and not whole.placement.staged_layers
     slow, fast = (pass_time(plan, MACHINE, length_tokens=9, rows=1) for plan in (staged, whole))
     assert slow.bytes_streamed == fast.bytes_streamed and slow.bound_by == "staging" and fast.bound_by == "link"
-    assert slow.unstaged_s == fast.seconds and slow.seconds > 1.2 * fast.seconds
+    assert max(slow.link_s, slow.busy_s) == fast.seconds and slow.seconds > 1.2 * fast.seconds
     layer_bytes = staged.target.layer_bytes
     assert slow.staging_s == pytest.approx(len(staged.placement.staged_layers) * layer_bytes / 10e9)
     prefills = [prefill_time(plan, MACHINE, 9) for plan in (staged, whole)]

@@ -101,9 +101,10 @@ def plan_tables(
         tables.append(_steps_table(predicted))
     if plan.is_staged:
         plain = predicted.plain
+        locked_s = max(plain.link_s, plain.busy_s)
         tables.append(
             f"staging takes {_duration(plain.staging_s)} of a pass beside the link's {_duration(plain.link_s)}: "
-            f"{_duration(plain.seconds)} instead of {_duration(plain.unstaged_s)} if all could be page-locked"
+            f"{_duration(plain.seconds)} instead of {_duration(locked_s)} if all could be page-locked"
         )
     for gain in gains:
         speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"

@@ -24,7 +24,7 @@ from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv import block_bytes
 from offload_runtime.memory import PAGE_BYTES
-from offload_runtime.plan.forecast import tok_per_s
+from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
     MemoryPart,
     ModelPlan,

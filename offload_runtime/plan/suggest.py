@@ -17,7 +17,8 @@ from offload_runtime.config import (
     size_option_down,
 )
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
-from offload_runtime.plan.forecast import RunForecast, tok_per_s
+from offload_runtime.plan.cost import tok_per_s
+from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan, make_plan
 from offload_runtime.plan.request import MachineFigures, limits_of, longest_context, resolve_context
 from offload_runtime.plan.search import find_candidates, least_pinned_bytes, plan_run
