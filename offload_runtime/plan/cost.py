@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB
@@ -214,14 +213,8 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    layers, (head_bytes, head_operations) = draft.config.num_layers, _head(draft, draft.batch)
-    return _graph_s(
-        machine, draft.dtype,
-        hbm_bytes=sum(draft.layout.layer_bytes) + layers * draft.batch * kept * _kv_token_bytes(draft)
-        + head_bytes,
-        operations=2 * draft.batch * layers * draft.layer_elements + head_operations,
-        launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
-    )  # fmt: skip
+    kv_bytes = draft.config.num_layers * draft.batch * kept * _kv_token_bytes(draft)
+    return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, layer_launches=_LAYER_LAUNCHES)
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
@@ -230,31 +223,29 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     target = plan.target
     if plan.verifier is None:
         return 0.0
-    options, layers, batch = plan.verifier.options, target.config.num_layers, target.batch
-    rows = batch * (1 + gamma_draft(plan))
-    head_bytes, head_operations = _head(target, rows)
-    held_bytes = batch * layers * options.budget_tokens * _kv_token_bytes(target)
+    options, batch = plan.verifier.options, target.batch
+    token_bytes = batch * target.config.num_layers * _kv_token_bytes(target)
+    held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     scored_bytes = summaries_bytes(
         target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
     )
-    recent_bytes = batch * layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
-    fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
-    return _graph_s(
-        machine, target.dtype,
-        hbm_bytes=sum(target.layout.layer_bytes) + head_bytes + held_bytes + recent_bytes
-        + scored_bytes // options.refresh_steps,
-        operations=2 * rows * layers * target.layer_elements + head_operations,
-        launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
-        fetched_bytes=round(fetched_bytes),
+    return _step_s(
+        target, machine, rows=batch * (1 + gamma_draft(plan)),
+        kv_bytes=held_bytes + recent_bytes + scored_bytes // options.refresh_steps,
+        layer_launches=_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps,
+        fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
     )  # fmt: skip
 
 
-def _graph_s(
-    machine: MachineFigures, dtype: torch.dtype, *, hbm_bytes: int, operations: int, launches: int,
-    fetched_bytes: int = 0,
-) -> float:  # fmt: skip
-    """Seconds of one CUDA graph. What it fetches over the link, it waits for."""
-    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(dtype))
+def _step_s(
+    model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, layer_launches: int, fetched_bytes: int = 0
+) -> float:
+    """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
+    layers, (head_bytes, head_operations) = model.config.num_layers, _head(model, rows)
+    hbm_bytes = sum(model.layout.layer_bytes) + head_bytes + kv_bytes
+    operations = 2 * rows * layers * model.layer_elements + head_operations
+    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
+    launches = layers * layer_launches + _STEP_LAUNCHES
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 

@@ -13,17 +13,9 @@ import torch
 from offload_runtime_kernels.attention import prefill_attention_name
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime import kv
 from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError
-from offload_runtime.kv import (
-    KV_RING_SLOTS,
-    block_bytes,
-    kv_cache_bytes,
-    kv_piece_bytes,
-    num_blocks,
-    prefill_workspace_bytes,
-    ring_blocks,
-)
 from offload_runtime.kv.device import streaming_cache_bytes, streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.kv.retrieval_cache import retrieved_draft_bytes
@@ -165,7 +157,7 @@ class ModelPlan:
     @property
     def kv_layer_bytes(self) -> int:
         """Keys and values of one layer, of the whole context."""
-        return self.batch * num_blocks(self.context_tokens) * block_bytes(self.config, self.dtype)
+        return self.batch * kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
 
     @property
     def host_kv_bytes(self) -> int:
@@ -175,28 +167,28 @@ class ModelPlan:
     @property
     def open_kv_bytes(self) -> int:
         """On the device, of a layer whose cache is on the host: its newest blocks."""
-        return self.batch * ring_blocks(self.window_tokens) * block_bytes(self.config, self.dtype)
+        return self.batch * kv.ring_blocks(self.window_tokens) * kv.block_bytes(self.config, self.dtype)
 
     @property
     def kv_piece_bytes(self) -> int:
         """A slot of the ring that a cache on the host is streamed through."""
-        return kv_piece_bytes(self.config, self.dtype, self.context_tokens)
+        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)
 
     @property
     def kv_ring_bytes(self) -> int:
         """All slots of that ring."""
-        return KV_RING_SLOTS * self.kv_piece_bytes
+        return kv.KV_RING_SLOTS * self.kv_piece_bytes
 
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
+        needed_bytes = kv.prefill_workspace_bytes(self.config, self.dtype, self.context_tokens)
         return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
 
     @property
     def whole_kv_bytes(self) -> int:
         """The KV cache of the whole context, wherever it is."""
-        return kv_cache_bytes(
+        return kv.kv_cache_bytes(
             self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
         )
 
@@ -314,7 +306,7 @@ class VerifierPlan:
         """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
         if self.batch > 1:
             return 0
-        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
+        return kv.kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
 
 
 @dataclass(frozen=True)
@@ -451,7 +443,7 @@ class RunPlan:
         """Bytes that a pass at the full context brings over the link."""
         target, blocks = self.target, self.target.kv_blocks_by_layer()
         streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
-        kv_bytes = target.batch * streamed * block_bytes(target.config, target.dtype)
+        kv_bytes = target.batch * streamed * kv.block_bytes(target.config, target.dtype)
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property

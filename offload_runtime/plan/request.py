@@ -7,6 +7,7 @@ each model and the device that was chosen, a GPU unless it is `cpu`. So a plan a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -206,12 +207,10 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         return None
     name = torch.cuda.get_device_name(device)
     for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
-        try:
+        with suppress(ProfileError, OptionError):  # nobody asked for this one
             found = load_profile(entry.path)
             if found.gpu_name == name:
                 return _figures_for(found, dtype)
-        except (ProfileError, OptionError):  # nobody asked for this one
-            continue
     return None
 
 

@@ -236,18 +236,17 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan]
         BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
-    if mode == "triforce":
-        ways, obstacle = _triforce(plan)
-        if not ways and obstacle is not None:
-            raise obstacle[1]
-        return (), ways, ""
-    chains = _chains(plan)
-    if mode != "auto" or draft is None:
-        return chains, (), ""
-    if draft.tree_slots:
+    chains = () if mode == "triforce" else _chains(plan)
+    if mode == "auto" and draft is not None and draft.tree_slots:
         return chains, (), "the draft was asked for trees"
+    if mode != "triforce" and (mode != "auto" or draft is None):
+        return chains, (), ""
     ways, obstacle = _triforce(plan)
-    return chains, ways, "" if ways or obstacle is None else obstacle[0]
+    if ways or obstacle is None:
+        return chains, ways, ""
+    if mode == "triforce":
+        raise obstacle[1]
+    return chains, ways, obstacle[0]
 
 
 def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
