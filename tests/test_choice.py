@@ -47,7 +47,7 @@ def test_more_vram_never_predicts_slower(
         return
     larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
     before, after = forecast(less, machine), forecast(plan_run(request, larger), larger)
-    assert after.usual_tok_per_s >= before.usual_tok_per_s * (1 - ROUNDING)
+    assert after.usual.tok_per_s >= before.usual.tok_per_s * (1 - ROUNDING)
 
 
 @st.composite
@@ -76,7 +76,7 @@ def test_with_a_draft_and_a_long_text_neither(case: tuple[RuntimeConfig, Machine
         plan = plan_or_none(request, machine)
         assert plan is not None or not fastest
         if plan is not None:
-            speed = forecast(plan, machine).usual_tok_per_s
+            speed = forecast(plan, machine).usual.tok_per_s
             assert speed >= fastest * (1 - ROUNDING)
             fastest = speed
 
@@ -122,8 +122,8 @@ def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) 
     seen, fastest, rooms = set(), 0.0, set[int]()
     step_bytes = 700_000_000 if target == "qwen2.5-32b" else 300_000_000
     for plan, predicted in scanned(asked_for(target, draft, context), LARGE, step_bytes):
-        assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan)
-        fastest = predicted.usual_tok_per_s
+        assert predicted.usual.tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan)
+        fastest = predicted.usual.tok_per_s
         seen.add(chosen(plan))
         rooms.add(plan.tree_room)
     assert any(rooms), "trees are somewhere the fastest"
@@ -144,9 +144,9 @@ def test_auto_is_the_fastest_of_what_could_be_asked_for(target: str, draft: str,
                 plan = plan_or_none(asked, LARGE)
                 if plan is not None:
                     assert chosen(plan) == (mode == "triforce", cache, kv == "host")
-                    speeds[chosen(plan)] = forecast(plan, LARGE).usual_tok_per_s
+                    speeds[chosen(plan)] = forecast(plan, LARGE).usual.tok_per_s
     plan = plan_run(request, LARGE)
-    assert forecast(plan, LARGE).usual_tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
+    assert forecast(plan, LARGE).usual.tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
 
 
 def test_the_headline_is_what_was_chosen_by_and_the_reason_says_so() -> None:

@@ -187,7 +187,7 @@ def test_more_link_or_hbm_is_never_slower(
     assert fast.prefill.seconds <= slow.prefill.seconds * (1 + 1e-9)
     # What is then chosen may take longer for a prompt, but its tokens never come slower.
     chosen = forecast(plan_run(request, better), better)
-    assert chosen.usual_tok_per_s >= fast.usual_tok_per_s * (1 - 1e-9) >= slow.usual_tok_per_s * (1 - 2e-9)
+    assert chosen.usual.tok_per_s >= fast.usual.tok_per_s * (1 - 1e-9) >= slow.usual.tok_per_s * (1 - 2e-9)
 
 
 @PROPERTY
@@ -388,7 +388,7 @@ def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:
     plan = plan_run(request, machine)
     predicted = forecast(plan, machine)
     gigabyte, card = upgrades(plan, predicted, machine)
-    assert predicted.usual_tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
+    assert predicted.usual.tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
     assert "not built" in card.note and not gigabyte.note
     large = replace(machine, ram_bytes=400 * GB, pinnable_bytes=None)  # where a second card's memory is not enough
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-70b"), context=4096)
@@ -423,7 +423,7 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
             assert outcome.suggestions, f"{name} at {context}: {outcome.problem}"
         else:
             check_limits(outcome, machine)
-            assert forecast(outcome, machine).usual_tok_per_s > 0
+            assert forecast(outcome, machine).usual.tok_per_s > 0
         # The promise is two seconds with the imports; arithmetic alone has to stay far below.
         assert time.perf_counter() - started_s < 2
 

@@ -129,8 +129,8 @@ def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
         row.draft,
         layers(trees[0].placement.resident_layers, trees[0]),
         f"{trees[1].verify.seconds:.3f}",
-        f"{chains[1].usual_tok_per_s:.1f}",
-        f"{trees[1].usual_tok_per_s:.1f}",
+        f"{chains[1].usual.tok_per_s:.1f}",
+        f"{trees[1].usual.tok_per_s:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -172,7 +172,7 @@ def table_row(row: Row, context: int, profile: str) -> str:
         predicted.verify.bound_by,
         f"{predicted.prefill.seconds:.1f}",
         f"{predicted.plain_tok_per_s:.2f}",
-        f"{predicted.usual_tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
+        f"{predicted.usual.tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
     ]
     return head + " | ".join(cells) + " |"
 

@@ -225,15 +225,9 @@ def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
     table = {key: value for key, value in asdict(profile).items() if value not in (None, {})}
     for key in ("tflops", "link_by_copy_mib", "host_by_threads"):
         if key in table:
-            table[key] = {_key_text(name): figure for name, figure in sorted(table[key].items())}
+            # Sizes of whole MiB without a decimal point.
+            table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
     return table
-
-
-def _key_text(key: str | float) -> str:
-    """A key as text; sizes of whole MiB without a decimal point."""
-    if isinstance(key, str):
-        return key
-    return str(int(key)) if key == int(key) else repr(key)
 
 
 # --- where profiles are kept: shipped ones in a package of TOML files, the user's own in the configuration directory

@@ -45,11 +45,6 @@ class RunForecast:
         """Proposed tokens that a pass verifies."""
         return self.tree_nodes or self.gamma
 
-    @property
-    def usual_tok_per_s(self) -> float:
-        """Tokens per second at the usual acceptance, or of plain decoding."""
-        return self.usual.tok_per_s
-
 
 def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
     """Predict a planned run."""

@@ -142,9 +142,8 @@ class MachineFigures:
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
         name = DTYPE_NAMES[dtype]
-        tflops = self.tflops.get(name)
-        if tflops is None and name != "fp32":
-            tflops = self.tflops.get("fp16" if name == "bf16" else "bf16")
+        alike = {"bf16": "fp16", "fp16": "bf16"}.get(name, name)
+        tflops = self.tflops.get(name, self.tflops.get(alike))
         if tflops is None:
             raise OptionError(f"the profile {self.name} has no TFLOP/s for {name}: add tflops.{name} to it")
         return tflops * _TERA

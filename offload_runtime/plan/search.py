@@ -13,7 +13,7 @@ beside the rings that staging takes, and then what is left locks weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -91,11 +91,14 @@ def check_host_memory(plan: RunPlan) -> None:
     if plan.draft is not None:
         ways.append("take a smaller draft")
     ways += ["choose a 16-bit --dtype or a smaller model", f"or {limits.ram_way}"]
-    listed = ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
     raise BudgetError(
         f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.host_bytes - limits.ram_bytes)} ({listed}): {', '.join(ways)}"
+        f"{format_bytes_up(plan.host_bytes - limits.ram_bytes)} ({_listed(parts)}): {', '.join(ways)}"
     )
+
+
+def _listed(parts: Iterable[MemoryPart]) -> str:
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
 
 
 def _shorter_context(plan: RunPlan) -> int | None:
@@ -291,7 +294,8 @@ def _staged(plan: RunPlan) -> RunPlan:
 
 def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], tuple[str, OffloadError] | None]:
     """Ways with a retrieval verifier, and what kept the last of the others from having one, as of `_obstacle`."""
-    target, found, obstacle = plan.target, list[RunPlan](), None
+    target, found = plan.target, list[RunPlan]()
+    obstacle: tuple[str, OffloadError] | None = None
     verifier = VerifierPlan(
         target.config, target.dtype, plan.request.speculation, target.context_tokens, target.batch
     )  # fmt: skip
@@ -309,7 +313,8 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
     """Why there cannot be a retrieval verifier where one was placed: in a phrase where nobody asked for it, and as an
     error that says what would help. None where there can."""
     target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.request.speculation.budget_tokens
-    context, layers, kind = target.context_tokens, target.config.num_layers, OptionError
+    context, layers = target.context_tokens, target.config.num_layers
+    kind: type[OffloadError] = OptionError
     if budget_tokens > context:
         reason = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
         ways = ["lower --budget-tokens", "raise --context"]
@@ -364,7 +369,7 @@ def place_layers(plan: RunPlan) -> RunPlan:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
-        return plan.with_placement(all_resident(layers) if asked is None else _evenly(asked, layers, RING_SLOTS))
+        return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_SLOTS))
     left_bytes = available_bytes - plan.fixed_bytes
     most = min(layers, max(0, left_bytes) // min(plan.target.layout.layer_bytes))
     counts = range(most, -1, -1) if asked is None else (asked,)
@@ -427,7 +432,6 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
-    listed = ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in least.device)
     ways = ["raise --vram", "lower --context"]
     if plan.verifier is not None:
         ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
@@ -438,7 +442,7 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
     return BudgetError(
         f"the device budget of {format_bytes(available_bytes)} is too small by "
         f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
-        f"({listed}): {', '.join(ways)}"
+        f"({_listed(least.device)}): {', '.join(ways)}"
     )
 
 
@@ -497,8 +501,18 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     streamed = placement.streamed_layers
     if limit_bytes is None or kv_bytes + target.host_bytes_of_layers(streamed) <= limit_bytes:
         return replace(placement, staged_layers=(), staging_bytes=0, staged_kv_layers=(), writeback_bytes=0)
-    if staging_rings(target, 0).nbytes > limit_bytes:
-        raise _too_little(target, limit_bytes, name)
+    least = staging_rings(target, 0)
+    if least.nbytes > limit_bytes:
+        parts = [MemoryPart("a ring to stage layers through", least.h2d.nbytes)]
+        ways = ["raise --vram or keep all layers resident"] if streamed else []
+        if least.d2h is not None:
+            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h.nbytes))
+            ways.insert(0, "take --kv gpu")
+        raise BudgetError(
+            f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
+            f"{format_bytes_up(least.nbytes - limit_bytes)} ({_listed(parts)}): "
+            f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
+        )
     rings = staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
     left_bytes = limit_bytes - rings.nbytes - kv_bytes
@@ -534,19 +548,3 @@ def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...],
     count = min(available_bytes // target.kv_layer_bytes, len(layers) - 1)
     kept = {layers[index] for index in _layers_to_keep(count, [blocks[layer] for layer in layers])}
     return tuple(layer for layer in layers if layer not in kept), available_bytes - count * target.kv_layer_bytes
-
-
-def _too_little(target: ModelPlan, limit_bytes: int, name: str) -> BudgetError:
-    rings = staging_rings(target, 0)
-    parts = [
-        ("a ring to stage layers through", rings.h2d.nbytes),
-        ("pieces to write the KV cache through", rings.writeback_bytes),
-    ]
-    listed = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts if nbytes)
-    ways = ["take --kv gpu"] if rings.d2h is not None else []
-    ways += ["raise --vram or keep all layers resident"] if target.placement.num_streamed else []
-    return BudgetError(
-        f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
-        f"{format_bytes_up(rings.nbytes - limit_bytes)} ({listed}): "
-        f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
-    )

@@ -290,7 +290,7 @@ def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tu
     found: list[Upgrade] = []
     for what, request, better, note in offers:
         if (faster := _plan_or_none(request, better)) is not None:
-            found.append(Upgrade(what, current.usual_tok_per_s, tok_per_s(faster, better), note))
+            found.append(Upgrade(what, current.usual.tok_per_s, tok_per_s(faster, better), note))
     return tuple(found)
 
 
