@@ -252,9 +252,8 @@ class ModelPlan:
 
     def kv_blocks_by_layer(self) -> list[int]:
         """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
-        length, windows = self.context_tokens - 1, self.config.layer_windows
-        of_window = {reach: self.streamed_kv_blocks(reach, length) for reach in set(windows)}
-        return [of_window[reach] for reach in windows]
+        length = self.context_tokens - 1
+        return [self.streamed_kv_blocks(reach, length) for reach in self.config.layer_windows]
 
     # --- both, and what passes take
 

@@ -354,7 +354,7 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
     """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
-    return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)})) if count else ()
+    return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)}))
 
 
 def place_layers(plan: RunPlan) -> RunPlan:
@@ -452,20 +452,15 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 @dataclass(frozen=True)
 class StagingRings:
     """Page-locked memory that staging takes: what is read crosses `h2d`, keys and values on the way to the host cross
-    `d2h` (None: they never go there)."""
+    `d2h` (of no pieces where they never go there)."""
 
     h2d: RingShape
-    d2h: RingShape | None
-
-    @property
-    def writeback_bytes(self) -> int:
-        """Of the way to the host."""
-        return 0 if self.d2h is None else self.d2h.nbytes
+    d2h: RingShape
 
     @property
     def nbytes(self) -> int:
         """Of both."""
-        return self.h2d.nbytes + self.writeback_bytes
+        return self.h2d.nbytes + self.d2h.nbytes
 
 
 def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> StagingRings:
@@ -474,7 +469,7 @@ def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Stag
     on_host = bool(target.kv_layers_on_host)
     largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
     if not on_host:
-        return StagingRings(ring_shape(largest, available_bytes), None)
+        return StagingRings(ring_shape(largest, available_bytes), RingShape(0, 0))
     # A prompt's blocks are written as they become full, piece by piece of the prompt.
     written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
     piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
@@ -505,7 +500,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     if least.nbytes > limit_bytes:
         parts = [MemoryPart("a ring to stage layers through", least.h2d.nbytes)]
         ways = ["raise --vram or keep all layers resident"] if streamed else []
-        if least.d2h is not None:
+        if least.d2h.num_pieces:
             parts.append(MemoryPart("pieces to write the KV cache through", least.d2h.nbytes))
             ways.insert(0, "take --kv gpu")
         raise BudgetError(
@@ -525,7 +520,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
     return replace(
         placement, staged_layers=tuple(index for index in streamed if index not in pinned),
-        staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.writeback_bytes,
+        staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.d2h.nbytes,
     )  # fmt: skip
 
 
