@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import MachineFigures, PlanRequest, RunForecast, RunPlan, forecast, machine_figures, plan_run
+from offload_runtime.plan import MachineFigures, RunForecast, RunPlan, forecast, machine_figures, plan_run
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.weights import describe_model, packed_bytes
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
@@ -33,12 +33,12 @@ ROUNDING = 1e-9
     st.sampled_from(["auto", "auto", "auto", "full", "retrieval", "streaming"]),
 )  # fmt: skip
 def test_more_vram_never_predicts_slower(
-    request: PlanRequest, machine: MachineFigures, more_bytes: int, mode: str, draft_cache: str
+    request: RuntimeConfig, machine: MachineFigures, more_bytes: int, mode: str, draft_cache: str
 ) -> None:
     """Whatever is left to be chosen; what fits once fits with more memory as well."""
-    if request.draft is None or mode == "none":
+    if request.draft == "ngram" or mode == "none":
         options = SpeculationOptions("none" if mode == "none" else "auto")
-        request = replace(request, draft_name="ngram", draft=None, speculation=options)
+        request = replace(request, draft="ngram", speculation=options)
     else:
         request = replace(request, speculation=SpeculationOptions(mode, draft_cache))
     request = replace(request, vram_bytes=None)
@@ -47,16 +47,16 @@ def test_more_vram_never_predicts_slower(
         return
     larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
     before, after = forecast(less, machine), forecast(plan_run(request, larger), larger)
-    assert after.usual_tok_per_s >= before.usual_tok_per_s * (1 - ROUNDING)
+    assert after.usual.tok_per_s >= before.usual.tok_per_s * (1 - ROUNDING)
 
 
 @st.composite
-def drafted(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
+def drafted(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineFigures]:
     """A long text and a draft, everything else left to be chosen, on a card that has room for about the weights."""
     target = describe_model(CONFIGS / draw(st.sampled_from(["llama-3.1-8b", "llama-2-7b-128k", "llama-2-13b-128k"])))
     draft = describe_model(CONFIGS / draw(st.sampled_from(["llama-68m", "qwen2.5-0.5b", "llama-3.2-1b"])))
-    request = PlanRequest(
-        target, "small", draft, context=draw(st.integers(9_000, 131_072)), batch=draw(st.sampled_from([1, 1, 2]))
+    request = RuntimeConfig(
+        target, draft, context=draw(st.integers(9_000, 131_072)), max_batch=draw(st.sampled_from([1, 1, 2]))
     )
     machine = MachineFigures(
         "some", packed_bytes(target.config(), torch.bfloat16) + draw(st.integers(3 * GB, 20 * GB)), GB,
@@ -68,7 +68,7 @@ def drafted(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
 
 @PROPERTY
 @given(drafted(), st.lists(st.integers(0, 4 * GB), min_size=4, max_size=4))
-def test_with_a_draft_and_a_long_text_neither(case: tuple[PlanRequest, MachineFigures], steps: list[int]) -> None:
+def test_with_a_draft_and_a_long_text_neither(case: tuple[RuntimeConfig, MachineFigures], steps: list[int]) -> None:
     request, machine = case
     fastest = 0.0
     for more_bytes in steps:
@@ -76,7 +76,7 @@ def test_with_a_draft_and_a_long_text_neither(case: tuple[PlanRequest, MachineFi
         plan = plan_or_none(request, machine)
         assert plan is not None or not fastest
         if plan is not None:
-            speed = forecast(plan, machine).usual_tok_per_s
+            speed = forecast(plan, machine).usual.tok_per_s
             assert speed >= fastest * (1 - ROUNDING)
             fastest = speed
 
@@ -96,13 +96,11 @@ def chosen(plan: RunPlan) -> tuple[bool, str, bool]:
     return plan.verifier is not None, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
 
 
-def asked_for(target: str, draft: str, context: int, **changes: Any) -> PlanRequest:
-    return PlanRequest(
-        describe_model(CONFIGS / target), draft, describe_model(CONFIGS / draft), context=context, **changes
-    )
+def asked_for(target: str, draft: str, context: int, **changes: Any) -> RuntimeConfig:
+    return RuntimeConfig(describe_model(CONFIGS / target), describe_model(CONFIGS / draft), context=context, **changes)
 
 
-def scanned(request: PlanRequest, machine: MachineFigures, step_bytes: int) -> Iterator[tuple[RunPlan, RunForecast]]:
+def scanned(request: RuntimeConfig, machine: MachineFigures, step_bytes: int) -> Iterator[tuple[RunPlan, RunForecast]]:
     """Plans and forecasts with ever more device memory, from the first that fits to 10 GB more than all of it takes."""
     fits, left = False, 10 * GB // step_bytes
     for vram_bytes in range(3 * GB, machine.vram_bytes, step_bytes):
@@ -124,8 +122,8 @@ def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) 
     seen, fastest, rooms = set(), 0.0, set[int]()
     step_bytes = 700_000_000 if target == "qwen2.5-32b" else 300_000_000
     for plan, predicted in scanned(asked_for(target, draft, context), LARGE, step_bytes):
-        assert predicted.usual_tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan)
-        fastest = predicted.usual_tok_per_s
+        assert predicted.usual.tok_per_s >= fastest * (1 - ROUNDING), (fastest, plan)
+        fastest = predicted.usual.tok_per_s
         seen.add(chosen(plan))
         rooms.add(plan.tree_room)
     assert any(rooms), "trees are somewhere the fastest"
@@ -146,9 +144,9 @@ def test_auto_is_the_fastest_of_what_could_be_asked_for(target: str, draft: str,
                 plan = plan_or_none(asked, LARGE)
                 if plan is not None:
                     assert chosen(plan) == (mode == "triforce", cache, kv == "host")
-                    speeds[chosen(plan)] = forecast(plan, LARGE).usual_tok_per_s
+                    speeds[chosen(plan)] = forecast(plan, LARGE).usual.tok_per_s
     plan = plan_run(request, LARGE)
-    assert forecast(plan, LARGE).usual_tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
+    assert forecast(plan, LARGE).usual.tok_per_s == max(speeds.values()) == speeds[chosen(plan)]
 
 
 def test_the_headline_is_what_was_chosen_by_and_the_reason_says_so() -> None:
@@ -233,9 +231,8 @@ def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Pa
 def test_a_default_of_proposals_that_makes_no_sense(target: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device="cpu", **options)
-    request = PlanRequest(describe_model(str(target)), options.get("draft", "ngram"), gamma=options["gamma"])
     with pytest.raises(OptionError, match=message):
-        plan_run(request, LARGE)
+        RuntimeConfig(describe_model(str(target)), options.get("draft", "ngram"), gamma=options["gamma"])
 
 
 def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: Path) -> None:
@@ -248,8 +245,8 @@ def test_what_is_proposed_by_default_is_what_was_asked_for(target: Path, draft: 
 
 
 def plan_of(target: Path, draft: Path, profile: MachineProfile, kv: str) -> RunPlan:
-    models = describe_model(str(target)), "the draft", describe_model(str(draft))
-    request = PlanRequest(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
+    models = describe_model(str(target)), describe_model(str(draft))
+    request = RuntimeConfig(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
     return plan_run(request, replace(machine_figures(profile), ram_bytes=400 * GB, pinnable_bytes=None))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.render import window_figure
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import ChosenWindows, StepRunner, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, find_plan
+from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.runners import DraftModel, DraftTree
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
@@ -222,7 +222,7 @@ def test_what_n_grams_add_to_chains_changes_no_token(
 def with_room(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     """Make room for trees whatever the figures of a machine would say of models as small as these."""
 
-    def found(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+    def found(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
         return find_plan(replace(request, tree_nodes=nodes), machine, limits)
 
     monkeypatch.setattr(loading, "find_plan", found)

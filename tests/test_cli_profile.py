@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.errors import DeviceError
-from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
+from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 
 ROOT = Path(__file__).resolve().parent.parent

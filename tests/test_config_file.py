@@ -105,9 +105,10 @@ def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:
 def test_a_plan_does_without_transformers() -> None:
     """Whose import alone takes longer than a plan may take."""
     program = (
-        "import sys; from offload_runtime.plan import PlanRequest, machine_figures, plan_run\n"
-        "from offload_runtime.hardware import load_profile; from offload_runtime.weights import describe_model\n"
-        f"request = PlanRequest(describe_model({str(CONFIGS / 'llama-3.1-8b')!r}), context=32768)\n"
+        "import sys; from offload_runtime.plan import machine_figures, plan_run\n"
+        "from offload_runtime.config import RuntimeConfig; from offload_runtime.hardware import load_profile\n"
+        "from offload_runtime.weights import describe_model\n"
+        f"request = RuntimeConfig(describe_model({str(CONFIGS / 'llama-3.1-8b')!r}), context=32768)\n"
         "plan_run(request, machine_figures(load_profile('rtx4090')))\n"
         "print([name for name in ('transformers', 'matplotlib', 'torch._dynamo') if name in sys.modules])"
     )

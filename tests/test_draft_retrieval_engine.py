@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.cli.options import DraftCache
-from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
+from offload_runtime.config import DRAFT_CACHES, ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.plan import PlanRequest, RunPlan, common_figures, find_plan
-from offload_runtime.plan.forecast import tok_per_s
+from offload_runtime.plan import RunPlan, common_figures, find_plan
+from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
@@ -147,8 +147,8 @@ def chosen(
     budget_tokens: int = 4096,
 ) -> RunPlan:  # fmt: skip
     """A 7B and a 135M whose positions reach 65536, as they are placed on a card of 25 GB/s."""
-    request = PlanRequest(
-        DescribedModel(LARGE, torch.bfloat16), "small", DescribedModel(SMALL, torch.bfloat16), context=context, kv=kv,
+    request = RuntimeConfig(
+        DescribedModel(LARGE, torch.bfloat16), DescribedModel(SMALL, torch.bfloat16), context=context, kv=kv,
         resident_layers=resident, tree_nodes=0,
         speculation=SpeculationOptions("chain", draft_cache, budget_tokens=budget_tokens),
     )  # fmt: skip

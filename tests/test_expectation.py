@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.expectation import Expectation, expect
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
-from offload_runtime.plan import PlanRequest, RunPlan, forecast, known_figures, machine_figures, pass_time, plan_run
+from offload_runtime.plan import RunPlan, forecast, known_figures, machine_figures, pass_time, plan_run
 from offload_runtime.plan.cost import draft_step_s, verifier_step_s
 from offload_runtime.speculation import Acceptance, Choice
 from offload_runtime.weights import describe_model
@@ -44,9 +44,9 @@ class Answer:
 def _plan(
     target: str, draft: str = "none", *, context: int = 4096, batch: int = 1, mode: str = "auto", kv: str = "auto"
 ) -> RunPlan:
-    described = None if draft in ("none", "ngram") else describe_model(CONFIGS / draft)
-    request = PlanRequest(
-        describe_model(CONFIGS / target), draft, described, context=context, batch=batch, kv=kv,
+    described = draft if draft in ("none", "ngram") else describe_model(CONFIGS / draft)
+    request = RuntimeConfig(
+        describe_model(CONFIGS / target), described, context=context, max_batch=batch, kv=kv,
         speculation=SpeculationOptions(mode),
     )  # fmt: skip
     return plan_run(request, CARD)
@@ -120,9 +120,9 @@ def test_only_what_a_draft_proposed_took_its_steps(windows: dict[str, int], prop
 
 
 def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
-    described = describe_model(CONFIGS / "llama-2-13b"), "llama-68m", describe_model(CONFIGS / "llama-68m")
+    described = describe_model(CONFIGS / "llama-2-13b"), describe_model(CONFIGS / "llama-68m")
     for gamma, nodes in ((4, 64), (None, 64), (4, None), (4, 0)):
-        request = PlanRequest(*described, context=2048, gamma=gamma, tree_nodes=nodes)
+        request = RuntimeConfig(*described, context=2048, gamma=gamma, tree_nodes=nodes)
         predicted = forecast(plan_run(request, CARD), CARD)
         assert (predicted.tree_nodes, predicted.gamma) == (nodes or 0, gamma or 63)
 

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from offload_runtime.errors import ProfileError, StorageError
 from offload_runtime.hardware import (
-    CpuFigures,
     MachineProfile,
     list_profiles,
     load_profile,
-    profile_from_mapping,
     profile_toml,
     save_profile,
 )
 from offload_runtime.hardware.gpu_bench import PcieLink
-from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS, shipped_directory
+from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS, CpuFigures, profile_from_mapping, shipped_directory
 
 GIB = 1 << 30
 SHIPPED = ("h200", "rtx3090", "rtx4090", "rtx4090-x2")

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
-from offload_runtime.config import GB, SpeculationOptions, parse_bytes
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.plan import PlanRequest, Refusal, machine_figures, plan_or_refuse, plan_run
+from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse, plan_run
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
 
@@ -81,8 +81,8 @@ def plan(options: dict[str, str]) -> Result:
 
 def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from() -> None:
     machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
-    request = PlanRequest(
-        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
         kv="gpu", speculation=SpeculationOptions("triforce", "retrieval"), vram_bytes=22_700_000_000,
     )  # fmt: skip
     outcome = plan_or_refuse(request, machine)
@@ -94,8 +94,8 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
 
 def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
     machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
-    request = PlanRequest(
-        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
         speculation=SpeculationOptions("triforce"),
     )  # fmt: skip
     for vram_bytes in range(18 * GB, 22 * GB, GB // 3):

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import (
     MachineFigures,
-    PlanRequest,
     RunPlan,
     drafting_s,
     machine_figures,
@@ -30,9 +29,10 @@ from offload_runtime.plan.cost import (
     draft_step_s,
     expected_tokens,
     expected_tree_tokens,
+    predict_step,
+    verification,
     verifier_step_s,
 )
-from offload_runtime.plan.forecast import predict_step, verification
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -46,7 +46,7 @@ faster = st.floats(1.0, 10.0)
 @PROPERTY
 @given(requests(), machines, st.integers(1, 200), st.integers(1, 64))
 def test_a_pass_is_as_long_as_what_binds_it(
-    request: PlanRequest, machine: MachineFigures, length: int, rows: int
+    request: RuntimeConfig, machine: MachineFigures, length: int, rows: int
 ) -> None:
     plan = plan_or_none(request, machine)
     if plan is None:
@@ -57,7 +57,7 @@ def test_a_pass_is_as_long_as_what_binds_it(
     assert predicted.staging_s == pytest.approx(predicted.staged_bytes / (machine.staging_gbps * 1e9))
     assert predicted.seconds == max(predicted.copies_s, predicted.compute_s, predicted.launch_s)
     assert predicted.copies_s == max(predicted.link_s, predicted.staging_s)
-    assert predicted.lookahead_s <= predicted.copies_s and predicted.unstaged_s <= predicted.seconds
+    assert predicted.lookahead_s <= predicted.copies_s and max(predicted.link_s, predicted.busy_s) <= predicted.seconds
     assert max(predicted.hbm_s, predicted.arithmetic_s) <= predicted.compute_s * (1 + 1e-9)
     assert predicted.compute_s <= (predicted.hbm_s + predicted.arithmetic_s) * (1 + 1e-9)
     by_cause = {"link": predicted.link_s, "launches": predicted.launch_s, "staging": predicted.staging_s}
@@ -67,7 +67,7 @@ def test_a_pass_is_as_long_as_what_binds_it(
 @PROPERTY
 @given(requests(), machines, faster, faster, faster)
 def test_more_link_hbm_or_arithmetic_is_never_slower(
-    request: PlanRequest, machine: MachineFigures, link: float, hbm: float, flops: float
+    request: RuntimeConfig, machine: MachineFigures, link: float, hbm: float, flops: float
 ) -> None:
     plan = plan_or_none(request, machine)
     if plan is None:
@@ -98,7 +98,9 @@ def test_expected_tokens_are_those_of_the_formula(acceptance: float, gamma: int)
 
 @PROPERTY
 @given(requests(), machines, st.floats(0.4, 1))
-def test_a_step_hides_no_more_than_the_ring_holds(request: PlanRequest, machine: MachineFigures, right: float) -> None:
+def test_a_step_hides_no_more_than_the_ring_holds(
+    request: RuntimeConfig, machine: MachineFigures, right: float
+) -> None:
     plan = plan_or_none(request, machine)
     if plan is None:
         return
@@ -112,8 +114,8 @@ def test_a_step_hides_no_more_than_the_ring_holds(request: PlanRequest, machine:
 
 
 def test_a_chain_a_tree_and_triforce_take_the_steps_that_they_need() -> None:
-    models = describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b")
-    request = PlanRequest(*models, context=8192, gamma=8, batch=2, tree_nodes=0)
+    models = describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b")
+    request = RuntimeConfig(*models, context=8192, gamma=8, max_batch=2, tree_nodes=0)
     large = replace(MACHINE, vram_bytes=40 * 10**9)
     chain = plan_run(replace(request, speculation=SpeculationOptions("chain")), large)
     step, verify, draft_s = predict_step(chain, large, 0.5), verification(chain, large), draft_step_s(chain, large)
@@ -137,12 +139,12 @@ def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
 def test_the_loss_of_staging_is_predicted() -> None:
     """A 13B model of which 20 GB are streamed: 12 of them pageable, at 10 GB/s, take longer than the link at 25."""
     machine = replace(MACHINE, pinnable_bytes=8 * 10**9)
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), dtype="bf16", context=2048, vram_bytes=8 * 10**9)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), dtype="bf16", context=2048, vram_bytes=8 * 10**9)
     staged, whole = plan_run(request, machine), plan_run(request, MACHINE)
     assert staged.pinned_bytes <= 8 * 10**9 < whole.pinned_bytes and not whole.placement.staged_layers
     slow, fast = (pass_time(plan, MACHINE, length_tokens=9, rows=1) for plan in (staged, whole))
     assert slow.bytes_streamed == fast.bytes_streamed and slow.bound_by == "staging" and fast.bound_by == "link"
-    assert slow.unstaged_s == fast.seconds and slow.seconds > 1.2 * fast.seconds
+    assert max(slow.link_s, slow.busy_s) == fast.seconds and slow.seconds > 1.2 * fast.seconds
     layer_bytes = staged.target.layer_bytes
     assert slow.staging_s == pytest.approx(len(staged.placement.staged_layers) * layer_bytes / 10e9)
     prefills = [prefill_time(plan, MACHINE, 9) for plan in (staged, whole)]
@@ -177,7 +179,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def plan_of_7b(**changes: Any) -> RunPlan:
     name = "llama-2-7b-128k" if changes.get("context", 0) > 4096 else "llama-2-7b"
-    request = PlanRequest(describe_model(CONFIGS / name), dtype="bf16", **changes)
+    request = RuntimeConfig(describe_model(CONFIGS / name), dtype="bf16", **changes)
     return plan_run(request, machine_figures(load_profile("h200")))
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, parse_bytes
+from offload_runtime.config import GB, RuntimeConfig, parse_bytes
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, plan_run
+from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.runners.target import draft_shape, workspace_bytes
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, models
@@ -25,7 +25,7 @@ RING_SLOTS = 3
 def problems(draw: st.DrawFn) -> tuple[RunPlan, int, int | None]:
     """A plan with everything on the device, a budget around what matters (nothing fits to everything fits), and asked
     resident layers."""
-    request = PlanRequest(draw(models()), "none", context=draw(st.integers(2, 4096)), kv="gpu")
+    request = RuntimeConfig(draw(models()), "none", context=draw(st.integers(2, 4096)), kv="gpu")
     whole = plan_run(replace(request, vram_bytes=200 * GB), MACHINE)
     num_layers = whole.placement.num_layers
     layers = draw(st.integers(-2, num_layers + 4))
@@ -91,7 +91,7 @@ def test_the_budget_that_is_named_is_enough_and_the_parts_add_up(problem: tuple[
 
 
 def test_resident_layers_are_layers_of_the_model() -> None:
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
     for resident in (-1, 33):
         with pytest.raises(OptionError, match=f"between 0 and 32, the model's layers, not {resident}"):
             plan_run(replace(request, resident_layers=resident), MACHINE)
@@ -99,7 +99,7 @@ def test_resident_layers_are_layers_of_the_model() -> None:
 
 def test_a_draft_and_a_verifier_are_named_with_ways_out_of_their_own() -> None:
     target, draft = describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b")
-    request = PlanRequest(target, "small", draft, context=32768, kv="gpu", vram_bytes=4 * GB)
+    request = RuntimeConfig(target, draft, context=32768, kv="gpu", vram_bytes=4 * GB)
     with pytest.raises(BudgetError, match=r"draft weights [0-9.]+ GB, .*use a smaller draft or --draft ngram"):
         plan_run(replace(request, speculation=replace(request.speculation, mode="chain")), MACHINE)
     with pytest.raises(BudgetError, match=r"retrieval cache [0-9.]+ [MG]B, .*lower --budget-tokens or use"):

@@ -13,14 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, SpeculationOptions, format_bytes_up, parse_bytes
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes_up, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.model import Window
 from offload_runtime.plan import (
     MachineFigures,
-    PlanRequest,
     Refusal,
     RunPlan,
     common_figures,
@@ -38,12 +37,12 @@ from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, re
 
 
 @st.composite
-def little_locked(draw: st.DrawFn) -> tuple[PlanRequest, MachineFigures]:
+def little_locked(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineFigures]:
     """More to stream than can be page-locked, by a little or by nearly all of it."""
-    request = PlanRequest(
+    request = RuntimeConfig(
         describe_model(CONFIGS / draw(st.sampled_from(["llama-3.1-8b", "llama-2-7b-128k", "llama-2-13b-128k"]))),
         context=draw(st.integers(30_000, 131_072)), kv=draw(st.sampled_from(["host", "host", "auto"])),
-        batch=draw(st.sampled_from([1, 2])), resident_layers=draw(st.sampled_from([None, None, 0, 3, 32])),
+        max_batch=draw(st.sampled_from([1, 2])), resident_layers=draw(st.sampled_from([None, None, 0, 3, 32])),
     )  # fmt: skip
     machine = MachineFigures(
         "some", draw(st.integers(9 * GB, 30 * GB)), GB, 25.0, 1000.0, 500 * GB, {"bf16": 165.0},
@@ -60,7 +59,7 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
 
 
-def check_asked_limits(plan: RunPlan, request: PlanRequest) -> None:
+def check_asked_limits(plan: RunPlan, request: RuntimeConfig) -> None:
     """Nor what was allowed of it."""
     assert request.vram_bytes is None or plan.device_bytes <= request.vram_bytes
     assert request.ram_bytes is None or plan.host_bytes <= request.ram_bytes
@@ -69,7 +68,7 @@ def check_asked_limits(plan: RunPlan, request: PlanRequest) -> None:
 
 @PROPERTY
 @given(st.tuples(requests(), machines) | little_locked())
-def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, MachineFigures]) -> None:
+def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig, MachineFigures]) -> None:
     request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
@@ -97,7 +96,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
         kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
         assert on_host + kv_on_host > min(lockable)
     if placement.staged_layers:
-        assert plan.pinned_bytes + target.host_layer_bytes > min(lockable)
+        assert plan.pinned_bytes + target.host_bytes_of_layers([0]) > min(lockable)
         assert set(placement.staged_layers) <= set(placement.streamed_layers)
     if placement.staged_kv_layers:
         kv_layer_bytes = target.kv_layer_bytes
@@ -105,7 +104,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
         assert host["staged KV cache"] == len(placement.staged_kv_layers) * kv_layer_bytes
         assert not set(placement.staged_kv_layers) & set(plan.resident_kv_layers)
         # Keys and values are staged last: they and the least that staging takes do not fit.
-        assert len(placement.staged_layers) * target.host_layer_bytes >= streamed - kv_layer_bytes
+        assert len(placement.staged_layers) * target.host_bytes_of_layers([0]) >= streamed - kv_layer_bytes
         assert plan.verifier is None  # which reads them where they lie
     if plan.draft is not None:
         assert parts["draft weights"] == packed_bytes(plan.draft.config, plan.draft.dtype)
@@ -117,7 +116,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[PlanRequest, M
 
 @PROPERTY
 @given(st.tuples(requests(), machines) | little_locked())
-def test_a_forecast_streams_what_is_streamed(case: tuple[PlanRequest, MachineFigures]) -> None:
+def test_a_forecast_streams_what_is_streamed(case: tuple[RuntimeConfig, MachineFigures]) -> None:
     request, machine = case
     plan = plan_or_none(request, machine)
     if plan is None:
@@ -138,7 +137,7 @@ def test_a_forecast_streams_what_is_streamed(case: tuple[PlanRequest, MachineFig
 def test_no_step_of_vram_makes_a_pass_longer() -> None:
     """Where the memory of one more layer of weights would keep more bytes of keys and values, those are kept."""
     machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 90 * GB, {"bf16": 165.0})
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "none", context=2048, kv="host", batch=4)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), "none", context=2048, kv="host", max_batch=4)
     sizes = [size * GB // 20 for size in range(6 * 20, 40 * 20)]
     plans = [plan_or_none(replace(request, vram_bytes=size), machine) for size in sizes]
     streamed = [plan.streamed_bytes for plan in plans if plan is not None]
@@ -150,7 +149,7 @@ def test_rings_hold_no_more_than_a_pass_brings() -> None:
     """Of sliding windows a pass brings little: as layers stay, less is hidden, but never more than is copied."""
     machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
     config = replace(describe_model(CONFIGS / "llama-3.1-8b").config(), layer_windows=(4096,) * 32)
-    request = PlanRequest(DescribedModel(config, torch.bfloat16), context=65536, kv="host", resident_layers=32)
+    request = RuntimeConfig(DescribedModel(config, torch.bfloat16), context=65536, kv="host", resident_layers=32)
     hidden = []
     for vram_bytes in range(20 * GB, 32 * GB, GB // 5):
         plan = plan_or_none(replace(request, vram_bytes=vram_bytes), machine)
@@ -167,7 +166,7 @@ def test_keys_and_values_that_stay_are_those_of_full_attention_first() -> None:
     machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
     config = describe_model(CONFIGS / "llama-3.1-8b").config()
     config = replace(config, layer_windows=tuple(None if layer % 4 == 3 else 1024 for layer in range(32)))
-    request = PlanRequest(DescribedModel(config, torch.bfloat16), context=65536, batch=4, kv="host")
+    request = RuntimeConfig(DescribedModel(config, torch.bfloat16), context=65536, max_batch=4, kv="host")
     kept = plan_run(replace(request, vram_bytes=25 * GB), machine).resident_kv_layers
     assert 0 < len(kept) < 8 and all(layer % 4 == 3 for layer in kept)
     more = plan_run(replace(request, vram_bytes=38 * GB), machine).resident_kv_layers
@@ -177,7 +176,7 @@ def test_keys_and_values_that_stay_are_those_of_full_attention_first() -> None:
 @PROPERTY
 @given(requests(), machines, st.floats(1, 8), st.floats(1, 8))
 def test_more_link_or_hbm_is_never_slower(
-    request: PlanRequest, machine: MachineFigures, link: float, hbm: float
+    request: RuntimeConfig, machine: MachineFigures, link: float, hbm: float
 ) -> None:
     plan = plan_or_none(request, machine)
     if plan is None:
@@ -188,12 +187,12 @@ def test_more_link_or_hbm_is_never_slower(
     assert fast.prefill.seconds <= slow.prefill.seconds * (1 + 1e-9)
     # What is then chosen may take longer for a prompt, but its tokens never come slower.
     chosen = forecast(plan_run(request, better), better)
-    assert chosen.usual_tok_per_s >= fast.usual_tok_per_s * (1 - 1e-9) >= slow.usual_tok_per_s * (1 - 2e-9)
+    assert chosen.usual.tok_per_s >= fast.usual.tok_per_s * (1 - 1e-9) >= slow.usual.tok_per_s * (1 - 2e-9)
 
 
 @PROPERTY
 @given(requests(), machines)
-def test_what_is_proposed_instead_fits(request: PlanRequest, machine: MachineFigures) -> None:
+def test_what_is_proposed_instead_fits(request: RuntimeConfig, machine: MachineFigures) -> None:
     outcome = plan_or_refuse_or_none(request, machine)
     if not isinstance(outcome, Refusal):
         return
@@ -207,7 +206,7 @@ def test_what_is_proposed_instead_fits(request: PlanRequest, machine: MachineFig
     assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
 
 
-def plan_or_refuse_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | Refusal | None:
+def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | Refusal | None:
     try:
         return plan_or_refuse(request, machine)
     except OptionError:  # no machine could do this
@@ -217,7 +216,7 @@ def plan_or_refuse_or_none(request: PlanRequest, machine: MachineFigures) -> Run
 def test_a_refusal_names_the_largest_that_fits() -> None:
     """One block more than the proposed context, or 20 MB less than the proposed memory, does not fit."""
     machine = MachineFigures("small", 25 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
-    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=6, kv="gpu")
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, max_batch=6, kv="gpu")
     outcome = plan_or_refuse(request, machine)
     assert isinstance(outcome, Refusal) and isinstance(outcome.problem, BudgetError)
     context = next(p for p in outcome.suggestions if p.change.startswith("--context"))
@@ -238,8 +237,8 @@ def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
     """As far as the card goes, for what is short of it and for what is short of host memory; as it would be typed."""
     machine = machine_figures(load_profile("rtx4090"))
     model = describe_model(CONFIGS / "llama-3.1-8b")
-    short_of_vram = PlanRequest(model, context=65536, kv="gpu", vram_bytes=8 * GB)
-    short_of_ram = PlanRequest(model, context=65536, vram_bytes=8 * GB, ram_bytes=20 * GB)
+    short_of_vram = RuntimeConfig(model, context=65536, kv="gpu", vram_bytes=8 * GB)
+    short_of_ram = RuntimeConfig(model, context=65536, vram_bytes=8 * GB, ram_bytes=20 * GB)
     for request in (short_of_vram, short_of_ram):
         outcome = plan_or_refuse(request, machine)
         assert isinstance(outcome, Refusal)
@@ -255,7 +254,7 @@ def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
 
 def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
     machine = machine_figures(load_profile("rtx4090"))
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-70b"), context=4096, ram_bytes=500 * GB)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-70b"), context=4096, ram_bytes=500 * GB)
     with pytest.raises(
         BudgetError, match=r"host memory of 68\.7 GB is too small .* or add memory: rtx4090 has no more"
     ):
@@ -266,7 +265,7 @@ def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
 
 def test_what_is_short_of_page_locked_memory_is_what_the_problem_says() -> None:
     machine = machine_figures(load_profile("rtx4090"))
-    request = PlanRequest(
+    request = RuntimeConfig(
         describe_model(CONFIGS / "llama-3.1-8b"), context=32768, vram_bytes=8 * GB, pinned_bytes=10_000_000
     )
     outcome = plan_or_refuse(request, machine)
@@ -280,9 +279,9 @@ def test_what_is_short_of_page_locked_memory_is_what_the_problem_says() -> None:
 
 def test_several_changes_together_when_no_single_one_fits() -> None:
     machine = MachineFigures("tiny", 9 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
-    request = PlanRequest(
-        describe_model(CONFIGS / "llama-3.1-8b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=131072,
-        kv="gpu", resident_layers=30, batch=4, speculation=SpeculationOptions("chain"),
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=131072,
+        kv="gpu", resident_layers=30, max_batch=4, speculation=SpeculationOptions("chain"),
     )  # fmt: skip
     outcome = plan_or_refuse(request, machine)
     assert isinstance(outcome, Refusal)
@@ -293,7 +292,7 @@ def test_several_changes_together_when_no_single_one_fits() -> None:
 
 def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": 165.0}, 20 * GB)
-    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, batch=2, kv="host")
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, max_batch=2, kv="host")
     kv_staged = plan_run(request, machine)
     assert 0 < len(kv_staged.placement.staged_kv_layers) < 32 and 20 * GB - kv_staged.pinned_bytes < 2 * GB
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, .*pieces to write the KV"):
@@ -313,23 +312,23 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
 def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
     """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
-    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", batch=2, kv="host")
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", max_batch=2, kv="host")
     plan = plan_run(request, machine)
     check_limits(plan, machine)
     assert 100_000 < plan.target.context_tokens < 131_072
     assert bool(plan.placement.staged_kv_layers) == (pinned is not None)
 
 
-def staged_request(request: PlanRequest) -> PlanRequest:
+def staged_request(request: RuntimeConfig) -> RuntimeConfig:
     """The same with a small card and all of it streamed."""
-    return replace(request, context=4096, batch=1, kv="gpu", vram_bytes=8 * GB)
+    return replace(request, context=4096, max_batch=1, kv="gpu", vram_bytes=8 * GB)
 
 
 def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> None:
     """A link that waits for staging hides no less by being faster."""
     machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
-    request = PlanRequest(
-        describe_model(CONFIGS / "llama-2-7b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=512,
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-2-7b"), describe_model(CONFIGS / "llama-3.2-1b"), context=512,
         gamma=63, speculation=SpeculationOptions("chain"),
     )  # fmt: skip
     plan = plan_run(request, machine)
@@ -341,7 +340,7 @@ def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> 
 def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
     """At the pace of the link that was measured, or of staging where that is slower."""
     machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
     staged, locked = (plan_run(request, replace(machine, pinnable_bytes=most)) for most in (2 * GB, None))
 
     def times(plan: RunPlan, link_gbps: float) -> tuple[float, float, int]:
@@ -359,8 +358,8 @@ def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
 
 def test_windows_up_to_some_size_are_bound_by_the_link() -> None:
     """Rows cost arithmetic: on a fast link few of them take as long as the copies, and of a small part any does."""
-    request = PlanRequest(
-        describe_model(CONFIGS / "llama-2-13b"), "small", describe_model(CONFIGS / "llama-3.2-1b"), context=2048,
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-2-13b"), describe_model(CONFIGS / "llama-3.2-1b"), context=2048,
         tree_nodes=1024,
     )  # fmt: skip
     rows = []
@@ -378,21 +377,21 @@ def test_room_for_trees_is_what_half_of_a_context_leaves(context: int, nodes: in
     """More could be proposed only behind a short text, and the room for it would push out a layer of the target."""
     machine = MachineFigures("some", 24 * GB, GB, 55.0, 4800.0, 64 * GB, {"bf16": 800.0}, None)
     target, draft = describe_model(CONFIGS / "llama-2-13b"), describe_model(CONFIGS / "llama-3.2-1b")
-    request = PlanRequest(target, "small", draft, context=context)
+    request = RuntimeConfig(target, draft, context=context)
     assert plan_run(request, machine).tree_room == nodes
     assert plan_run(replace(request, tree_nodes=2 * nodes), machine).tree_room == 2 * nodes
 
 
 def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:
     machine = machine_figures(load_profile("rtx4090"))
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), context=4096)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), context=4096)
     plan = plan_run(request, machine)
     predicted = forecast(plan, machine)
     gigabyte, card = upgrades(plan, predicted, machine)
-    assert predicted.usual_tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
+    assert predicted.usual.tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
     assert "not built" in card.note and not gigabyte.note
     large = replace(machine, ram_bytes=400 * GB, pinnable_bytes=None)  # where a second card's memory is not enough
-    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-70b"), context=4096)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-70b"), context=4096)
     plan = plan_run(request, large)
     predicted = forecast(plan, large)
     _, card = upgrades(plan, predicted, large)
@@ -418,13 +417,13 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
     machine = machine_figures(load_profile(profile))
     for context in (4096, 32768, 131072):
         started_s = time.perf_counter()
-        request = PlanRequest(describe_model(CONFIGS / name), context=context)
+        request = RuntimeConfig(describe_model(CONFIGS / name), context=context)
         outcome = plan_or_refuse(request, machine)
         if isinstance(outcome, Refusal):
             assert outcome.suggestions, f"{name} at {context}: {outcome.problem}"
         else:
             check_limits(outcome, machine)
-            assert forecast(outcome, machine).usual_tok_per_s > 0
+            assert forecast(outcome, machine).usual.tok_per_s > 0
         # The promise is two seconds with the imports; arithmetic alone has to stay far below.
         assert time.perf_counter() - started_s < 2
 
@@ -498,7 +497,7 @@ def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Pat
 def test_branches_of_a_streaming_cache_lie_beside_its_places() -> None:
     """How long it is depends on how deep trees may be, not on how wide, and is within the draft's positions."""
     draft = describe_model(CONFIGS / "tinyllama-1.1b")
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "small", draft, context=4096)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), draft, context=4096)
     machine, kept = machine_figures(load_profile("rtx4090")), set()
     for nodes in (512, 1024):
         plan = plan_run(replace(request, tree_nodes=nodes), machine).draft
@@ -511,11 +510,11 @@ def test_branches_of_a_streaming_cache_lie_beside_its_places() -> None:
 
 def test_graphs_of_steps_are_counted_where_there_are_any() -> None:
     """Of the draft and, with TriForce, of the middle level, which needs room to choose chunks in."""
-    drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m"), "draft_name": "llama-68m"}
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-7b-128k"), context=32768, kv="host")
+    drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m")}
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b-128k"), context=32768, kv="host")
     machine = machine_figures(load_profile("rtx4090"))
 
-    def graph_bytes(request: PlanRequest) -> int:
+    def graph_bytes(request: RuntimeConfig) -> int:
         parts = plan_run(request, machine).device
         return sum(part.nbytes for part in parts if part.name == "CUDA graphs")
 
@@ -533,6 +532,6 @@ def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("init", "_lazy_init", "get_device_capability", "mem_get_info", "current_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    request = PlanRequest(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
     plan = plan_run(request, machine_figures(load_profile("rtx4090")))
     assert plan.target.shape.window_rows == 256 and plan.target.dtype == torch.bfloat16

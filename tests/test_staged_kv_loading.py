@@ -89,7 +89,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model = whole.target
-    kv_bytes, layer_bytes = model.host_kv_bytes, model.host_layer_bytes
+    kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
     registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
     with on_host(target, pinned=limit, resident_layers=resident) as runtime:
@@ -175,7 +175,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     """The system takes back some of what the plan had for keys and values."""
     with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
         model, whole = runtime.plan.target, runtime.plan
-    limit = model.host_kv_bytes + least(whole) + 2 * model.host_layer_bytes
+    limit = model.host_kv_bytes + least(whole) + 2 * model.host_bytes_of_layers([0])
     registrar = LimitedRegistrar(limit - model.host_kv_bytes + 400_000)
     lock_with(monkeypatch, registrar)
     with on_host(target, resident_layers=0, pinned=limit, context=1024) as runtime:
@@ -185,7 +185,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
         assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes
-        staged_weights = len(runtime.plan.placement.staged_layers) * model.host_layer_bytes
+        staged_weights = len(runtime.plan.placement.staged_layers) * model.host_bytes_of_layers([0])
         assert stats.pageable_bytes == blocks.nbytes - blocks.pinned_bytes + staged_weights
     assert not registrar.locked
 
@@ -194,7 +194,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
 def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
     target: Path, whole: RunPlan, expected: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer_bytes = whole.target.host_layer_bytes
+    layer_bytes = whole.target.host_bytes_of_layers([0])
     limit = max(count * layer_bytes, least(whole))
     registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
     with on_host(target, resident_layers=0) as runtime:
@@ -300,7 +300,7 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
     kv_bytes = plan.target.host_kv_bytes
     assert kv_bytes > 0 and plan.pinned_bytes > kv_bytes
     for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
-        weights_bytes = (NUM_LAYERS - resident) * plan.target.host_layer_bytes
+        weights_bytes = (NUM_LAYERS - resident) * plan.target.host_bytes_of_layers([0])
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=CudaRegistrar()))
         with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.config import GB, GIB
+from offload_runtime.config import GB, GIB, RuntimeConfig
 from offload_runtime.copy import CudaCopyEngine, StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
@@ -23,7 +23,7 @@ from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
-from offload_runtime.plan import PlanRequest, common_figures, limits_here, machine_figures, pass_time, plan_run
+from offload_runtime.plan import common_figures, limits_here, machine_figures, pass_time, plan_run
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def layer_bytes(target: Path) -> int:
     with load(target, resident_layers=0) as runtime:
-        return runtime.plan.target.host_layer_bytes
+        return runtime.plan.target.host_bytes_of_layers([0])
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_limit_is_kept_from_the_beginning(
 def test_staged_and_locked_layers_alternate(resident: int) -> None:
     """No two neighbours are alike when it can be helped, however many are locked."""
     machine = replace(machine_figures(load_profile("rtx4090")), vram_bytes=40 * GB)
-    request = PlanRequest(describe_model(CONFIGS / "llama-2-13b"), "none", context=512, resident_layers=resident)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), "none", context=512, resident_layers=resident)
     counts = set()
     for pinned_bytes in range(GB // 2, 26 * GB, GB // 2):
         placement = plan_run(replace(request, pinned_bytes=pinned_bytes), machine).placement

@@ -10,13 +10,13 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.kv import DeviceKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.plan import PlanRequest, RunPlan, machine_figures, plan_run
+from offload_runtime.plan import RunPlan, machine_figures, plan_run
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.weights import describe_model
@@ -206,11 +206,11 @@ def test_trees_that_nobody_would_grow_are_refused(
         Runtime.load(target, device="cpu", tree_nodes=8, **{"draft": draft, **options})
 
 
-def planned(target: Path, draft: Path, tree_nodes: int, *, device_type: str = "cuda") -> RunPlan:
+def planned(target: Path, draft: Path, tree_nodes: int, *, device: str = "cuda") -> RunPlan:
     """For a GPU that need not be here."""
-    request = PlanRequest(
-        describe_model(target), "small", describe_model(draft), dtype="bf16", context=CONTEXT_TOKENS, batch=2,
-        speculation=SpeculationOptions("chain", "full"), tree_nodes=tree_nodes, device_type=device_type,
+    request = RuntimeConfig(
+        describe_model(target), describe_model(draft), dtype="bf16", context=CONTEXT_TOKENS, max_batch=2,
+        speculation=SpeculationOptions("chain", "full"), tree_nodes=tree_nodes, device=device,
     )  # fmt: skip
     return plan_run(request, machine_figures(load_profile("rtx4090")))
 
@@ -226,7 +226,7 @@ def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
     assert full.graph_bytes > lean.graph_bytes + (32 << 20)
     assert lean.workspace_bytes == max(lean.target.workspace_bytes, lean.draft.workspace_bytes)
     assert full.workspace_bytes == full.target.workspace_bytes + full.draft.workspace_bytes
-    assert planned(target, draft, 500, device_type="cpu").graph_bytes == 0
+    assert planned(target, draft, 500, device="cpu").graph_bytes == 0
 
 
 @pytest.mark.parametrize("options", [SpeculationOptions(), NEWEST], ids=["full", "streaming"])

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_runtime_kernels.few_row_linear import RowNorm
 
-from offload_runtime.config import GB, ModelConfig
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.load_model import connect_model
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
-from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, plan_run
+from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
-from offload_runtime.plan.placement import place_layers, place_staged
+from offload_runtime.plan.search import place_layers, place_staged
 from offload_runtime.weights import (
     DescribedModel,
     ModelLayout,
@@ -147,7 +147,7 @@ def test_loading_fills_and_counts_what_is_stored(checkpoint: Path) -> None:
 
 def planned(config: ModelConfig, layout: ModelLayout, *, resident: int | None = None) -> RunPlan:
     """Of a model by itself with everything on the device, its weights in another layout."""
-    request = PlanRequest(
+    request = RuntimeConfig(
         DescribedModel(config, torch.float32), "none", dtype="fp32", context=64, kv="gpu", resident_layers=resident
     )
     plan = plan_run(replace(request, resident_layers=None), MACHINE)

@@ -26,7 +26,7 @@ from long_context.session import Session
 from widening.made import UntrainedLlama, repeated_llama
 from widening.shapes import SHAPES, WideShape, shape_named
 
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import Emulation, emulation_of
 from offload_runtime.hardware import load_profile
@@ -34,7 +34,6 @@ from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import (
     MachineFigures,
-    PlanRequest,
     common_figures,
     find_plan,
     limits_here,
@@ -76,9 +75,9 @@ def limit_bytes(setting: Setting, source: UntrainedLlama, device: torch.device) 
     limits = limits_here(None, None, read_host_info(), page_locks=device.type == "cuda")
     limits = replace(limits, reserved_bytes=budget.reserved_bytes)
     budget.release()
-    request = PlanRequest(
+    request = RuntimeConfig(
         source, "none", context=setting.context, kv=setting.kv, resident_layers=setting.resident,
-        max_gamma=_MAX_GAMMA, speculation=_PLAIN, device_type=device.type,
+        max_gamma=_MAX_GAMMA, speculation=_PLAIN, device=device.type,
     )  # fmt: skip
     plan = find_plan(request, common_figures(), limits)
     return plan.device_bytes + plan.target.layer_bytes // 4

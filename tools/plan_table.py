@@ -13,11 +13,10 @@ from pathlib import Path
 import harness
 from harness import check_out
 
-from offload_runtime.config import GIB, format_bytes
+from offload_runtime.config import GIB, RuntimeConfig, format_bytes
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import (
     MachineFigures,
-    PlanRequest,
     Refusal,
     RunForecast,
     RunPlan,
@@ -115,8 +114,8 @@ def short_lines() -> Iterator[str]:
 def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
     """One line: plain decoding with nothing else on the card, then a draft model that proposes chains or trees."""
     target, draft = describe_model(CONFIGS / row.target), describe_model(CONFIGS / row.draft)
-    plain = _planned(PlanRequest(target, "none", context=SHORT_CONTEXT), cards, machine)
-    drafting = PlanRequest(target, row.draft, draft, context=SHORT_CONTEXT)
+    plain = _planned(RuntimeConfig(target, "none", context=SHORT_CONTEXT), cards, machine)
+    drafting = RuntimeConfig(target, draft, context=SHORT_CONTEXT)
     chains = _planned(replace(drafting, tree_nodes=0), cards, machine)
     trees = _planned(drafting, cards, machine)
     assert trees[0].tree_room, f"no room for trees in {row.name}: leave its column empty"
@@ -130,13 +129,13 @@ def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
         row.draft,
         layers(trees[0].placement.resident_layers, trees[0]),
         f"{trees[1].verify.seconds:.3f}",
-        f"{chains[1].usual_tok_per_s:.1f}",
-        f"{trees[1].usual_tok_per_s:.1f}",
+        f"{chains[1].usual.tok_per_s:.1f}",
+        f"{trees[1].usual.tok_per_s:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _planned(request: PlanRequest, cards: int, machine: MachineFigures) -> tuple[RunPlan, RunForecast]:
+def _planned(request: RuntimeConfig, cards: int, machine: MachineFigures) -> tuple[RunPlan, RunForecast]:
     """A plan that must fit, and how fast it is."""
     if cards == 2:
         request, machine = second_card(request, machine)
@@ -156,9 +155,7 @@ def table_row(row: Row, context: int, profile: str) -> str:
     """One line: the plan, or why there is none and what would fit."""
     machine = machine_figures(load_profile(profile))
     folder = EXTENDED.get(row.target, row.target) if context > 4096 else row.target
-    request = PlanRequest(
-        describe_model(CONFIGS / folder), row.draft, describe_model(CONFIGS / row.draft), context=context
-    )
+    request = RuntimeConfig(describe_model(CONFIGS / folder), describe_model(CONFIGS / row.draft), context=context)
     outcome = plan_or_refuse(request, machine)
     head = f"| {row.name} | {context} | "
     if isinstance(outcome, Refusal):
@@ -175,7 +172,7 @@ def table_row(row: Row, context: int, profile: str) -> str:
         predicted.verify.bound_by,
         f"{predicted.prefill.seconds:.1f}",
         f"{predicted.plain_tok_per_s:.2f}",
-        f"{predicted.usual_tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
+        f"{predicted.usual.tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
     ]
     return head + " | ".join(cells) + " |"
 

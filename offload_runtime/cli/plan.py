@@ -36,9 +36,9 @@ def plan(options: PlanOptions) -> None:
     with terminal.only_json(options.as_json):
         from offload_runtime import plan as planning
 
-        target, draft = planning.describe_pair(config.target, config.draft, config.speculation.mode)
+        request = planning.describe_models(config)
         figures = planning.machine_figures(machine)
-        outcome = planning.plan_or_refuse(planning.PlanRequest.of(config, target, draft), figures)
+        outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
         if options.as_json:
             terminal.write_json(refusal_record(outcome, machine), sys.stdout)
@@ -89,9 +89,10 @@ def plan_tables(
         tables.append(_steps_table(predicted))
     if plan.is_staged:
         plain = predicted.plain
+        locked_s = max(plain.link_s, plain.busy_s)
         tables.append(
             f"staging takes {_duration(plain.staging_s)} of a pass beside the link's {_duration(plain.link_s)}: "
-            f"{_duration(plain.seconds)} instead of {_duration(plain.unstaged_s)} if all could be page-locked"
+            f"{_duration(plain.seconds)} instead of {_duration(locked_s)} if all could be page-locked"
         )
     for gain in gains:
         speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"

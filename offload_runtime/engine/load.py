@@ -28,7 +28,6 @@ from offload_runtime.memory import DeviceBudget, HostArena, current_device, devi
 from offload_runtime.plan import (
     MachineFigures,
     ModelPlan,
-    PlanRequest,
     RunPlan,
     check_host_memory,
     common_figures,
@@ -235,7 +234,8 @@ def load_runtime(
         require_dtype(torch_dtype, chosen)
         machine = known_figures(profile, chosen, torch_dtype)
         figures = _figures(machine, emulation)
-        request = PlanRequest.of(config, sources.target, sources.draft, device_type=chosen.type)
+        draft = config.draft if sources.draft is None else sources.draft
+        request = replace(config, target=sources.target, draft=draft, device=chosen.type)
         limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
         plan = find_plan(request, figures, limits)
         if on_plan is not None:

@@ -77,7 +77,7 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> 
         placement = place_staged(plan, limit_bytes, "the system")
     shapes, d2h = staging_rings(plan), None
     h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
-    if shapes.d2h is not None:
+    if shapes.d2h.num_pieces:
         arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
         d2h = Ring(arena, shapes.d2h.piece_bytes)
     memory = StagedMemory(placement, h2d, d2h)

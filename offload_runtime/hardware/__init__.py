@@ -4,24 +4,20 @@ Measuring itself is in `hardware.measure`, which needs torch; reading profiles d
 """
 
 from offload_runtime.hardware.profile import (
-    CpuFigures,
     MachineProfile,
     check_name,
     list_profiles,
     load_profile,
-    profile_from_mapping,
     profile_to_mapping,
     profile_toml,
     save_profile,
 )
 
 __all__ = [
-    "CpuFigures",
     "MachineProfile",
     "check_name",
     "list_profiles",
     "load_profile",
-    "profile_from_mapping",
     "profile_to_mapping",
     "profile_toml",
     "save_profile",

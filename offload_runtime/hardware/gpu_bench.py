@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -137,15 +138,16 @@ class LinkBench:
 
     def by_copy_mib(
         self, sizes_mib: Sequence[float], *, budget_s: float, on_progress: OnProgress
-    ) -> dict[float, float]:
-        """Host to device in GB/s by MiB of one copy; the copies walk through the buffer, not over one cached place."""
+    ) -> tuple[dict[float, float], float]:
+        """Host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not over
+        one cached place."""
         rates = {}
         for size_mib in counted(sizes_mib, "link, to the device", on_progress):
             piece_bytes = int(size_mib * MIB)
             if piece_bytes <= self.nbytes:
                 seconds = _event_time_s(self.device, partial(self.copy_in, piece_bytes), budget_s=budget_s)
                 rates[size_mib] = self.nbytes / seconds / GB
-        return rates
+        return rates, max(rates.values())
 
     def back_gbps(self, *, budget_s: float) -> float:
         """Device to host in GB/s."""
@@ -167,10 +169,6 @@ class LinkBench:
 
         return 4 * self.nbytes / _event_time_s(self.device, both, budget_s=budget_s) / GB
 
-    def close(self) -> None:
-        """Give the buffers back."""
-        del self._source_pinned, self._sink_pinned, self._source_gpu, self._sink_gpu
-
 
 def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
     for offset in range(0, src.nbytes, piece_bytes):
@@ -178,65 +176,59 @@ def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
         dst[piece].copy_(src[piece], non_blocking=True)
 
 
-class BusyLink:
-    """Keeps the link to the device busy from a thread while the `with` block runs."""
+@contextmanager
+def busy_link(bench: LinkBench) -> Iterator[Callable[[], int]]:
+    """Keep the link to the device busy from a thread while the `with` block runs.
 
-    def __init__(self, bench: LinkBench) -> None:
-        self._bench = bench
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._finished_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="busy-link", daemon=True)
+    Yields:
+        What tells how many bytes have arrived by now.
 
-    @property
-    def finished_bytes(self) -> int:
-        """Bytes of the copies that have arrived by now."""
-        return self._finished_bytes
+    Raises:
+        CannotMeasureError: The copies failed.
+    """
+    stop, arrived_bytes = threading.Event(), 0
 
-    def __enter__(self) -> BusyLink:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None and error is None:
-            raise CannotMeasureError(f"copies beside it failed: {self._failure}")
-
-    def _run(self) -> None:
-        try:
-            stream = torch.cuda.Stream(self._bench.device)
-            with torch.cuda.device(self._bench.device), torch.cuda.stream(stream):
-                previous = self._enqueue()
-                while not self._stop.is_set():
-                    latest = self._enqueue()  # the next ones wait in the queue while these run
-                    previous.synchronize()
-                    self._finished_bytes += self._bench.nbytes
-                    previous = latest
-            stream.synchronize()
-        except RuntimeError as failure:
-            self._failure = failure
-
-    def _enqueue(self) -> torch.cuda.Event:
-        self._bench.copy_in()
+    def enqueue() -> torch.cuda.Event:
+        bench.copy_in()
         done = torch.cuda.Event()
         done.record()
         return done
+
+    def copy_on() -> None:
+        nonlocal arrived_bytes
+        stream = torch.cuda.Stream(bench.device)
+        with torch.cuda.device(bench.device), torch.cuda.stream(stream):
+            previous = enqueue()
+            while not stop.is_set():
+                latest = enqueue()  # the next ones wait in the queue while these run
+                previous.synchronize()
+                arrived_bytes += bench.nbytes
+                previous = latest
+        stream.synchronize()
+
+    with ThreadPoolExecutor(1) as thread:
+        copying = thread.submit(copy_on)
+        try:
+            yield lambda: arrived_bytes
+        finally:
+            stop.set()
+    try:
+        copying.result()
+    except RuntimeError as failure:
+        raise CannotMeasureError(f"copies beside it failed: {failure}") from failure
 
 
 def measure_beside_link(bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float) -> tuple[float, float]:
     """Host memory read by `threads` and the link to the device while both run, each in GB/s."""
     passes = 0
-    with BusyLink(bench) as busy:
+    with busy_link(bench) as arrived_bytes:
         reader.read(threads)  # the copies have begun by its end
-        before_bytes, started_s = busy.finished_bytes, time.perf_counter()
+        before_bytes, started_s = arrived_bytes(), time.perf_counter()
         while passes < 3 or time.perf_counter() - started_s < budget_s:
             reader.read(threads)
             passes += 1
         seconds = time.perf_counter() - started_s
-        copied_bytes = busy.finished_bytes - before_bytes
+        copied_bytes = arrived_bytes() - before_bytes
     if copied_bytes == 0:
         raise CannotMeasureError("no copy ended while the memory was read")
     return passes * reader.nbytes / seconds / GB, copied_bytes / seconds / GB

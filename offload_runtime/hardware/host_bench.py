@@ -181,12 +181,13 @@ def thread_counts(cores: int, *, quick: bool) -> list[int]:
 
 def measure_host_by_threads(
     reader: HostReader, counts: list[int], *, budget_s: float, on_progress: OnProgress
-) -> dict[int, float]:
-    """Reading of host memory in GB/s for each number of threads."""
-    return {
+) -> tuple[dict[int, float], float]:
+    """Reading of host memory in GB/s for each number of threads, and the best of these."""
+    rates = {
         threads: reader.nbytes / best_time_s(partial(reader.read, threads), budget_s=budget_s) / GB
         for threads in counted(counts, "host memory", on_progress)
     }
+    return rates, max(rates.values())
 
 
 def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -> float:
@@ -213,15 +214,12 @@ def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -
 @contextmanager
 def _opened_past_cache(file: Path) -> Iterator[int]:
     """A descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped first."""
-    if not hasattr(os, "preadv"):
+    if not (hasattr(os, "preadv") and hasattr(os, "posix_fadvise")):
         raise CannotMeasureError("this system cannot read around its file cache")
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
     except (OSError, AttributeError):  # the file system, or a system that is not Linux, has no direct reads
         descriptor = os.open(file, os.O_RDONLY)
-        if not hasattr(os, "posix_fadvise"):
-            os.close(descriptor)
-            raise CannotMeasureError("this system cannot read around its file cache") from None
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         yield descriptor

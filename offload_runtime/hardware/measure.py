@@ -17,24 +17,14 @@ import torch
 from offload_runtime.config import GIB
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import gpu_bench, host_bench
-from offload_runtime.hardware.gpu_bench import BusyLink, LinkBench, NvmlAnswer, read_nvml
-from offload_runtime.hardware.host_bench import (
-    CannotMeasureError,
-    HostInfo,
-    HostReader,
-    OnProgress,
-    counted,
-    printable,
-    read_host_info,
-)
+from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
+from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, OnProgress, printable
 from offload_runtime.hardware.profile import DTYPES, MachineProfile
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
+from offload_runtime.memory import resolve_device
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
-_LINK_KEYS = (
-    "link_by_copy_mib", "link_gbps", "link_back_gbps", "link_both_gbps", "host_gbps_while_link_busy",
-    "link_gbps_while_host_busy", "pcie_generation", "pcie_width",
-)  # fmt: skip
+_LINK_KEYS = tuple(key for key in _GPU_KEYS if "link" in key or key.startswith("pcie"))
 # The card's clocks, and with them the link, need a moment of work to rise.
 _WAKING_S = 0.3
 
@@ -79,23 +69,18 @@ class Findings:
         for name, figure in zip(names, (value,) if isinstance(keys, str) else value, strict=True):
             self.figures[name] = _rounded(figure)
 
-    def take_rates(self, keys: tuple[str, str], measure: Callable[[], Mapping[Any, float]]) -> None:
-        """Enter a table of rates, and the best of them under the second key; or why there is nothing."""
-
-        def rates_and_best() -> tuple[Mapping[Any, float], float]:
-            rates = measure()
-            return rates, max(rates.values())
-
-        self.take(keys, rates_and_best)
-
     def take_each(self, stage: str, measurements: Mapping[str | tuple[str, ...], Callable[[], Any]]) -> None:
         """Take one figure after another as the steps of a stage."""
-        for keys in counted(list(measurements), stage, self.on_progress):
+        for keys in host_bench.counted(list(measurements), stage, self.on_progress):
             self.take(keys, measurements[keys])
 
     def miss(self, keys: Iterable[str], reason: str) -> None:
         """Enter why there is nothing: the first line of `reason`."""
-        self.missing.update(dict.fromkeys(keys, printable(reason.strip().partition("\n")[0])))
+        self.missing.update(dict.fromkeys(keys, _first_line(reason)))
+
+
+def _first_line(reason: str) -> str:
+    return printable(reason.strip().partition("\n")[0])
 
 
 def _rounded(figure: Any) -> Any:
@@ -136,15 +121,14 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
         bench = LinkBench(device, effort.link_bytes)
     except RuntimeError as error:
         found.miss(_LINK_KEYS, str(error))
-        return read_nvml(uuid)
-    with closing(bench):
-        _measure_copies(found, effort, bench, reader)
-        try:
-            with BusyLink(bench):
-                time.sleep(_WAKING_S)
-                answer = read_nvml(uuid)
-        except CannotMeasureError as error:
-            answer = NvmlAnswer(None, None, str(error))
+        return gpu_bench.read_nvml(uuid)
+    _measure_copies(found, effort, bench, reader)
+    try:
+        with gpu_bench.busy_link(bench):
+            time.sleep(_WAKING_S)
+            answer = gpu_bench.read_nvml(uuid)
+    except CannotMeasureError as error:
+        answer = NvmlAnswer(None, None, str(error))
     if answer.link is None:
         found.miss(("pcie_generation", "pcie_width"), answer.reason)
     else:
@@ -163,7 +147,7 @@ def _measure_copies(found: Findings, effort: _Effort, bench: LinkBench, reader: 
         return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
 
     by_copy = partial(bench.by_copy_mib, effort.copy_sizes_mib, budget_s=budget_s / 2, on_progress=found.on_progress)
-    found.take_rates(("link_by_copy_mib", "link_gbps"), by_copy)
+    found.take(("link_by_copy_mib", "link_gbps"), by_copy)
     found.take_each(
         "link, back and both ways",
         {
@@ -212,7 +196,7 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
         OptionError: `full` on a machine without a GPU.
     """
     started_s = time.perf_counter()
-    host = read_host_info()
+    host = host_bench.read_host_info()
     device, why_none = _choose_device(options.device)
     if options.full and device is None:
         raise OptionError(f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
@@ -223,7 +207,7 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
     with closing(HostReader(read_bytes, host.cpu.cores)) as reader:
         counts, budget_s = host_bench.thread_counts(host.cpu.cores, quick=options.quick), effort.budget_s / 2
         by_threads = partial(host_bench.measure_host_by_threads, reader, counts, budget_s=budget_s)
-        found.take_rates(("host_by_threads", "host_gbps"), partial(by_threads, on_progress=on_progress))
+        found.take(("host_by_threads", "host_gbps"), partial(by_threads, on_progress=on_progress))
         if device is None:
             found.figures["gpus"] = 0
             found.miss(_GPU_KEYS, why_none)
@@ -246,22 +230,17 @@ def _choose_device(name: str) -> tuple[torch.device | None, str]:
     """
     if name == "cpu":
         return None, "--device cpu leaves the GPU out"
-    if name != "auto" and name.partition(":")[0] != "cuda":
-        raise DeviceError(f"{name!r} is not a device: use auto, cuda, cuda:N or cpu")
     try:
-        if not torch.cuda.is_available():
-            raise DeviceError("torch sees no CUDA device")
-        index = torch.device("cuda" if name == "auto" else name).index or 0
-        if index >= torch.cuda.device_count():
-            raise DeviceError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
-        device = torch.device("cuda", index)
+        device = resolve_device("cuda" if name == "auto" else name)
         torch.zeros(1, device=device)  # creates the context
-    except (DeviceError, RuntimeError) as error:
-        reason = printable(str(error).strip().partition("\n")[0])
-        if name == "auto":
-            return None, reason
-        raise DeviceError(f"{name} cannot be measured ({reason}): use --device cpu, or repair CUDA first") from error
-    return device, ""
+        return device, ""
+    except DeviceError as error:  # says itself what would help
+        reason = str(error)
+    except RuntimeError as error:
+        reason = f"{_first_line(str(error))}: use --device cpu, or repair CUDA first"
+    if name == "auto":
+        return None, reason
+    raise DeviceError(f"{name} cannot be measured: {reason}")
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -190,10 +190,9 @@ def _number_keys(table: Any, kind: type[int] | type[float]) -> Any:
         return table
     numbers: dict[Any, Any] = {}
     for key, value in table.items():
-        try:
-            number: Any = kind(key)
-        except ValueError:
-            number = key
+        number: Any = key
+        with suppress(ValueError):
+            number = kind(key)
         if number in numbers:
             raise ProfileError(f"two keys of one table mean {number}: keep one of them")
         numbers[number] = value
@@ -223,24 +222,12 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
 
 def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
     """The profile as tables of TOML or JSON: what is not known is left out, keys are text."""
-    table: dict[str, Any] = {}
-    for entry in fields(profile):
-        value = getattr(profile, entry.name)
-        if isinstance(value, CpuFigures):
-            table[entry.name] = {**asdict(value), "features": list(value.features)}
-        elif isinstance(value, Mapping):
-            if value:
-                table[entry.name] = {_key_text(key): figure for key, figure in sorted(value.items())}
-        elif value is not None:
-            table[entry.name] = value
+    table = {key: value for key, value in asdict(profile).items() if value not in (None, {})}
+    for key in ("tflops", "link_by_copy_mib", "host_by_threads"):
+        if key in table:
+            # Sizes of whole MiB without a decimal point.
+            table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
     return table
-
-
-def _key_text(key: str | float) -> str:
-    """A key as text; sizes of whole MiB without a decimal point."""
-    if isinstance(key, str):
-        return key
-    return str(int(key)) if key == int(key) else repr(key)
 
 
 # --- where profiles are kept: shipped ones in a package of TOML files, the user's own in the configuration directory

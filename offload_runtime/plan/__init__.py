@@ -1,43 +1,38 @@
 """What a run would hold where and how fast it would be: request, memory, cost, search, forecast; pure arithmetic.
 
-A `PlanRequest` says what is asked for and a `MachineFigures` where. `plan_run` (or `find_plan`, on a machine that is
+A `RuntimeConfig` says what is asked for and a `MachineFigures` where. `plan_run` (or `find_plan`, on a machine that is
 here) places everything: a `RunPlan`. `pass_time`, `drafting_s` and `step_time` say how long it takes, `forecast` what
 that means in tokens per second, and `plan_or_refuse` what would fit where it does not. Who allocates a tensor says how
 large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.plan.cost import PassTime, drafting_s, pass_time, prefill_time
+from offload_runtime.plan.cost import PassTime, drafting_s, link_times, pass_time, prefill_time, step_time
 from offload_runtime.plan.forecast import (
     RunForecast,
     describe_draft_cache,
     describe_speculation,
     describe_staging,
     forecast,
-    link_times,
-    step_time,
 )
-from offload_runtime.plan.memory import RunPlan, VerifierPlan
-from offload_runtime.plan.models import ModelPlan, Placement
-from offload_runtime.plan.placement import place_staged, staging_rings
+from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, VerifierPlan
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     MachineFigures,
-    PlanRequest,
     common_figures,
-    describe_pair,
+    describe_models,
     known_figures,
     limits_here,
     machine_figures,
     require_dtype,
     resolve_dtype,
 )
-from offload_runtime.plan.search import check_host_memory, find_plan, plan_run
+from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
 
 __all__ = [
-    "COMMON_PROFILE", "MachineFigures", "ModelPlan", "PassTime", "Placement", "PlanRequest", "Refusal", "RunForecast",
-    "RunPlan", "Upgrade", "VerifierPlan", "check_host_memory", "common_figures", "describe_draft_cache",
-    "describe_pair", "describe_speculation", "describe_staging", "drafting_s", "find_plan", "forecast", "known_figures",
-    "limits_here", "link_times", "machine_figures", "pass_time", "place_staged", "plan_or_refuse", "plan_run",
-    "prefill_time", "require_dtype", "resolve_dtype", "staging_rings", "step_time", "upgrades",
+    "COMMON_PROFILE", "MachineFigures", "ModelPlan", "PassTime", "Placement", "Refusal", "RunForecast", "RunPlan",
+    "Upgrade", "VerifierPlan", "check_host_memory", "common_figures", "describe_draft_cache", "describe_models",
+    "describe_speculation", "describe_staging", "drafting_s", "find_plan", "forecast", "known_figures", "limits_here",
+    "link_times", "machine_figures", "pass_time", "place_staged", "plan_or_refuse", "plan_run", "prefill_time",
+    "require_dtype", "resolve_dtype", "staging_rings", "step_time", "upgrades",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 Each layer takes the longest of its bytes from HBM and its operations; copies of later layers, and of the next pass, run
 meanwhile. So a pass takes the longer of all its copies and all its compute, and the host must have launched it by then.
+A step proposes, then verifies what was proposed in one pass; `step_time` is what the search of a plan, its forecast,
+the controller of windows and the statistics of a run all go by.
 
 What a kernel attains of the machine's peaks is measured on one H200 (tools/results/): the shares carry over to other
 cards, the seconds come from the machine's own figures.
@@ -10,21 +12,20 @@ cards, the seconds come from the machine's own figures.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB
 from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
-from offload_runtime.plan.memory import RunPlan
-from offload_runtime.plan.models import ModelPlan
+from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.runners.graphs import STEP_ROWS
 
@@ -65,6 +66,11 @@ _DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed
 _CPU_DEFAULT_GAMMA = 7
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
+
+
+# Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
+# the next one, until a slot is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
+_BETWEEN_S = 0.015
 
 
 # --- a pass of the target
@@ -109,11 +115,6 @@ class PassTime:
     def seconds(self) -> float:
         """From pass to pass."""
         return max(self.copies_s, self.busy_s)
-
-    @property
-    def unstaged_s(self) -> float:
-        """The same if all that is streamed were page-locked."""
-        return max(self.link_s, self.busy_s)
 
     @property
     def bound_by(self) -> str:
@@ -212,14 +213,8 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    layers, (head_bytes, head_operations) = draft.config.num_layers, _head(draft, draft.batch)
-    return _graph_s(
-        machine, draft.dtype,
-        hbm_bytes=sum(draft.layout.layer_bytes) + layers * draft.batch * kept * _kv_token_bytes(draft)
-        + head_bytes,
-        operations=2 * draft.batch * layers * draft.layer_elements + head_operations,
-        launches=_LAYER_LAUNCHES * layers + _STEP_LAUNCHES,
-    )  # fmt: skip
+    kv_bytes = draft.config.num_layers * draft.batch * kept * _kv_token_bytes(draft)
+    return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, layer_launches=_LAYER_LAUNCHES)
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
@@ -228,31 +223,29 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     target = plan.target
     if plan.verifier is None:
         return 0.0
-    options, layers, batch = plan.verifier.options, target.config.num_layers, target.batch
-    rows = batch * (1 + gamma_draft(plan))
-    head_bytes, head_operations = _head(target, rows)
-    held_bytes = batch * layers * options.budget_tokens * _kv_token_bytes(target)
+    options, batch = plan.verifier.options, target.batch
+    token_bytes = batch * target.config.num_layers * _kv_token_bytes(target)
+    held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     scored_bytes = summaries_bytes(
         target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
     )
-    recent_bytes = batch * layers * 2 * BLOCK_TOKENS * _kv_token_bytes(target)
-    fetched_bytes = _FETCHED_SHARE * held_bytes / options.refresh_steps if target.on_host else 0
-    return _graph_s(
-        machine, target.dtype,
-        hbm_bytes=sum(target.layout.layer_bytes) + head_bytes + held_bytes + recent_bytes
-        + scored_bytes // options.refresh_steps,
-        operations=2 * rows * layers * target.layer_elements + head_operations,
-        launches=layers * (_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps) + _STEP_LAUNCHES,
-        fetched_bytes=round(fetched_bytes),
+    return _step_s(
+        target, machine, rows=batch * (1 + gamma_draft(plan)),
+        kv_bytes=held_bytes + recent_bytes + scored_bytes // options.refresh_steps,
+        layer_launches=_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps,
+        fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
     )  # fmt: skip
 
 
-def _graph_s(
-    machine: MachineFigures, dtype: torch.dtype, *, hbm_bytes: int, operations: int, launches: int,
-    fetched_bytes: int = 0,
-) -> float:  # fmt: skip
-    """Seconds of one CUDA graph. What it fetches over the link, it waits for."""
-    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(dtype))
+def _step_s(
+    model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, layer_launches: int, fetched_bytes: int = 0
+) -> float:
+    """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
+    layers, (head_bytes, head_operations) = model.config.num_layers, _head(model, rows)
+    hbm_bytes = sum(model.layout.layer_bytes) + head_bytes + kv_bytes
+    operations = 2 * rows * layers * model.layer_elements + head_operations
+    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
+    launches = layers * layer_launches + _STEP_LAUNCHES
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 
@@ -305,21 +298,19 @@ def tree_nodes(plan: RunPlan) -> int:
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
     request = plan.request
-    if not (request.proposes or plan.verifier is not None):
+    if plan.proposer == "none" and plan.verifier is None:
         return 0
-    chosen = request.gamma
-    if chosen is None:
-        chosen = request.max_gamma if tree_nodes(plan) else _default_gamma(plan)
+    if request.gamma is not None:
+        chosen = request.gamma
+    elif tree_nodes(plan):
+        chosen = request.max_gamma
+    elif plan.request.device == "cpu":
+        chosen = _CPU_DEFAULT_GAMMA
+    elif plan.verifier is not None:
+        chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
+    else:
+        chosen = _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
-
-
-def _default_gamma(plan: RunPlan) -> int:
-    """Tokens proposed per pass when nothing is asked for."""
-    if plan.request.device_type != "cuda":
-        return _CPU_DEFAULT_GAMMA
-    if plan.verifier is not None:
-        return _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
-    return _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
@@ -354,6 +345,109 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
             for hit in hits:
                 heapq.heappush(heap, (negative * hit, length + 1))
     return total
+
+
+# --- a step: proposals and the pass that verifies them
+
+
+def step_time(verify: PassTime, drafting_s: float) -> float:
+    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
+    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
+    return max(copies_s, verify.busy_s + drafting_s)
+
+
+def hidden_s(verify: PassTime, drafting_s: float) -> float:
+    """Of `drafting_s`, what delays no copy."""
+    return min(drafting_s, verify.lookahead_s)
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step at some acceptance: `tokens` of each sequence, `tok_per_s` of all of them.
+
+    `hidden_s` of `drafting_s` pass while the ring fills. `bound_by` is `drafting` where the rest of it takes longer
+    than the pass.
+    """
+
+    acceptance: float
+    tokens: float
+    drafting_s: float
+    hidden_s: float
+    seconds: float
+    tok_per_s: float
+    bound_by: str
+
+
+def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
+    """A pass over a window of proposals, at the full context."""
+    window = tree_nodes(plan) or gamma(plan)
+    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
+
+
+def predict_step(
+    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
+) -> StepPrediction:
+    """How fast tokens come at the full context, all sequences of a batch together.
+
+    Args:
+        plan: What proposes, and where everything lives.
+        machine: Where it runs.
+        acceptance: By the target, of each proposal; None for what is usual of who proposes.
+        verify: What `verification` says, if it is known already.
+    """
+    if acceptance is None:
+        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
+    verify = verification(plan, machine) if verify is None else verify
+    nodes, depth = tree_nodes(plan), gamma(plan)
+    tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
+    proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
+    seconds = step_time(verify, proposing_s)
+    bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
+    return StepPrediction(
+        acceptance, tokens, proposing_s, hidden_s(verify, proposing_s), seconds,
+        plan.target.batch * tokens / seconds, bound_by,
+    )  # fmt: skip
+
+
+def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Tokens per second at the usual acceptance: what plans are compared by.
+
+    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
+    """
+    return predict_step(plan, machine).tok_per_s
+
+
+# --- the link between passes
+
+
+def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, float, int]:
+    """How long the link is busy with passes over a streamed target, and behind them.
+
+    Args:
+        plan: What lives where.
+        machine: Where.
+        widest: Rows of the widest window, if it is wider than what is usual.
+
+    Returns:
+        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with;
+        seconds that the link takes for a pass at the full context; rows of a sequence in a pass up to which nothing
+        else takes longer, 0 where something always does.
+    """
+    length = plan.target.context_tokens - 1
+
+    def passed(rows: int) -> PassTime:
+        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
+
+    def slack_s(rows: int) -> float:
+        time = passed(rows)
+        return time.busy_s - time.copies_s
+
+    one = passed(1)
+    widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
+    # Windows of sizes like these are what is proposed.
+    rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
+    bound = bisect_right(rows, 0.0, key=slack_s)
+    return max(0.0, one.lookahead_s - _BETWEEN_S), one.copies_s, rows[bound - 1] if bound else 0
 
 
 # --- prompts

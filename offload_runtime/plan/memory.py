@@ -1,32 +1,271 @@
-"""What a run holds: its models with their caches and layers, part by part, in bytes of the device and of the host."""
+"""What a run holds: its models with their caches and layers, part by part, in bytes of the device and of the host.
+
+Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here it is only added up.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from offload_runtime_kernels.attention import prefill_attention_name
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import ModelConfig, SpeculationOptions
+from offload_runtime import kv
+from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError
-from offload_runtime.kv import (
-    block_bytes,
-    kv_cache_bytes,
-)
-from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.plan.models import MemoryPart, ModelPlan, Placement, draft_plan, target_plan
+from offload_runtime.kv.device import streaming_capacity_tokens
+from offload_runtime.kv.retrieval import retrieved_bytes, retrieved_draft_bytes, summaries_bytes
+from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
+    AUTO_CONTEXT_TOKENS,
     KV_PLACES,
     PROCESS_BYTES,
     MemoryLimits,
-    PlanRequest,
     check_window,
+    device_type_of,
+    longest_context,
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import draft_graph_bytes, step_graph_bytes
+from offload_runtime.runners import PassShape, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
+from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
+from offload_runtime.sampling import MOST_FILTERED_ROWS
+from offload_runtime.weights import ModelLayout, packed_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Bytes of one thing; `pinned` where they must be page-locked."""
+
+    name: str
+    nbytes: int
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
+
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
+    of page-locked memory on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the
+    host, which crosses `writeback_bytes` on its way there.
+    """
+
+    resident_layers: tuple[int, ...]
+    num_slots: int
+    num_layers: int
+    staged_layers: tuple[int, ...] = ()
+    staging_bytes: int = 0
+    resident_kv_layers: tuple[int, ...] = ()
+    staged_kv_layers: tuple[int, ...] = ()
+    writeback_bytes: int = 0
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers whose weights cross the link in every pass."""
+        return self.num_layers - len(self.resident_layers)
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers whose weights cross the link in every pass."""
+        return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)
+
+
+def all_resident(num_layers: int) -> Placement:
+    """Every layer on the device, nothing streamed."""
+    return Placement(tuple(range(num_layers)), 0, num_layers)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model of a run, before it is loaded. `layout` is how its weights lie in memory.
+
+    `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
+    draft, `retrieval` or `streaming`, whose sizes are those of `options`. A prefill may borrow `borrowable_bytes` of
+    memory that only decoding uses.
+    """
+
+    config: ModelConfig
+    layout: ModelLayout
+    shape: PassShape
+    context_tokens: int
+    window_tokens: int
+    batch: int
+    placement: Placement
+    cache: str = "full"
+    options: SpeculationOptions = field(default_factory=SpeculationOptions)
+    borrowable_bytes: int = 0
+    tree_nodes: int = 0  # most nodes of the trees that a draft grows
+    step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.layout.dtype
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the KV cache lives in host memory."""
+        return self.cache == "host"
+
+    @property
+    def tree_slots(self) -> int:
+        """Of a draft that grows trees: places for what may become part of a sequence."""
+        return tree_slots(self.tree_nodes) if self.tree_nodes else 0
+
+    # --- weights
+
+    @property
+    def layer_bytes(self) -> int:
+        """The largest packed layer, which a slot of the ring holds."""
+        return max(self.layout.layer_bytes)
+
+    def bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers."""
+        each = self.layout.layer_bytes
+        return sum(each[layer] for layer in layers)
+
+    def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers in host memory, which is given out in whole pages."""
+        each = self.layout.layer_bytes
+        return sum(-(-each[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+
+    def held_bytes(self, placement: Placement) -> int:
+        """What a placement takes of the device: the layers that stay, and the ring."""
+        return self.bytes_of_layers(placement.resident_layers) + placement.num_slots * self.layer_bytes
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of a layer's matrices; layers differ in how these are stored only."""
+        return self.layout.layers[0].matrix_elements
+
+    # --- keys and values
+
+    @property
+    def kv_layers_on_host(self) -> tuple[int, ...]:
+        """Layers whose keys and values are in host memory."""
+        if not self.on_host:
+            return ()
+        return tuple(i for i in range(self.config.num_layers) if i not in self.placement.resident_kv_layers)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Keys and values of one layer, of the whole context."""
+        return self.batch * kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host memory of the keys and values of the whole context that are not on the device."""
+        return len(self.kv_layers_on_host) * self.kv_layer_bytes
+
+    @property
+    def open_kv_bytes(self) -> int:
+        """On the device, of a layer whose cache is on the host: its newest blocks."""
+        return self.batch * kv.ring_blocks(self.window_tokens) * kv.block_bytes(self.config, self.dtype)
+
+    @property
+    def kv_piece_bytes(self) -> int:
+        """A slot of the ring that a cache on the host is streamed through."""
+        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)
+
+    @property
+    def kv_ring_bytes(self) -> int:
+        """All slots of that ring."""
+        return kv.KV_RING_SLOTS * self.kv_piece_bytes
+
+    @property
+    def prefill_workspace_bytes(self) -> int:
+        """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
+        needed_bytes = kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+        return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
+
+    @property
+    def whole_kv_bytes(self) -> int:
+        """The KV cache of the whole context, wherever it is."""
+        return kv.kv_cache_bytes(
+            self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache takes of the device."""
+        return sum(part.nbytes for part in self.kv_parts)
+
+    @property
+    def kv_parts(self) -> tuple[MemoryPart, ...]:
+        """The same part by part."""
+        if not self.on_host:
+            return (MemoryPart("KV cache", self._device_kv_bytes),)
+        parts = [MemoryPart("KV of resident layers", len(self.placement.resident_kv_layers) * self.kv_layer_bytes)]
+        if streamed := len(self.kv_layers_on_host):
+            parts += [
+                MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
+                MemoryPart("ring of KV pieces", self.kv_ring_bytes),
+                MemoryPart("prefill workspace", self.prefill_workspace_bytes),
+            ]
+        return tuple(parts)
+
+    @property
+    def _device_kv_bytes(self) -> int:
+        options = self.options
+        if self.cache == "streaming":
+            return kv.kv_cache_bytes(
+                self.config, self.dtype, capacity_tokens=self.streaming_tokens, batch=self.batch,
+                spare_slots=self.tree_slots,
+            )  # fmt: skip
+        if self.cache == "retrieval":
+            return retrieved_draft_bytes(
+                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=options.budget_tokens,
+                chunk_size=options.chunk_size, batch=self.batch,
+            )  # fmt: skip
+        return self.whole_kv_bytes
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest tokens that a streaming cache keeps: there are no more of them than the context has."""
+        return min(self.options.recent_tokens, max(2, self.context_tokens))
+
+    @property
+    def streaming_window_tokens(self) -> int:
+        """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are
+        cut; steps of a retrieval verifier may go beyond what is asked for."""
+        in_a_row = min(self.window_tokens, MOST_DEPTH + 1) if self.tree_nodes else self.window_tokens
+        return in_a_row + 2 * self.options.gamma_draft + 2
+
+    @property
+    def streaming_tokens(self) -> int:
+        """Tokens that a streaming cache has room for."""
+        window_tokens = self.streaming_window_tokens
+        return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
+
+    def streamed_kv_blocks(self, reach: int | None, length_tokens: int) -> int:
+        """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
+        host: the full ones that its window of `reach` tokens reaches."""
+        first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
+        return length_tokens // BLOCK_TOKENS - first
+
+    def kv_blocks_by_layer(self) -> list[int]:
+        """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
+        length = self.context_tokens - 1
+        return [self.streamed_kv_blocks(reach, length) for reach in self.config.layer_windows]
+
+    # --- both, and what passes take
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest pass."""
+        # A tree's step keeps its logits beside those that the pass makes.
+        rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
+        sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
+        return workspace_bytes(
+            self.config, self.dtype.itemsize, self.shape, context_tokens=self.context_tokens, rows=rows,
+            sampled_rows=sampled_rows,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +304,7 @@ class VerifierPlan:
         """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
         if self.batch > 1:
             return 0
-        return kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
+        return kv.kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +315,7 @@ class RunPlan:
     of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
     """
 
-    request: PlanRequest
+    request: RuntimeConfig
     limits: MemoryLimits
     target: ModelPlan
     draft: ModelPlan | None = None
@@ -84,6 +323,11 @@ class RunPlan:
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
+
+    @property
+    def proposer(self) -> str:
+        """Who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
+        return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
 
     @property
     def placement(self) -> Placement:
@@ -107,14 +351,17 @@ class RunPlan:
         target, draft, placement = self.target, self.draft, self.placement
         parts = [
             MemoryPart("CUDA context", self.limits.reserved_bytes),
-            MemoryPart("embedding and head", target.shared_bytes),
+            MemoryPart("embedding and head", target.layout.shared.total_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
             MemoryPart("retrieval cache", 0 if self.verifier is None else self.verifier.nbytes),
         ]
         if draft is not None:
-            parts += [MemoryPart("draft weights", draft.weight_bytes), MemoryPart("draft KV cache", draft.kv_bytes)]
+            parts += [
+                MemoryPart("draft weights", draft.layout.total_bytes),
+                MemoryPart("draft KV cache", draft.kv_bytes),
+            ]
         parts += [MemoryPart("CUDA graphs", self.graph_bytes), MemoryPart("workspace", self.workspace_bytes)]
         return tuple(part for part in parts if part.nbytes)
 
@@ -141,7 +388,7 @@ class RunPlan:
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps."""
-        if self.request.device_type != "cuda":
+        if self.request.device == "cpu":
             return 0
         nbytes = 0 if self.verifier is None else step_graph_bytes(self.target.config)
         draft = self.draft
@@ -167,7 +414,7 @@ class RunPlan:
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
         ]
-        if self.request.device_type == "cpu":  # whose memory is the host's
+        if self.request.device == "cpu":  # whose memory is the host's
             parts.append(MemoryPart("all that is on the device", self.device_bytes))
         parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
         return tuple(part for part in parts if part.nbytes)
@@ -175,7 +422,7 @@ class RunPlan:
     @property
     def loading_bytes(self) -> int:
         """Host memory held while weights are read, before resident ones are given back."""
-        return self.target.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
+        return self.target.layout.total_bytes + (0 if self.draft is None else self.draft.layout.total_bytes)
 
     @cached_property
     def host_bytes(self) -> int:
@@ -194,7 +441,7 @@ class RunPlan:
         """Bytes that a pass at the full context brings over the link."""
         target, blocks = self.target, self.target.kv_blocks_by_layer()
         streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
-        kv_bytes = target.batch * streamed * block_bytes(target.config, target.dtype)
+        kv_bytes = target.batch * streamed * kv.block_bytes(target.config, target.dtype)
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property
@@ -210,10 +457,10 @@ class RunPlan:
     @property
     def prefill_attention(self) -> str:
         """Which attention works on prompts."""
-        return prefill_attention_name(self.request.device_type)
+        return prefill_attention_name(device_type_of(self.request))
 
 
-def make_plan(request: PlanRequest, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
+def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
     """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
 
     Raises:
@@ -221,15 +468,67 @@ def make_plan(request: PlanRequest, limits: MemoryLimits, *, context: int | str,
     """
     if request.kv not in KV_PLACES:
         raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {request.kv!r}")
-    config, device_type, window = request.target.config(), request.device_type, max(request.max_gamma, tree_nodes) + 1
+    config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
+    device_type = device_type_of(request)
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(context, config, kv=request.kv)
     check_window(window, config)
-    target = target_plan(config, dtype, device_type, context=tokens, window=window, batch=request.batch)
-    draft = None
-    if request.draft is not None:
-        draft = draft_plan(
-            request.draft.config(), dtype, device_type, context=tokens, window=window, options=request.speculation,
-            batch=request.batch, tree_nodes=tree_nodes or None,
-        )  # fmt: skip
+    # By the weights as they are computed with: no bit may depend on how they are stored.
+    shape = target_shape(packed_bytes(config, dtype), device_type)
+    layout, placement = ModelLayout.plain(config, dtype), all_resident(config.num_layers)
+    target = ModelPlan(config, layout, shape, tokens, window, request.max_batch, placement)
+    has_draft = request.proposed_by == "the draft"
+    draft = _plan_draft(request, target, draft_shape(device_type), tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
+
+
+def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tree_nodes: int) -> ModelPlan:
+    """Plan of a draft model. A full cache ends where the draft's own positions do.
+
+    Raises:
+        OptionError: The cache that was asked for needs positions that the draft does not have, or would retrieve more
+            than there can be; or trees were asked for and the cache is one of retrieved chunks.
+    """
+    config, options, context = request.draft.config(), request.speculation, target.context_tokens
+    longest, cache = longest_context(config), options.draft_cache
+    if cache == "auto":
+        if context <= min(longest, AUTO_CONTEXT_TOKENS):
+            cache = "full"
+        else:
+            retrieves = context <= longest and options.budget_tokens <= context and not tree_nodes
+            cache = "retrieval" if retrieves else "streaming"
+    if tree_nodes and cache == "retrieval":
+        raise OptionError(
+            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, not retrieved chunks: use "
+            "--draft-cache streaming or full, or drop --tree-nodes"
+        )
+    plan = ModelPlan(
+        config, ModelLayout.plain(config, target.dtype), shape, context, target.window_tokens, target.batch,
+        all_resident(config.num_layers), cache, options, tree_nodes=tree_nodes, step_rows=max(STEP_ROWS, target.batch),
+    )  # fmt: skip
+    if cache == "streaming":
+        return with_streaming_cache(plan)
+    if cache == "full":
+        return replace(plan, context_tokens=min(context, longest))
+    if context > longest:
+        raise OptionError(
+            f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
+            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in the draft's config.json"
+        )
+    if options.budget_tokens > context:
+        raise OptionError(
+            f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing: "
+            "lower --budget-tokens, raise --context, or use --draft-cache full"
+        )
+    return plan
+
+
+def with_streaming_cache(draft: ModelPlan) -> ModelPlan:
+    """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""
+    kept, longest = draft.streaming_tokens, longest_context(draft.config)
+    if kept > longest:
+        raise OptionError(
+            f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
+            f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
+        )
+    return replace(draft, cache="streaming")

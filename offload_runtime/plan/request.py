@@ -1,11 +1,13 @@
 """What a run is asked for, and of which machine: models, options, the user's limits, and the machine's figures.
 
-`Runtime.load` and `offload-runtime plan` fill the same request, so that a plan and a run cannot disagree.
+A request is the `RuntimeConfig` that `Runtime.load` takes, with a `DescribedModel` (an opened checkpoint is one) for
+each model and the device that was chosen, a GPU unless it is `cpu`. So a plan and a run cannot disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,11 +16,7 @@ from offload_runtime.config import (
     GB,
     ModelConfig,
     RuntimeConfig,
-    SpeculationOptions,
-    check_options,
-    check_proposals,
     format_bytes,
-    require_positive,
     size_option_down,
 )
 from offload_runtime.copy import MOST_THREADS
@@ -52,81 +50,15 @@ _DEFAULT_STAGING_GBPS = 10.0
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What `Runtime.load` is asked for, or would be.
-
-    `draft_name` is `ngram`, `none` or anything else for the model `draft`. `vram_bytes`, `ram_bytes` and `pinned_bytes`
-    None allow all of the machine's. `tree_nodes` as of `Runtime.load`. `device_type`: `cuda` or `cpu`.
-    """
-
-    target: DescribedModel
-    draft_name: str = "ngram"
-    draft: DescribedModel | None = None
-    dtype: str = "auto"
-    context: int | str = "auto"
-    kv: str = "auto"
-    batch: int = 1
-    resident_layers: int | None = None
-    gamma: int | None = None
-    max_gamma: int = 63
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    vram_bytes: int | None = None
-    ram_bytes: int | None = None
-    pinned_bytes: int | None = None
-    tree_nodes: int | None = None
-    device_type: str = "cuda"
-
-    def __post_init__(self) -> None:
-        require_positive("batch", self.batch)
-        assert (self.draft is not None) == (self.draft_name not in ("ngram", "none"))
-
-    @classmethod
-    def of(
-        cls, config: RuntimeConfig, target: DescribedModel, draft: DescribedModel | None, *,
-        device_type: str = "cuda",
-    ) -> PlanRequest:  # fmt: skip
-        """What a configuration asks for of its models."""
-        return cls(
-            target, config.proposed_by, draft, dtype=config.dtype, context=config.context, kv=config.kv,
-            batch=config.max_batch, resident_layers=config.resident_layers, gamma=config.gamma,
-            max_gamma=config.max_gamma, speculation=config.speculation, vram_bytes=config.vram_bytes,
-            ram_bytes=config.ram_bytes, pinned_bytes=config.pinned_bytes, tree_nodes=config.tree_nodes,
-            device_type=device_type,
-        )  # fmt: skip
-
-    @property
-    def proposer(self) -> str:
-        """Who proposes, in words."""
-        return self.draft_name if self.draft is None else "the draft"
-
-    @property
-    def proposes(self) -> bool:
-        """Whether anybody but a retrieval verifier proposes at all."""
-        return self.draft_name != "none" and self.speculation.mode != "none"
-
-    def check(self) -> None:
-        """Refuse options that contradict each other or would be ignored. Raises `OptionError`."""
-        check_options(
-            self.proposer, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,
-            max_gamma=self.max_gamma,
-        )  # fmt: skip
+def describe_models(config: RuntimeConfig) -> RuntimeConfig:
+    """The same request, of models that are known by their configuration files. Errors as of `describe_model`."""
+    draft = describe_model(config.draft) if config.proposed_by == "the draft" else config.draft
+    return replace(config, target=describe_model(config.target), draft=draft)
 
 
-def describe_pair(target: str, draft: str, mode: str) -> tuple[DescribedModel, DescribedModel | None]:
-    """Read the configuration files of a target and of what may be a draft model.
-
-    Args:
-        target: As of `Runtime.load`.
-        draft: The same.
-        mode: Of `SpeculationOptions`.
-
-    Raises:
-        OptionError: One of the two is left out by the other; errors as of `describe_model`.
-    """
-    has_draft = draft not in ("ngram", "none")
-    check_proposals("the draft" if has_draft else draft, mode)
-    return describe_model(target), describe_model(draft) if has_draft else None
+def device_type_of(request: RuntimeConfig) -> str:
+    """Where a plan's target runs: `cuda` or `cpu`."""
+    return "cpu" if request.device == "cpu" else "cuda"
 
 
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
@@ -188,7 +120,7 @@ def check_window(window: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """What is known of a machine; figures of a GPU are of one of `gpus` equal cards.
+    """What is known of a machine; figures of a GPU are of one card.
 
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
@@ -205,15 +137,13 @@ class MachineFigures:
     tflops: Mapping[str, float] = field(default_factory=dict)
     pinnable_bytes: int | None = None
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
-    gpus: int = 1
     staging_gbps: float = _DEFAULT_STAGING_GBPS
 
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
         name = DTYPE_NAMES[dtype]
-        tflops = self.tflops.get(name)
-        if tflops is None and name != "fp32":
-            tflops = self.tflops.get("fp16" if name == "bf16" else "bf16")
+        alike = {"bf16": "fp16", "fp16": "bf16"}.get(name, name)
+        tflops = self.tflops.get(name, self.tflops.get(alike))
         if tflops is None:
             raise OptionError(f"the profile {self.name} has no TFLOP/s for {name}: add tflops.{name} to it")
         return tflops * _TERA
@@ -242,7 +172,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
         profile.name, profile.vram_bytes,
         TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
         profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
-        launch_us, profile.gpus, _staging_gbps(profile),
+        launch_us, _staging_gbps(profile),
     )  # fmt: skip
 
 
@@ -276,12 +206,10 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         return None
     name = torch.cuda.get_device_name(device)
     for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
-        try:
+        with suppress(ProfileError, OptionError):  # nobody asked for this one
             found = load_profile(entry.path)
             if found.gpu_name == name:
                 return _figures_for(found, dtype)
-        except (ProfileError, OptionError):  # nobody asked for this one
-            continue
     return None
 
 
@@ -316,7 +244,7 @@ class MemoryLimits:
     page_locks: bool = True
 
 
-def limits_of(machine: MachineFigures, request: PlanRequest) -> MemoryLimits:
+def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     """What a run may take of a machine that need not be here.
 
     Raises:

@@ -3,46 +3,67 @@
 Searched are the levels of speculation, the draft's cache, where keys, values and weights go, room for trees where
 nobody said how much, and the context where host memory has to hold it. A plan and a run search here alike. Each way is
 as fast with more device memory or faster, and none is lost by it, so that the fastest of them is too.
+
+How one way places the layers: fixed parts come first (embedding and head, KV cache, draft, workspace). What is left of
+the device holds the ring and as many resident layers as fit. Of what is streamed a KV cache is page-locked first, since
+it is written as well as read, then layers of weights. So layers of the cache are staged only where it does not fit
+beside the rings that staging takes, and then what is left locks weights.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import format_bytes, format_bytes_up
+from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
+from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.plan.forecast import tok_per_s
-from offload_runtime.plan.memory import RunPlan, VerifierPlan, make_plan
-from offload_runtime.plan.models import MemoryPart, all_resident, with_streaming_cache
-from offload_runtime.plan.placement import least_pinned_bytes, place_staged, placements
-from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, PlanRequest, limits_of
+from offload_runtime.kv import block_bytes
+from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.plan.cost import tok_per_s
+from offload_runtime.plan.memory import (
+    MemoryPart,
+    ModelPlan,
+    Placement,
+    RunPlan,
+    VerifierPlan,
+    all_resident,
+    make_plan,
+    with_streaming_cache,
+)
+from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, limits_of
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
 _COPIED = 256
 # Less is no context that anybody left it to the runtime to choose.
 _LEAST_CONTEXT_TOKENS = 2048
+# Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
+RING_SLOTS = 3
+# Pieces on their way to the host at once, each moved on by a thread of its own.
+_WRITEBACK_PIECE_BYTES = 16 << 20
+_MOST_WRITEBACK_PIECES = 8
+# Of what may be locked, the most that rings take from keys and values.
+_RINGS_SHARE = 4
 
 
-def plan_run(request: PlanRequest, machine: MachineFigures) -> RunPlan:
+def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
     """Place everything on a machine that need not be here.
 
     Raises:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    request.check()
     plan = find_plan(request, machine, limits_of(machine, request))
     check_host_memory(plan)
     return plan
 
 
-def find_plan(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is `auto` of the longest one that host memory has room for. Errors as of `plan_run`."""
     plan = _with_tree_room(request, machine, limits, request.context)
@@ -70,11 +91,14 @@ def check_host_memory(plan: RunPlan) -> None:
     if plan.draft is not None:
         ways.append("take a smaller draft")
     ways += ["choose a 16-bit --dtype or a smaller model", f"or {limits.ram_way}"]
-    listed = ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
     raise BudgetError(
         f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.host_bytes - limits.ram_bytes)} ({listed}): {', '.join(ways)}"
+        f"{format_bytes_up(plan.host_bytes - limits.ram_bytes)} ({_listed(parts)}): {', '.join(ways)}"
     )
+
+
+def _listed(parts: Iterable[MemoryPart]) -> str:
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
 
 
 def _shorter_context(plan: RunPlan) -> int | None:
@@ -94,7 +118,9 @@ def _shorter_context(plan: RunPlan) -> int | None:
 # --- room for trees
 
 
-def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: MemoryLimits, context: int | str) -> RunPlan:
+def _with_tree_room(
+    request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits, context: int | str
+) -> RunPlan:
     """A plan with room for trees: as much as is asked for, or none, some or much of it, whichever is predicted to be
     the fastest. As fast with more device memory or faster, if the plan is for every room.
 
@@ -109,7 +135,7 @@ def _with_tree_room(request: PlanRequest, machine: MachineFigures, limits: Memor
         return planned(request.tree_nodes)
     lean = planned(0)
     copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
-    if request.gamma is not None or (copies and (lean.verifier is not None or not request.proposes)):
+    if request.gamma is not None or (copies and (lean.verifier is not None or lean.proposer == "none")):
         return lean
     # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
     most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
@@ -213,39 +239,47 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan]
         BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
-    if mode == "triforce":
-        ways, obstacle = _triforce(plan)
-        if not ways and obstacle is not None:
-            raise obstacle.error
-        return (), ways, ""
-    chains = _chains(plan)
-    if mode != "auto" or draft is None:
-        return chains, (), ""
-    if draft.tree_slots:
+    chains = () if mode == "triforce" else _chains(plan)
+    if mode == "auto" and draft is not None and draft.tree_slots:
         return chains, (), "the draft was asked for trees"
+    if mode != "triforce" and (mode != "auto" or draft is None):
+        return chains, (), ""
     ways, obstacle = _triforce(plan)
-    return chains, ways, "" if obstacle is None else obstacle.reason
+    if ways or obstacle is None:
+        return chains, ways, ""
+    if mode == "triforce":
+        raise obstacle[1]
+    return chains, ways, obstacle[0]
 
 
-def _draft_alternatives(plan: RunPlan) -> tuple[RunPlan, ...]:
-    """The plan with each cache that its draft may get: where that is left to us, a streaming one besides what it was
-    planned with, which takes memory that layers or the KV cache of the target could have."""
-    draft = plan.draft
-    if draft is None or draft.options.draft_cache != "auto" or draft.cache == "streaming" or draft.tree_slots:
-        return (plan,)
-    if draft.streaming_tokens >= draft.context_tokens:
-        return (plan,)
-    return plan, replace(plan, draft=with_streaming_cache(draft))
+def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
+    """Every way to place the layers beside each cache that the draft may get, or why there is none.
+
+    Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
+    layers or the KV cache of the target could have. Whatever fits a budget is among the ways of a larger one as well,
+    or something with more of it on the device.
+
+    Raises:
+        OptionError: More resident layers are asked for than there are.
+    """
+    draft, kv, plans = plan.draft, plan.request.kv, [plan]
+    is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_slots
+    if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
+        plans.append(replace(plan, draft=with_streaming_cache(draft)))
+    for one in plans:
+        for place in ("gpu", "host") if kv == "auto" else (kv,):
+            try:
+                yield from [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
+            except BudgetError as error:
+                yield error
 
 
 def _chains(plan: RunPlan) -> Sequence[RunPlan]:
-    placed: list[RunPlan] = []
-    for way in _draft_alternatives(plan):
-        try:
-            placed += placements(way, plan.request.kv)
-        except BudgetError as error:
-            refused = error
+    ways = list(_ways(plan))
+    placed = [way for way in ways if isinstance(way, RunPlan)]
     if not placed:
+        refused = ways[-1]
+        assert isinstance(refused, BudgetError)
         raise refused
     staged: list[RunPlan] = []
     for way in placed:
@@ -258,78 +292,254 @@ def _staged(plan: RunPlan) -> RunPlan:
     return plan.with_placement(place_staged(plan.target, plan.limits.pinned_bytes, plan.limits.pinned_name))
 
 
-# --- with a retrieval verifier
-
-
-@dataclass(frozen=True)
-class _Obstacle:
-    """Why there is no retrieval verifier: in a phrase where nobody asked for it, and as an error."""
-
-    reason: str
-    error: OffloadError
-
-
-def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], _Obstacle | None]:
-    """Ways with a retrieval verifier; where there is none, what keeps the one that asks for the least from being."""
-    target, kv = plan.target, plan.request.kv
+def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], tuple[str, OffloadError] | None]:
+    """Ways with a retrieval verifier, and what kept the last of the others from having one, as of `_obstacle`."""
+    target, found = plan.target, list[RunPlan]()
+    obstacle: tuple[str, OffloadError] | None = None
     verifier = VerifierPlan(
         target.config, target.dtype, plan.request.speculation, target.context_tokens, target.batch
     )  # fmt: skip
-    found: list[RunPlan] = []
-    obstacle: _Obstacle | None = None
-    for alternative in _draft_alternatives(plan):
-        for place in ("gpu", "host") if kv == "auto" else (kv,):
-            try:
-                ways = placements(replace(alternative, verifier=verifier), place, whole_weights=True)
-            except BudgetError as error:
-                obstacle = _Obstacle(f"its {format_bytes(verifier.nbytes)} do not fit the device", error)
-                continue
-            kept_out = [_obstacle(way) for way in ways]
-            found += [way for way, one in zip(ways, kept_out, strict=True) if one is None]  # nothing has to be staged
-            obstacle = next((one for one in reversed(kept_out) if one is not None), obstacle)
-    return found, None if found else obstacle
+    for way in _ways(replace(plan, verifier=verifier)):
+        if isinstance(way, BudgetError):
+            obstacle = f"its {format_bytes(verifier.nbytes)} do not fit the device", way
+        elif (kept_out := _obstacle(way)) is not None:
+            obstacle = kept_out
+        else:
+            found.append(way)  # nothing has to be staged
+    return found, obstacle
 
 
-def _obstacle(plan: RunPlan) -> _Obstacle | None:
-    """Why there cannot be a retrieval verifier where one was placed, and what would help; None where there can."""
-    kept_out = _what_keeps_triforce_out(plan)
-    if kept_out is None:
-        return None
-    kind, reason, ways = kept_out
-    # Who has no draft has nobody to propose a chain.
-    without = f"or use --speculation {'none' if plan.draft is None else 'chain'}"
-    return _Obstacle(reason, kind(f"no TriForce here: {reason}: {', '.join([*ways, without])}"))
-
-
-def _what_keeps_triforce_out(plan: RunPlan) -> tuple[type[OffloadError], str, Sequence[str]] | None:
-    """The kind of error, the reason in a phrase, and the ways out."""
+def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
+    """Why there cannot be a retrieval verifier where one was placed: in a phrase where nobody asked for it, and as an
+    error that says what would help. None where there can."""
     target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.request.speculation.budget_tokens
     context, layers = target.context_tokens, target.config.num_layers
+    kind: type[OffloadError] = OptionError
     if budget_tokens > context:
         reason = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
-        return OptionError, reason, ["lower --budget-tokens", "raise --context"]
-    if any(window is not None for window in target.config.layer_windows):
-        return OptionError, "it needs full attention, and this model has sliding windows", []
-    if plan.placement.num_streamed:
-        streamed = f"{plan.placement.num_streamed} of {layers} layers"
-        if plan.request.resident_layers is not None:
-            return OptionError, f"{streamed} are streamed", ["drop --resident-layers"]
-        # With no keys and values on the device that could go.
-        assert limits.device_bytes is not None
-        lean = plan.with_placement(all_resident(layers))
-        missing = format_bytes_up(lean.device_bytes - limits.device_bytes)
-        ways = [f"raise --vram by {missing}", "lower --context"]
-        return OptionError, f"beside it {streamed} would be streamed", ways
-    if draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
+        ways = ["lower --budget-tokens", "raise --context"]
+    elif any(window is not None for window in target.config.layer_windows):
+        reason, ways = "it needs full attention, and this model has sliding windows", []
+    elif plan.placement.num_streamed:
+        reason = f"{plan.placement.num_streamed} of {layers} layers are streamed"
+        ways = ["drop --resident-layers"]
+        if plan.request.resident_layers is None:
+            reason = f"beside it {plan.placement.num_streamed} of {layers} layers would be streamed"
+            # With no keys and values on the device that could go.
+            assert limits.device_bytes is not None
+            lean = plan.with_placement(all_resident(layers))
+            ways = [f"raise --vram by {format_bytes_up(lean.device_bytes - limits.device_bytes)}", "lower --context"]
+    elif draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
-        return OptionError, reason, ["take --draft-cache streaming", "lower --context"]
-    if limits.pinned_bytes is not None and target.host_kv_bytes > limits.pinned_bytes:
+        ways = ["take --draft-cache streaming", "lower --context"]
+    elif limits.pinned_bytes is not None and target.host_kv_bytes > limits.pinned_bytes:
+        kind = BudgetError
         reason = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
             f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
             f"{format_bytes_up(target.host_kv_bytes)} of the KV cache, too little by "
             f"{format_bytes_up(target.host_kv_bytes - limits.pinned_bytes)}"
         )
-        return BudgetError, reason, ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
-    return None
+        ways = ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
+    else:
+        return None
+    # Who has no draft has nobody to propose a chain.
+    ways.append(f"or use --speculation {'none' if draft is None else 'chain'}")
+    return reason, kind(f"no TriForce here: {reason}: {', '.join(ways)}")
+
+
+# --- one way: on the device
+
+
+def spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
+    return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)}))
+
+
+def place_layers(plan: RunPlan) -> RunPlan:
+    """Choose resident layers and ring: as many layers stay as are asked for, or else as fit.
+
+    Raises:
+        BudgetError: Not even a ring of two slots fits, or the asked resident layers do not.
+        OptionError: More resident layers were asked for than the model has.
+    """
+    layers, asked = plan.placement.num_layers, plan.request.resident_layers
+    if asked is not None and not 0 <= asked <= layers:
+        raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
+    available_bytes = plan.limits.device_bytes
+    if available_bytes is None:
+        return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_SLOTS))
+    left_bytes = available_bytes - plan.fixed_bytes
+    most = min(layers, max(0, left_bytes) // min(plan.target.layout.layer_bytes))
+    counts = range(most, -1, -1) if asked is None else (asked,)
+    for slots in (RING_SLOTS, 2):
+        for resident in counts:
+            placement = _evenly(resident, layers, slots)
+            if plan.target.held_bytes(placement) <= left_bytes:
+                return plan.with_placement(placement)
+    raise _too_small(plan, available_bytes, asked or 0)
+
+
+def _evenly(resident: int, layers: int, slots: int) -> Placement:
+    return Placement(spread(resident, layers), min(slots, layers - resident), layers)
+
+
+def _with_kv_on_host(plan: RunPlan) -> list[RunPlan]:
+    """The ways to share the device between layers of weights and of the KV cache; beside a retrieval verifier the first
+    one, in which weights come before keys and values. Errors as of `place_layers`."""
+    borrowable_bytes = 0 if plan.verifier is None else plan.verifier.borrowable_bytes
+    target = replace(plan.target, cache="host", borrowable_bytes=borrowable_bytes)
+    plan = place_layers(replace(plan, target=target))
+    limit_bytes, placement = plan.limits.device_bytes, plan.placement
+    ways = [placement]
+    if limit_bytes is not None and plan.request.resident_layers is None and plan.verifier is None:
+        # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
+        # case), so fewer resident layers of weights may be better.
+        slots = placement.num_slots or min(RING_SLOTS, placement.num_layers)
+        resident = len(placement.resident_layers) - max(0, slots - placement.num_slots - 1)
+        ways += [_evenly(count, placement.num_layers, slots) for count in range(resident - 1, -1, -1)]
+    spare_bytes = None if limit_bytes is None else limit_bytes - plan.fixed_bytes
+    return [plan.with_placement(_with_kv_layers(target, way, spare_bytes)) for way in ways]
+
+
+def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | None) -> Placement:
+    """As many layers of the KV cache on the device as fit into `spare_bytes` beside layers of weights; None for no
+    limit, where all stay on the host, as asked.
+
+    None before the ring is whole: its last slot comes before anything that stays, or the memory that lets it in would
+    take layers away from the device.
+    """
+    if spare_bytes is None or placement.num_slots < min(RING_SLOTS, placement.num_streamed):
+        return placement
+    layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes
+    spare_bytes -= target.held_bytes(placement)
+    if layers * each - target.kv_ring_bytes - target.prefill_workspace_bytes <= spare_bytes:
+        count = layers  # nothing is streamed, and what streaming takes is not needed
+    else:
+        count = layers if each <= 0 else max(0, min(layers - 1, spare_bytes // each))
+    return replace(placement, resident_kv_layers=_layers_to_keep(count, target.kv_blocks_by_layer()))
+
+
+def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
+    """`count` layers, those first that stream the most `blocks`, evenly spread among equals."""
+    kept: list[int] = []
+    for most in sorted(set(blocks), reverse=True):
+        equals = [layer for layer, streamed in enumerate(blocks) if streamed == most]
+        kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
+    return tuple(sorted(kept))
+
+
+def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
+    least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
+    ways = ["raise --vram", "lower --context"]
+    if plan.verifier is not None:
+        ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
+    elif plan.draft is not None:
+        ways.append("use a smaller draft or --draft ngram")
+    if resident:
+        ways.append("keep fewer layers resident")
+    return BudgetError(
+        f"the device budget of {format_bytes(available_bytes)} is too small by "
+        f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
+        f"({_listed(least.device)}): {', '.join(ways)}"
+    )
+
+
+# --- one way: in host memory
+
+
+@dataclass(frozen=True)
+class StagingRings:
+    """Page-locked memory that staging takes: what is read crosses `h2d`, keys and values on the way to the host cross
+    `d2h` (of no pieces where they never go there)."""
+
+    h2d: RingShape
+    d2h: RingShape
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.h2d.nbytes + self.d2h.nbytes
+
+
+def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> StagingRings:
+    """The rings that a target is staged through, within `available_bytes` of page-locked memory or, at least, two
+    pieces each; None for their full size."""
+    on_host = bool(target.kv_layers_on_host)
+    largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
+    if not on_host:
+        return StagingRings(ring_shape(largest, available_bytes), RingShape(0, 0))
+    # A prompt's blocks are written as they become full, piece by piece of the prompt.
+    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
+    piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
+    d2h = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
+    if available_bytes is not None:
+        left = available_bytes - ring_shape(largest, 0).nbytes
+        d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, left // piece_bytes)))
+        available_bytes -= d2h.nbytes
+    return StagingRings(ring_shape(largest, available_bytes), d2h)
+
+
+def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Placement:
+    """Stage as many layers as page-locked memory is short of, those of a KV cache on the host last.
+
+    Args:
+        target: Its layers placed on the device or the host.
+        limit_bytes: Most page-locked memory; None for no limit.
+        name: Whose limit it is, for the message.
+
+    Raises:
+        BudgetError: Not even what is staged through can be page-locked.
+    """
+    placement, kv_bytes = target.placement, target.host_kv_bytes
+    streamed = placement.streamed_layers
+    if limit_bytes is None or kv_bytes + target.host_bytes_of_layers(streamed) <= limit_bytes:
+        return replace(placement, staged_layers=(), staging_bytes=0, staged_kv_layers=(), writeback_bytes=0)
+    least = staging_rings(target, 0)
+    if least.nbytes > limit_bytes:
+        parts = [MemoryPart("a ring to stage layers through", least.h2d.nbytes)]
+        ways = ["raise --vram or keep all layers resident"] if streamed else []
+        if least.d2h.num_pieces:
+            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h.nbytes))
+            ways.insert(0, "take --kv gpu")
+        raise BudgetError(
+            f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
+            f"{format_bytes_up(least.nbytes - limit_bytes)} ({_listed(parts)}): "
+            f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
+        )
+    rings = staging_rings(target, limit_bytes - kv_bytes)
+    staged_kv: tuple[int, ...] = ()
+    left_bytes = limit_bytes - rings.nbytes - kv_bytes
+    if left_bytes < 0 or not placement.num_streamed:
+        rings = staging_rings(target, limit_bytes // _RINGS_SHARE)
+        staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
+    most = placement.num_streamed if staged_kv else placement.num_streamed - 1
+    # Spread, so that they and staged ones alternate.
+    choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
+    pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
+    return replace(
+        placement, staged_layers=tuple(index for index in streamed if index not in pinned),
+        staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.d2h.nbytes,
+    )  # fmt: skip
+
+
+def least_pinned_bytes(plan: RunPlan) -> int:
+    """Page-locked memory without which a plan cannot be: all that it streams, or rings to stage that through. A
+    retrieval verifier reads keys and values where they lie, so they cannot be staged."""
+    target = plan.target
+    if plan.verifier is not None:
+        return target.host_kv_bytes
+    all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
+    return min(all_bytes, staging_rings(target, 0).nbytes) if all_bytes else 0
+
+
+def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left.
+
+    Those that stream the most are locked first: of a sliding window a pass brings little, however long the text is.
+    """
+    layers, blocks = target.kv_layers_on_host, target.kv_blocks_by_layer()
+    count = min(available_bytes // target.kv_layer_bytes, len(layers) - 1)
+    kept = {layers[index] for index in _layers_to_keep(count, [blocks[layer] for layer in layers])}
+    return tuple(layer for layer in layers if layer not in kept), available_bytes - count * target.kv_layer_bytes

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, ModelConfig, SpeculationOptions
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.plan import MachineFigures, PlanRequest, RunPlan, plan_run
+from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -36,17 +36,16 @@ def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> PlanRequest:
+def requests(draw: st.DrawFn) -> RuntimeConfig:
     """What somebody might ask for; most of it makes sense."""
     has_draft = draw(st.booleans())
     mode = draw(st.sampled_from(["auto", "chain", "triforce"] if has_draft else ["auto", "none"]))
-    return PlanRequest(
+    return RuntimeConfig(
         target=draw(models()),
-        draft_name="small" if has_draft else "ngram",
-        draft=draw(models(most_layers=4)) if has_draft else None,
+        draft=draw(models(most_layers=4)) if has_draft else "ngram",
         context=draw(st.integers(2, 8192) | st.integers(20_000, 131072)),
         kv=draw(st.sampled_from(["host", "auto", "gpu"])),
-        batch=draw(st.sampled_from([1, 1, 2, 5])),
+        max_batch=draw(st.sampled_from([1, 1, 2, 5])),
         resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
         speculation=SpeculationOptions(mode),
         vram_bytes=draw(limits(2 * GB, 40 * GB)),
@@ -68,7 +67,7 @@ machines = st.builds(
 )  # fmt: skip
 
 
-def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | None:
+def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | None:
     try:
         return plan_run(request, machine)
     except (BudgetError, OptionError, ContextLengthError):
@@ -77,4 +76,4 @@ def plan_or_none(request: PlanRequest, machine: MachineFigures) -> RunPlan | Non
 
 def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer of a cache on the host stays on the device only because there is room for all of a small model's."""
-    monkeypatch.setattr("offload_runtime.plan.placement._with_kv_layers", lambda target, placement, spare: placement)
+    monkeypatch.setattr("offload_runtime.plan.search._with_kv_layers", lambda target, placement, spare: placement)
