@@ -136,7 +136,7 @@ def load_runtime(
 def _explain(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass will take."""
     from offload_runtime.cli.plan import memory_tables, print_tables, speed_line
-    from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.engine.load import planned_figures
     from offload_runtime.plan import COMMON_PROFILE
 
     machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
