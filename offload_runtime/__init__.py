@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from offload_runtime.config import GenerationParams, SamplingParams
+
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Reply, Runtime, TokenStream
 
 __version__ = "0.1.0"
-__all__ = ["Conversation", "GenerationResult", "GenerationStats", "Reply", "Runtime", "TokenStream", "__version__"]
+__all__ = [
+    "Conversation", "GenerationParams", "GenerationResult", "GenerationStats", "Reply", "Runtime", "SamplingParams",
+    "TokenStream", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ def parse_bytes(text: str | float) -> int:
         if match is None or match[2].lower() not in _SIZE_UNITS:
             raise OptionError(f"{text!r} is not a size: write it like 24GB, 512MiB or a number of bytes")
         number, unit = float(match[1]), match[2].lower()
-    if not math.isfinite(number):
-        raise OptionError(f"a size must be a finite number, not {text!r}")
+    require(math.isfinite(number), f"a size must be a finite number, not {text!r}")
     size_bytes = round(number * _SIZE_UNITS[unit])  # 4.1 * 10**6 is a little less than what was meant
-    if size_bytes <= 0:
-        raise OptionError(f"a size must be positive, not {text!r}")
+    require(size_bytes > 0, f"a size must be positive, not {text!r}")
     return size_bytes
 
 
@@ -49,15 +47,20 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def _last_digit(size_bytes: int) -> int:
+    """Bytes that the last digit of `format_bytes` stands for."""
+    return max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
+
+
 def format_bytes_up(size_bytes: int) -> str:
     """Like `format_bytes`, but never less than what it stands for: a user types it back."""
-    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))  # the last digit that is shown
+    step = _last_digit(size_bytes)
     return format_bytes(-(-size_bytes // step) * step)
 
 
 def size_option_down(size_bytes: int) -> str:
     """Bytes as an option's value, `12.3GB`, and never more than what it stands for: the user types it as a limit."""
-    step = max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
+    step = _last_digit(size_bytes)
     return format_bytes(size_bytes // step * step).replace(" ", "")
 
 
@@ -106,16 +109,20 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def require(fine: bool, message: str) -> None:
+    """Raise `OptionError` with this message unless all is `fine`."""
+    if not fine:
+        raise OptionError(message)
+
+
 def require_positive(name: str, value: int) -> None:
     """Raise `OptionError` unless `value` is at least one."""
-    if value < 1:
-        raise OptionError(f"{name} must be at least 1, not {value}")
+    require(value >= 1, f"{name} must be at least 1, not {value}")
 
 
 def require_nodes(tree_nodes: int) -> None:
     """Raise `OptionError` unless this is a number of proposals, or 0 for no trees."""
-    if tree_nodes < 0:
-        raise OptionError(f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
+    require(tree_nodes >= 0, f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,8 @@ class ModelConfig:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
                      "vocab_size", "max_position_embeddings"):  # fmt: skip
             require_positive(name, getattr(self, name))
-        if self.num_heads % self.num_kv_heads:
-            raise OptionError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+        require(self.num_heads % self.num_kv_heads == 0, uneven)
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
         if not self.layer_rope:
@@ -195,20 +202,15 @@ class SamplingParams:
     noise_id: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise OptionError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if 0 < self.temperature < 1e-3:
-            raise OptionError(f"temperature {self.temperature} is too small to divide by: use 0 for greedy decoding")
-        if self.top_k < 0:
-            raise OptionError(f"top_k must be 0 (off) or positive, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p must be in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise OptionError(f"min_p must be in [0, 1], not {self.min_p}")
-        if not 0 <= self.seed < 1 << 64:
-            raise OptionError(f"seed must be in [0, 2**64), not {self.seed}")
-        if not 0 <= self.noise_id < 1 << 32:
-            raise OptionError(f"noise_id must be in [0, 2**32), not {self.noise_id}")
+        temperature = self.temperature
+        require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
+        if 0 < temperature < 1e-3:
+            raise OptionError(f"temperature {temperature} is too small to divide by: use 0 for greedy decoding")
+        require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
+        require(0 <= self.seed < 1 << 64, f"seed must be in [0, 2**64), not {self.seed}")
+        require(0 <= self.noise_id < 1 << 32, f"noise_id must be in [0, 2**32), not {self.noise_id}")
 
     @property
     def greedy(self) -> bool:
@@ -228,26 +230,59 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """What one call of `generate` asks for beyond sampling.
+    """What one answer is asked for, in the words of `Runtime.stream`.
 
-    `gamma` tokens are proposed in a row and `tree_nodes` in all, which 0 limits to chains; what is None is chosen.
+    `stop` may be given as a string or any sequence of them, and is a tuple then. `gamma` tokens are proposed in a row
+    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen.
     """
 
     max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     gamma: int | None = None
     ignore_eos: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
+        # A lone string is not to be taken for a sequence of characters.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require_positive("max_new_tokens", self.max_new_tokens)
         if self.gamma is not None:
             require_positive("gamma", self.gamma)
         if self.tree_nodes is not None:
             require_nodes(self.tree_nodes)
-        if any(not text for text in self.stop):
-            raise OptionError("an empty stop string would end every answer at once")
+        require(all(self.stop), "an empty stop string would end every answer at once")
+
+
+def params_of_each(
+    params: GenerationParams | Sequence[GenerationParams], noise_ids: Sequence[int] | None, count: int
+) -> list[GenerationParams]:
+    """The options of each of `count` requests that are answered together.
+
+    Args:
+        params: Of all of them, or of each.
+        noise_ids: Of each; None counts them from that of `params`, or takes those that a sequence of them has.
+        count: Requests.
+
+    Raises:
+        OptionError: There are not as many of something, or they differ in what answers share.
+    """
+    if isinstance(params, GenerationParams):
+        first = params.sampling.noise_id
+        params, noise_ids = [params] * count, range(first, first + count) if noise_ids is None else noise_ids
+    fine = isinstance(params, Sequence) and all(isinstance(one, GenerationParams) for one in params)
+    require(fine, "params is a GenerationParams for all prompts, or a sequence with one for each of them")
+    require(len(params) == count, f"{len(params)} params for {count} prompts: give one for each, or one for all")
+    if noise_ids is None:
+        noise_ids = [one.sampling.noise_id for one in params]
+    given = len(noise_ids)
+    require(given == count, f"{given} noise_ids for {count} prompts: give one for each, or none at all")
+    same = len({(one.gamma, one.tree_nodes) for one in params}) == 1
+    require(same, "gamma and tree_nodes are of the passes, which the answers share: give all params the same")
+    return [
+        replace(one, sampling=replace(one.sampling, noise_id=noise_id))
+        for one, noise_id in zip(params, noise_ids, strict=True)
+    ]
 
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
@@ -279,20 +314,15 @@ class SpeculationOptions:
     refresh_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("speculation", self.mode, SPECULATION_MODES),
-            ("draft_cache", self.draft_cache, DRAFT_CACHES),
-        ):
-            if value not in allowed:
-                raise OptionError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
+        choices = ("speculation", self.mode, SPECULATION_MODES), ("draft_cache", self.draft_cache, DRAFT_CACHES)
+        for name, value, allowed in choices:
+            require(value in allowed, f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
         for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft", "refresh_steps"):
             require_positive(name, getattr(self, name))
-        if self.gamma_draft > MOST_GAMMA_DRAFT:
-            raise OptionError(f"gamma_draft must be at most {MOST_GAMMA_DRAFT}, not {self.gamma_draft}")
-        if self.sink_tokens > 256:
-            raise OptionError(f"sink_tokens must be at most 256, not {self.sink_tokens}")
-        if self.recent_tokens < 2:
-            raise OptionError(f"recent_tokens must be at least 2, not {self.recent_tokens}")
+        most = MOST_GAMMA_DRAFT
+        require(self.gamma_draft <= most, f"gamma_draft must be at most {most}, not {self.gamma_draft}")
+        require(self.sink_tokens <= 256, f"sink_tokens must be at most 256, not {self.sink_tokens}")
+        require(self.recent_tokens >= 2, f"recent_tokens must be at least 2, not {self.recent_tokens}")
         chunks_of_budget(self.budget_tokens, self.chunk_size)
 
 
@@ -326,8 +356,8 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     Raises:
         OptionError: The chunk size is not supported, or the budget is not a number of whole chunks.
     """
-    if chunk_size not in (2, 4, 8, 16, 32, 64):
-        raise OptionError(f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
+    fine = chunk_size in (2, 4, 8, 16, 32, 64)
+    require(fine, f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
     if budget_tokens <= 0 or budget_tokens % chunk_size:
         raise OptionError(
             f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
@@ -420,12 +450,10 @@ class RuntimeConfig:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, wanted in (
-            ("target", "a directory, a GGUF file or a hub id such as org/name"), ("draft", "a model, ngram or none")
-        ):  # fmt: skip
+        wanted = {"target": "a directory, a GGUF file or a hub id such as org/name", "draft": "a model, ngram or none"}
+        for name, what in wanted.items():
             value = getattr(self, name)
-            if isinstance(value, str) and not value.strip():
-                raise OptionError(f"--{name} is empty: give {wanted}")
+            require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
         require_positive("max_batch", self.max_batch)
         check_options(
             self.proposed_by, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,

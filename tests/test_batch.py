@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
@@ -49,6 +51,73 @@ def test_every_way_of_proposing(
     with load(target, draft=chosen, kv=kv, max_batch=4, resident_layers="auto", speculation=options) as runtime:
         assert generate(runtime, ignore_eos=True) == expected
         assert generate(runtime, ignore_eos=True, gamma=3) == expected
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_new_tokens": 31},
+    {"max_new_tokens": COUNT, "temperature": 0.8, "seed": 3},
+    {"max_new_tokens": 17, "temperature": 1.0, "seed": 2**63, "top_k": 40, "stop": "zzz"},
+    {"max_new_tokens": COUNT, "temperature": 0.7, "seed": 3, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationParams:
+    sampling = {
+        name: options.pop(name) for name in ("temperature", "seed", "top_k", "top_p", "min_p") if name in options
+    }
+    return GenerationParams(
+        ignore_eos=True, gamma=gamma, sampling=SamplingParams(noise_id=noise_id, **sampling), **options
+    )
+
+
+@pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
+def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
+    """Greedy, sampled and filtered answers share passes, and each is what it is alone."""
+    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2) if proposals == "triforce" else None
+    chosen: Any = proposals if proposals in ("none", "ngram") else draft
+    gamma, nodes = None if proposals == "none" else 5, 24 if proposals == "trees" else None
+    noise_ids = 9, 0, 2**32 - 1, 3
+    with load(target, draft=chosen, max_batch=4, kv="host", speculation=options, tree_nodes=nodes) as runtime:
+        alone = [
+            runtime.generate(prompt, noise_id=noise_id, gamma=gamma, ignore_eos=True, **asked)
+            for prompt, noise_id, asked in zip(PROMPTS, noise_ids, OPTIONS, strict=True)
+        ]
+        params = [as_params(gamma, noise_id, **asked) for noise_id, asked in zip(noise_ids, OPTIONS, strict=True)]
+        unnumbered = [replace(one, sampling=replace(one.sampling, noise_id=0)) for one in params]
+        for together in (
+            runtime.generate_batch(PROMPTS, params=params),
+            runtime.generate_batch(PROMPTS, params=unnumbered, noise_ids=noise_ids),
+        ):
+            said = [(result.tokens, result.text, result.finish_reason) for result in together]
+            assert said == [(result.tokens, result.text, result.finish_reason) for result in alone]
+        assert len({tuple(result.tokens[:12]) for result in alone}) == 4
+        same = as_params(gamma, 7, **OPTIONS[1])
+        numbered = runtime.generate_batch(PROMPTS[:2], params=same)
+        asked = {"gamma": gamma, "ignore_eos": True, **OPTIONS[1]}
+        for number, result in enumerate(numbered):
+            assert result.tokens == runtime.generate(PROMPTS[number], noise_id=7 + number, **asked).tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"params": [GenerationParams()]}, "1 params for 2 prompts: give one for each, or one for all"),
+        ({"params": []}, "0 params for 2 prompts"),
+        ({"params": SamplingParams(0.5)}, "params is a GenerationParams for all prompts, or a sequence"),
+        ({"params": [GenerationParams(), SamplingParams()]}, "params is a GenerationParams"),
+        ({"params": GenerationParams(), "temperature": 0.5}, "options are given twice, by name and as params"),
+        ({"params": [GenerationParams()] * 2, "noise_ids": [1]}, "1 noise_ids for 2 prompts"),
+        ({"params": [GenerationParams(gamma=2), GenerationParams()]}, "gamma and tree_nodes are of the passes"),
+        ({"params": [GenerationParams(tree_nodes=0), GenerationParams()]}, "gamma and tree_nodes are of the passes"),
+    ],
+)
+def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, Any], message: str) -> None:
+    with load(target, max_batch=2) as runtime:
+        with pytest.raises(OptionError, match=message):
+            runtime.generate_batch(["a", "b"], **asked)
+        long = [GenerationParams(3), GenerationParams(100_000)]
+        with pytest.raises(ContextLengthError, match=r"prompt 2 of 2: .* 100000 new ones exceed the context"):
+            runtime.generate_batch(["a", "b"], params=long)
 
 
 def test_answers_end_on_their_own(target: Path, draft: Path) -> None:

@@ -452,7 +452,7 @@ def test_a_draft_that_retrieves_chunks_has_no_room_for_trees(target: Path, draft
 
 
 def test_limits_of_what_is_chosen() -> None:
-    limits = WindowLimits(20, 256, tree_room=256)
+    limits = WindowLimits(20, tree_room=256)
     ngrams = NgramProposer()
     assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256, "unigram": 256})
     chains = ChosenWindows({"ngram": 20, "unigram": 20}, branches=False)
@@ -481,7 +481,7 @@ class Named(NoProposer):
 
 
 def test_chains_are_filled_where_rows_cost_nothing() -> None:
-    limits = WindowLimits(20, 256, tree_room=256)
+    limits = WindowLimits(20, tree_room=256)
     chains = WithNgrams(Named("chain"), NgramProposer(), alone=False)
     trees = WithNgrams(Named("chain", "tree"), NgramProposer())
     assert limits.settle(GenerationParams(), chains) == ChosenWindows({"chain": 20})

@@ -61,7 +61,7 @@ def test_end_of_sequence_anywhere_in_a_window(
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
         # What the window committed behind the end is gone: all but the last token are in the cache.
-        assert runtime.cached_tokens() == len(runtime.encode(PROMPT)) + place
+        assert runtime._models.target.runner.cache.length(0) == len(runtime.encode(PROMPT)) + place
         if number % 5:
             continue
         # The token itself is no text, even when it is an ordinary one.

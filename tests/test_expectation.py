@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.expectation import Expectation, expect
+from offload_runtime.engine.expectation import Expectation
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
 from offload_runtime.plan import RunPlan, forecast, known_figures, machine_figures, pass_time, plan_run
@@ -186,14 +186,19 @@ def test_a_step_of_the_middle_level_serves_all_answers_of_a_batch() -> None:
     assert three == pytest.approx(3 * one, rel=1e-3)  # chunks of every answer are fetched
 
 
-def test_the_measured_link_takes_the_place_of_the_profiles() -> None:
+def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> None:
     plan, answer = _plan("llama-2-13b"), Answer(1000, 400, 399)
-    slow = expect(plan, CARD, link_peak_gbps=12.5, emulated="some")
-    assert slow.emulated == "some"
-    assert slow.seconds_per_pass([answer]) == pytest.approx(2 * _pass_s(plan, length=1200, rows=1))
-    unmeasured = expect(plan, CARD, link_peak_gbps=None, emulated=None)
-    assert unmeasured.seconds_per_pass([answer]) == _pass_s(plan, length=1200, rows=1)
-    assert expect(plan, None, link_peak_gbps=12.5, emulated=None).seconds_per_pass([answer]) is None
+    slow = Expectation(plan, replace(CARD, link_gbps=12.5)).seconds_per_pass([answer])
+    assert slow == pytest.approx(2 * _pass_s(plan, length=1200, rows=1))
+    assert Expectation(plan, None).seconds_per_pass([answer]) is None
+    target, links = write_checkpoint(tmp_path / "target"), {}
+    for resident_layers in (1, "auto"):
+        with load(target, draft="none", profile="rtx4090", resident_layers=resident_layers) as runtime:
+            machine, peak = runtime._parts.expected.machine, runtime._models.target.link_peak_gbps
+            assert machine is not None
+            links[resident_layers] = machine.link_gbps, peak
+    assert links[1][0] == links[1][1] != CARD.link_gbps
+    assert links["auto"] == (CARD.link_gbps, None)
 
 
 def test_figures_are_of_this_card_ones_own_before_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_refusal_after_any_layer_gives_the_same_tokens(
         staged = staged_of(runtime)
         assert (len(staged) == 0) == (count == NUM_LAYERS)
         assert registrar.locked_bytes <= limit
-        assert runtime._parts.pinned_bytes == registrar.locked_bytes
+        assert runtime._models.target.pinned_bytes == registrar.locked_bytes
         assert runtime.plan.placement.staged_layers == staged
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
         if staged:

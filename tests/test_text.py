@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_runtime.engine.request import IncrementalDecoder, StopStrings, stop_strings
+from offload_runtime.config import GenerationParams
+from offload_runtime.engine.request import IncrementalDecoder, StopStrings
 from tests.helpers.engine import byte_level_tokenizer
 
 WORDS = ["the", "fox", "▁the", "▁fox", "▁", "▁日本", "▁caf", "é", ".", ","]
@@ -144,6 +145,6 @@ def test_flush_gives_back_what_was_held() -> None:
 
 
 def test_a_lone_stop_string_is_not_taken_apart() -> None:
-    assert stop_strings("ab") == ("ab",)
-    assert stop_strings(["ab", "c"]) == ("ab", "c")
-    assert stop_strings(()) == ()
+    assert GenerationParams(stop="ab").stop == ("ab",)
+    assert GenerationParams(stop=["ab", "c"]).stop == ("ab", "c")
+    assert GenerationParams(stop=()).stop == ()

@@ -247,16 +247,16 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
     meter = PassMeter(cast(RuntimeParts, parts))
-    assert meter.read().hidden_draft_share is None
+    assert meter.hidden_draft_share() is None
     recorder.add("passes", "verify 1", 10.0, 14.0, {})
     recorder.add("draft", "propose", 13.0, 17.0, {})
     recorder.add("draft", "draft steps", 13.5, 16.0, {})  # a part of the former
     recorder.add("passes", "verify 2", 17.0, 18.0, {})
     recorder.settle()
-    assert meter.read().hidden_draft_share == pytest.approx(0.25)
+    assert meter.hidden_draft_share() == pytest.approx(0.25)
     recorder.add("link", "weights of layer 0", 13.5, 15.0, {})
     recorder.settle()
-    assert meter.read().hidden_draft_share == pytest.approx(0.5)
+    assert meter.hidden_draft_share() == pytest.approx(0.5)
 
 
 def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime import speculation
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv import device as tree_path
@@ -20,7 +21,7 @@ from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer,
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
-from tests.helpers.sampling import run_step
+from tests.helpers.sampling import run_step, slots_for
 from tests.helpers.trees import BlockRecorder, TreeScript, begin, committed_kv, decode, plain
 
 CAPACITY, WINDOW, COUNT = 1024, 80, 42
@@ -242,6 +243,7 @@ def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
+    sampling = slots_for(runner, params)
     for mode in ("default", "error"):  # the first time kernels are compiled and memory is found
         texts = begin(runner, PROMPTS, params, script)
         requests = [DraftRequest(sequence, text, 1, 2) for sequence, text in texts.items()]
@@ -250,7 +252,7 @@ def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
             patch.setattr(torch.Tensor, "tolist", allowed)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                rounds = run_step(runner, params, script, requests)
+                rounds = speculation.run_step(runner, sampling, script, requests)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert [played.num_accepted for played in rounds] == [1, 1, 1]

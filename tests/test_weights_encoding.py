@@ -14,6 +14,7 @@ from offload_runtime_kernels.few_row_linear import RowNorm
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.load_model import connect_model
+from offload_runtime.engine.staged_layers import StagedMemory
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
@@ -163,7 +164,9 @@ def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
     assert (plan.placement.resident_layers, plan.placement.num_slots) == ((1, 3), 2)
     budget, engine = DeviceBudget(CPU, None), make_copy_engine(CPU)
     weights = load_weights(source, torch.float32, layout=layout)
-    model = connect_model(weights, plan.target, budget, CopyQueues(engine), name="target")
+    model = connect_model(
+        weights, plan.target, budget, CopyQueues(engine), name="target", memory=StagedMemory(plan.target.placement)
+    )
     sizes, reserved = layout.layer_bytes, dict(budget.reservations)
     assert (reserved["target: ring"], reserved["target: resident layers"]) == (2 * max(sizes), sizes[1] + sizes[3])
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]

@@ -1,6 +1,6 @@
 """Copy a few integers from page-locked host memory by a kernel, past whatever copies wait for the link's copy engine.
 
-    target[i] = source[i]        for all i < N
+target[i] = source[i]        for all i < N
 """
 
 import torch
@@ -28,7 +28,7 @@ def copy_words_triton(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy int32 [N], contiguous, from the host to `target` [N]; on CUDA from page-locked memory, on the current stream.
+    """Copy int32 [N] from the host, on CUDA from page-locked memory, to `target` [N]; enqueued on the current stream.
 
     The source must stay as it is until the stream has come that far.
     """

@@ -140,7 +140,7 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
 def print_explanation(plan: RunPlan, *, config: RuntimeConfig) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
     pass over one token behind a full context, and of a prompt that fills it."""
-    from offload_runtime.engine.expectation import planned_figures
+    from offload_runtime.engine.load import planned_figures
     from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
 
     machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)

@@ -56,17 +56,16 @@ def make_proposer(
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if link_bound else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
-    runner = models.draft.runner
-    target_vocab, draft_vocab = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
-    chains = DraftProposer(runner, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch)
+    runner, ngrams = models.draft.runner, NgramProposer()
+    vocab_size, draft_vocab_size = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
+    chains = DraftProposer(runner, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
     if budget.device.type == "cuda":
         chains.model.warm_up()
     chains.model.recorder = recorder
-    ngrams = NgramProposer()
     if not grows_trees(runner.cache):
         return WithNgrams(chains, ngrams)
     tree = DraftTree(
-        runner, chains.model.texts, vocab_size=target_vocab, draft_vocab_size=draft_vocab, batch=batch
+        runner, chains.model.texts, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
@@ -80,10 +79,9 @@ def _make_triforce(
     models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
     make_policy: Callable[..., ChunkPolicy],
 ) -> Proposer:  # fmt: skip
-    options, target, draft, batch = plan.options, models.target, models.draft, plan.batch
-    layers = target.runner.streamer.resident_layers()
+    options, target, batch = plan.options, models.target.runner, plan.batch
+    layers, source = target.streamer.resident_layers(), target.cache
     assert layers is not None, "refused when it was planned"
-    source = target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
         source, plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
@@ -92,35 +90,35 @@ def _make_triforce(
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the retrieval verifier", plan.step_bytes)
-    gamma = options.gamma_draft if draft is not None else 0
+    gamma = 0 if models.draft is None else options.gamma_draft
     window = DeviceWindow(budget.device, batch=batch)
     verifier = RetrievalVerifier(
-        target.runner.decoder, layers, retrieved, target.rope, window, gamma=gamma,
+        target.decoder, layers, retrieved, models.target.rope, window, gamma=gamma,
         max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
     )  # fmt: skip
     first = None
-    if draft is not None:
-        draft_vocab, cache = draft.runner.decoder.config.vocab_size, draft.runner.cache
-        has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of the draft's
+    if models.draft is not None:
+        draft = models.draft.runner
+        has_all = draft.cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft_vocab, batch=batch, window=window,
-            max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
+            draft, vocab_size=plan.config.vocab_size, draft_vocab_size=draft.decoder.config.vocab_size, batch=batch,
+            window=window, max_tokens_with_draft=draft.cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
         window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
         max_tokens_with_draft=source.max_tokens_with_draft,
     )  # fmt: skip
+    levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with ExitStack() as eager:
-            for graphs in [verifier.graphs] if first is None else [verifier.graphs, first.graphs]:
-                eager.enter_context(graphs.eager())
-            warm_up_verifier(proposer, target.runner, gamma=gamma, batch=batch)
+            for level in levels:
+                eager.enter_context(level.graphs.eager())
+            warm_up_verifier(proposer, target, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()
-    verifier.recorder = recorder
-    if first is not None:
-        first.recorder = recorder
+    for level in levels:
+        level.recorder = recorder
     return proposer
 
 

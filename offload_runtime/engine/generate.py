@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 
-from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.request import Request
-from offload_runtime.engine.stats import GenerationResult, PassMeter, generation_stats
+from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import ChosenWindows, RuntimeParts, StepRunner, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
@@ -24,31 +24,39 @@ OnPrefill = Callable[[int, int], None]
 OnBatchProgress = Callable[[int, int], None]
 
 
-class Generation:
-    """Decodes requests together: each pass of the target verifies a window of every one that is not finished.
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told, or asked, while tokens are generated.
 
-    Args:
-        parts: The runtime's machinery.
-        expected: What the figures are held against.
-        requests: One for each of the slots 0, 1, …
-        windows: Most tokens proposed per step, fixed or chosen.
+    Attributes:
         on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
         on_progress: Called with (requests finished, requests) before every pass and at the end.
         should_stop: Asked before every pass; once it says yes, requests that are not finished end as they are.
         on_logits: As of `run_step`; called for the first token as well.
     """
 
+    on_prefill: OnPrefill | None = None
+    on_progress: OnBatchProgress | None = None
+    should_stop: Callable[[], bool] | None = None
+    on_logits: OnLogits | None = None
+
+
+class Generation:
+    """Decodes requests together: each pass of the target verifies a window of every one that is not finished.
+
+    Args:
+        parts: The runtime's machinery.
+        requests: One for each of the slots 0, 1, …
+        windows: Most tokens proposed per step, fixed or chosen.
+        hooks: Who else takes part.
+    """
+
     def __init__(
-        self, parts: RuntimeParts, expected: Expectation, requests: Sequence[Request],
-        windows: WindowSize | ChosenWindows, *, on_prefill: OnPrefill | None = None,
-        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        on_logits: OnLogits | None = None,
-    ) -> None:  # fmt: skip
+        self, parts: RuntimeParts, requests: Sequence[Request], windows: WindowSize | ChosenWindows, hooks: Hooks
+    ) -> None:
         self.requests = requests
         self.is_current = True  # the target's cache is still this generation's
-        self._parts, self._expected, self._windows = parts, expected, windows
-        self._on_prefill, self._on_progress, self._should_stop = on_prefill, on_progress, should_stop
-        self._on_logits = on_logits
+        self._parts, self._windows, self._hooks = parts, windows, hooks
         self._proposer: Proposer = NoProposer()  # until the generation begins, the runtime's counts for another
         self._meter: PassMeter | None = None  # of the passes, once there are any
 
@@ -66,7 +74,7 @@ class Generation:
             parts.sampling.assign(sampling)
             proposer.start(sampling)
         self._proposer = proposer
-        steps = StepRunner(parts, proposer, self._windows, on_logits=self._on_logits)
+        steps = StepRunner(parts, proposer, self._windows, on_logits=self._hooks.on_logits)
         for request in self.requests:
             with self._working():
                 token = self._prefill(request)
@@ -92,40 +100,34 @@ class Generation:
         """What there is of every request; all are finished."""
         for request in self.requests:
             request.acceptance = self._acceptance(request)
-        passes = (self._meter or PassMeter(self._parts)).read()
-        predicted_s = self._expected.seconds_per_pass(self.requests)
-        found = []
-        for request in self.requests:
-            assert request.finish_reason is not None, "iterate to the end or call close() first"
-            stats = generation_stats(self._parts, request, passes, self._expected, predicted_s_per_pass=predicted_s)
-            found.append(GenerationResult(request.tokens, request.text, request.finish_reason, stats))
-        return found
+        return (self._meter or PassMeter(self._parts)).results(self.requests)
 
     def _active(self) -> list[Request]:
         """Requests of the next pass; none where all are finished, or somebody wants to stop."""
         active = [request for request in self.requests if request.finish_reason is None]
-        if self._on_progress is not None:
-            self._on_progress(len(self.requests) - len(active), len(self.requests))
-        if active and self._should_stop is not None and self._should_stop():
+        hooks = self._hooks
+        if hooks.on_progress is not None:
+            hooks.on_progress(len(self.requests) - len(active), len(self.requests))
+        if active and hooks.should_stop is not None and hooks.should_stop():
             self.interrupt()
             return []
         return active
 
     def _prefill(self, request: Request) -> int:
         """Read a prompt; the first token behind it."""
-        target, slot, count = self._parts.target, request.slot, len(self.requests)
+        target, slot, count, hooks = self._parts.target, request.slot, len(self.requests), self._hooks
 
         def on_layer(done: int, layers: int) -> None:
-            if self._on_prefill is not None:
-                self._on_prefill(slot * layers + done, count * layers)
+            if hooks.on_prefill is not None:
+                hooks.on_prefill(slot * layers + done, count * layers)
 
         logits = target.prefill(slot, request.sequence[request.num_kept :], on_layer)
         if request.params.max_new_tokens > 1:
             self._proposer.prepare(slot, request.sequence)
             self._proposer.ahead(still_computing(logits))
         token = first_token(target, self._parts.sampling, slot, logits)
-        if self._on_logits is not None:
-            self._on_logits(slot, logits)
+        if hooks.on_logits is not None:
+            hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()
         return token
 
@@ -175,10 +177,11 @@ class TokenStream:
 
     Args:
         generation: Of a single request.
+        on_end: Called once, when the answer has ended for whatever reason and its result is there.
     """
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation, (self._request,) = generation, generation.requests
+    def __init__(self, generation: Generation, on_end: Callable[[TokenStream], None] | None = None) -> None:
+        self._generation, (self._request,), self._on_end = generation, generation.requests, on_end
         self._pieces = generation.pieces()
         self._result: GenerationResult | None = None
 
@@ -204,11 +207,6 @@ class TokenStream:
         """Prompt and generated tokens so far: a list that grows with them."""
         return self._request.sequence
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the target's cache still holds this generation."""
-        return self._generation.is_current
-
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
         self._pieces.close()
@@ -218,6 +216,8 @@ class TokenStream:
     def _settle(self) -> None:
         if self._result is None:
             (self._result,) = self._generation.results()
+            if self._on_end is not None:
+                self._on_end(self)
 
 
 @contextmanager

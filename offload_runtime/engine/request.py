@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from offload_runtime.config import GenerationParams, ModelConfig
+from offload_runtime.config import GenerationParams, ModelConfig, require
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-
-
-class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of tokens."""
 
 
 class IncrementalDecoder:
@@ -33,7 +26,7 @@ class IncrementalDecoder:
 
     _CONTEXT_TOKENS = 6
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         # Shown already, gives the new tokens their context. Piece by piece: a run of byte tokens that begins in the
         # middle of a character is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
@@ -109,11 +102,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string or several as a tuple; a lone one is not taken for a sequence of characters."""
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     """Token ids of a prompt.
 
@@ -132,10 +120,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         tokens = list(tokenizer.encode(text, add_special_tokens=False))
     else:
         tokens = [item for item in prompt if isinstance(item, int)]
-        if len(tokens) < len(prompt):
-            raise OptionError("a prompt is a text, a list of token ids or a list of chat messages")
-    if not tokens:
-        raise OptionError("the prompt is empty: give it at least one token")
+        fine = len(tokens) == len(prompt)
+        require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
+    require(bool(tokens), "the prompt is empty: give it at least one token")
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
         raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -166,12 +153,13 @@ class PromptRoom:
             )
         return tokens
 
-    def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-        """The same of several, whose errors say which of them it is."""
+    def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int]) -> list[list[int]]:
+        """The same of several, of answers of one length or of one for each; errors say which of them it is."""
+        counts = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         fitting = []
-        for number, prompt in enumerate(prompts, start=1):
+        for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True), start=1):
             try:
-                fitting.append(self.fit(prompt, max_new_tokens))
+                fitting.append(self.fit(prompt, count))
             except (OptionError, ContextLengthError) as error:
                 raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
         return fitting
@@ -179,8 +167,8 @@ class PromptRoom:
 
 def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:
     """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise OptionError("this model has no chat template: use a plain prompt (generate without --chat)")
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
     except Exception as error:  # templates raise whatever they like about the messages
@@ -200,7 +188,7 @@ class Request:
     """
 
     def __init__(
-        self, slot: int, prompt: Sequence[int], params: GenerationParams, tokenizer: Tokenizer,
+        self, slot: int, prompt: Sequence[int], params: GenerationParams, tokenizer: Any,
         eos_token_ids: frozenset[int], *, num_kept: int = 0,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)

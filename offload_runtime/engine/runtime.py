@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,76 +18,56 @@ from offload_runtime.config import (
     SamplingParams,
     SpeculationOptions,
     format_bytes,
+    params_of_each,
     parse_bytes,
+    require,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.expectation import expect
-from offload_runtime.engine.generate import Generation, OnBatchProgress, OnPrefill, TokenStream, device_errors
-from offload_runtime.engine.load import LoadedRuntime, load_runtime
+from offload_runtime.engine.generate import Generation, Hooks, OnBatchProgress, OnPrefill, TokenStream, device_errors
+from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat, stop_strings
+from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.engine.traced import TracedTarget, TraceOutput, device_facts
+from offload_runtime.engine.traced import device_facts
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
-from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import Controller, OnLogits, Proposer
+from offload_runtime.speculation import OnLogits, Proposer
+from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
 
 class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
-    def __init__(self, loaded: LoadedRuntime, *, trace: Path | None = None) -> None:
-        target = loaded.models.target
+    def __init__(self, parts: RuntimeParts, *, trace: Path | None = None) -> None:
+        target = parts.models.target
         self.config: ModelConfig = target.runner.decoder.config
-        self.tokenizer: Any = loaded.sources.tokenizer
-        self.device = loaded.budget.device
+        self.tokenizer: Any = parts.tokenizer
+        self.device = parts.budget.device
         self.dtype = target.weights.layout.dtype
-        self.placement = loaded.placement
-        self.plan = loaded.plan
-        self.emulated = loaded.emulated
+        self.placement = parts.placement
+        self.plan = parts.expected.plan
+        self.emulated = parts.emulated
         self.load_report = (
             f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
         )
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        self._models = loaded.models
-        self._max_batch = loaded.batch
+        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
+        self._parts, self._models, self._windows = parts, parts.models, parts.windows
+        self._max_batch = self.plan.target.batch
+        self._trace = trace
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
-        self._stop_copies = weakref.finalize(self, loaded.engine.close)
+        self._stop_copies = weakref.finalize(self, target.engine.close)
         # Until it is closed or dropped, collections leave out what there was before it was loaded (see `load_runtime`).
         self._unfreeze = weakref.finalize(self, gc.unfreeze)
-        self._windows = loaded.windows
         self._cache_owner: object | None = None
         self._current: Generation | None = None  # whose tokens the cache holds
         self._closed = False
-        traced = None if loaded.recorder is None else TracedTarget(target.runner, loaded.recorder)
-        self._trace = self._trace_output(trace, traced)
-        self._expected = expect(
-            loaded.plan, loaded.machine, link_peak_gbps=target.link_peak_gbps, emulated=loaded.emulated
-        )
-        self._parts = RuntimeParts(
-            target=traced or target.runner,
-            proposer=loaded.proposer,
-            sampling=SlotSampling(loaded.batch, self.device),
-            tokenizer=self.tokenizer,
-            eos_token_ids=loaded.sources.eos_token_ids,
-            engine=loaded.engine,
-            budget=loaded.budget,
-            link_peak_gbps=target.link_peak_gbps,
-            pinned_bytes=target.pinned_bytes,
-            pageable=None if target.staged is None else target.staged.pageable,
-            traced=traced,
-            controller=Controller(
-                loaded.windows.by_mode, None if loaded.machine is None else self._expected.seconds_of_step,
-                streamed=target.link_peak_gbps is not None,
-            ),
-        )  # fmt: skip
 
     @classmethod
     def load(
@@ -166,7 +145,13 @@ class Runtime:
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load what a configuration asks for. Callbacks and errors as of `load`."""
-        return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check), trace=config.trace)
+        try:
+            parts = load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
+            ) from error
+        return cls(parts, trace=config.trace)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -205,9 +190,8 @@ class Runtime:
             OptionError: A value makes no sense.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        params = GenerationParams(max_new_tokens, stop_strings(stop), gamma, ignore_eos, sampling, tree_nodes)
-        tokens = self._room.fit(prompt, max_new_tokens)
-        return self.start(tokens, params, owner=None, num_kept=0, speculate=speculate, on_prefill=on_prefill)
+        asked = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        return self.start(self._room.fit(prompt, max_new_tokens), asked, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -220,18 +204,12 @@ class Runtime:
         Raises:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
-        stream = self.stream(
-            prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            seed=seed, stop=stop, gamma=gamma, speculate=speculate, ignore_eos=ignore_eos, on_prefill=on_prefill,
-            tree_nodes=tree_nodes, noise_id=noise_id,
-        )  # fmt: skip
-        try:
-            for _ in stream:
-                pass
-        except BudgetError as error:
-            stream.close()
-            raise BudgetError(str(error), [stream.result] if stream.result.tokens else []) from error
-        return stream.result
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
+        asked = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        (result,) = self._finish(
+            self._begin([(self._room.fit(prompt, max_new_tokens), asked)], speculate=speculate, hooks=Hooks(on_prefill))
+        )
+        return result
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
@@ -243,11 +221,12 @@ class Runtime:
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
         on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
         tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
+        params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
-        Options as in `stream`, the same for all prompts but for the noise: an answer is what `generate` says with the
-        `noise_id` of its prompt.
+        Options as in `stream`, the same for all prompts, or those of `params`: an answer is what `generate` says with
+        the options and the `noise_id` of its prompt.
 
         Args:
             prompts: At most as many as `max_batch` when the runtime was loaded.
@@ -255,7 +234,10 @@ class Runtime:
             on_progress: Called with (answers finished, answers) after every pass.
             should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are,
                 `interrupted`.
-            noise_ids: One for each prompt; None gives them 0, 1, …
+            noise_ids: One for each prompt. None counts them from that of the options, 0, 1, …, or takes those of a
+                sequence of `params`.
+            params: The options in place of those by name: one for all prompts, or one for each. They may differ in all
+                but `gamma` and `tree_nodes`, which are of the passes that the answers share.
 
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
@@ -266,30 +248,14 @@ class Runtime:
                 f"{len(prompts)} prompts for a runtime that was loaded for 1 to {self._max_batch}: "
                 "raise max_batch when loading it"
             )
-        ids = range(len(prompts)) if noise_ids is None else noise_ids
-        if len(ids) != len(prompts):
-            raise OptionError(f"{len(ids)} noise_ids for {len(prompts)} prompts: give one for each, or none at all")
-        params = [
-            GenerationParams(
-                max_new_tokens, stop_strings(stop), gamma, ignore_eos,
-                SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id), tree_nodes,
-            )
-            for noise_id in ids
-        ]  # fmt: skip
-        tokens = self._room.fit_all(prompts, max_new_tokens)
-        generation = self._begin(
-            list(zip(tokens, params, strict=True)), speculate=speculate, on_prefill=on_prefill,
-            on_progress=on_progress, should_stop=should_stop,
-        )  # fmt: skip
-        try:
-            for _ in generation.pieces():
-                pass
-        except BudgetError as error:
-            if any(not request.new_tokens for request in generation.requests):
-                raise
-            generation.interrupt()
-            raise BudgetError(str(error), generation.results()) from error
-        return generation.results()
+        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        once = params is None or by_name == GenerationParams()
+        require(once, "options are given twice, by name and as params: put all of them into params")
+        asked = params_of_each(by_name if params is None else params, noise_ids, len(prompts))
+        tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
+        hooks = Hooks(on_prefill, on_progress, should_stop)
+        return self._finish(self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -303,18 +269,26 @@ class Runtime:
         """Chat messages as the text the model was trained on."""
         return render_chat(messages, self.tokenizer, open_answer=open_answer)
 
-    @property
-    def _room(self) -> PromptRoom:
-        return PromptRoom(self.tokenizer, self.config, self.context_tokens)
-
     def start(
-        self, tokens: list[int], params: GenerationParams, *, owner: object | None, num_kept: int,
-        speculate: bool = True, on_prefill: OnPrefill | None = None,
+        self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
+        on_prefill: OnPrefill | None = None, on_end: Callable[[TokenStream], None] | None = None,
     ) -> TokenStream:  # fmt: skip
-        """Begin a generation whose first `num_kept` tokens `owner` left in the cache (see `owns_cache`)."""
-        generation = self._begin([(tokens, params)], speculate=speculate, num_kept=num_kept, on_prefill=on_prefill)
+        """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
+        generation = self._begin(
+            [(tokens, params)], speculate=speculate, num_kept=self._num_kept(tokens, owner), hooks=Hooks(on_prefill)
+        )
         self._cache_owner = owner
-        return TokenStream(generation)
+        return TokenStream(generation, on_end)
+
+    def _num_kept(self, tokens: list[int], owner: object | None) -> int:
+        """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
+        if owner is None or self._cache_owner is not owner or self._current is None:
+            return 0
+        (before,), rope = self._current.requests, self._models.target.rope
+        if rope.frequency_set(before.prompt_tokens) != rope.frequency_set(len(tokens)):
+            return 0  # what is cached was rotated otherwise than this length wants it
+        kept = min(self._models.target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
+        return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
         self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits
@@ -327,12 +301,9 @@ class Runtime:
             proposer: Guesses in place of the runtime's own; None decodes plainly.
             on_logits: As of `run_step`; called for the first token as well.
         """
-        generation = self._begin(
-            [(tokens, params)], speculate=proposer is not None, on_logits=on_logits, proposer=proposer
-        )
-        for _ in generation.pieces():
-            pass
-        return generation.results()[0]
+        hooks, speculate = Hooks(on_logits=on_logits), proposer is not None
+        generation = self._begin([(tokens, params)], speculate=speculate, proposer=proposer, hooks=hooks)
+        return self._finish(generation)[0]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.
@@ -355,14 +326,11 @@ class Runtime:
         return self._parts.proposer
 
     def _begin(
-        self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, num_kept: int = 0,
-        proposer: Proposer | None = None, on_prefill: OnPrefill | None = None,
-        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        on_logits: OnLogits | None = None,
+        self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, hooks: Hooks,
+        num_kept: int = 0, proposer: Proposer | None = None,
     ) -> Generation:  # fmt: skip
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
-        if self._closed:
-            raise OptionError("this runtime is closed: load it again")
+        require(not self._closed, "this runtime is closed: load it again")
         parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
         windows = self._windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
@@ -373,29 +341,27 @@ class Runtime:
             Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
             for slot, (tokens, params) in enumerate(prompts)
         ]
-        self._current = Generation(
-            parts, self._expected, requests, windows if speculate else WindowSize(0),
-            on_prefill=on_prefill, on_progress=on_progress, should_stop=should_stop, on_logits=on_logits,
-        )  # fmt: skip
+        self._current = Generation(parts, requests, windows if speculate else WindowSize(0), hooks)
         return self._current
+
+    @staticmethod
+    def _finish(generation: Generation) -> list[GenerationResult]:
+        """All answers; where memory runs out once each has a token, the error has what there is of them."""
+        try:
+            for _ in generation.pieces():
+                pass
+        except BudgetError as error:
+            if any(not request.new_tokens for request in generation.requests):
+                raise
+            generation.interrupt()
+            raise BudgetError(str(error), generation.results()) from error
+        return generation.results()
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""
         if self._current is not None:
             self._current.is_current = False
         self._current, self._cache_owner = None, None
-
-    def owns_cache(self, owner: object) -> bool:
-        """Whether what the cache holds was left there by `owner`."""
-        return self._cache_owner is owner
-
-    def cached_tokens(self) -> int:
-        """Committed tokens in the target's cache."""
-        return self._models.target.runner.cache.length(0)
-
-    def frequency_set(self, length: int) -> int:
-        """Which rotary frequencies a prompt of `length` tokens gets (see `RopeTable.frequency_set`)."""
-        return self._models.target.rope.frequency_set(length)
 
     def close(self) -> None:
         """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used
@@ -408,19 +374,15 @@ class Runtime:
             return
         self._closed = True
         self._let_go_of_current()
+        recorder = None if self._parts.traced is None else self._parts.traced.recorder
         try:
             self._unfreeze()
             self._give_back()
         finally:
-            if self._trace is not None:
-                self._trace.write()
-
-    def _trace_output(self, path: Path | None, traced: TracedTarget | None) -> TraceOutput | None:
-        if path is None or traced is None:
-            return None
-        about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
-                 "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
-        return TraceOutput(path, traced.recorder, about)
+            if self._trace is not None and recorder is not None:
+                about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+                         "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
+                write_trace(self._trace, recorder.finish(), about)
 
     def _give_back(self) -> None:
         self._stop_copies()
@@ -435,7 +397,5 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

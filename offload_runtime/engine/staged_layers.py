@@ -10,6 +10,7 @@ from offload_runtime.config import format_bytes
 from offload_runtime.copy import FEWEST_PIECES, CopyEngine, StagingCopyEngine, StagingWriteEngine, staging_threads
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import usable_cores
+from offload_runtime.kv import BlockLocking
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import ModelPlan, Placement, place_staged, staging_rings
 from offload_runtime.weights import HostWeights
@@ -31,25 +32,47 @@ class Ring:
 
 @dataclass(frozen=True)
 class StagedMemory:
-    """Where everything is as it turned out, and the rings that what is staged crosses.
+    """Where everything is as it turned out, and the rings that what could not be page-locked crosses.
 
-    `h2d` leads to the device, `d2h` from there (None: nothing is written). Both ways go by `pageable`.
+    `registrar` page-locks; None where the device's copies need no locked memory. What is staged crosses `h2d` to the
+    device and `d2h` from there, both ways by `pageable`; without `h2d` nothing is staged, without `d2h` nothing that is
+    written.
     """
 
     placement: Placement
-    h2d: Ring
-    d2h: Ring | None
+    registrar: Registrar | None = None
+    h2d: Ring | None = None
+    d2h: Ring | None = None
     pageable: PageableMemory = field(default_factory=PageableMemory)
 
     @property
     def rings(self) -> list[Ring]:
         """Those that there are."""
-        return [self.h2d] if self.d2h is None else [self.h2d, self.d2h]
+        return [ring for ring in (self.h2d, self.d2h) if ring is not None]
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked memory of the rings."""
         return sum(ring.arena.pinned_bytes for ring in self.rings)
+
+    @property
+    def locking(self) -> BlockLocking:
+        """How a KV cache on the host is page-locked as it grows."""
+        if self.h2d is None:
+            return BlockLocking(self.registrar)
+        return BlockLocking(self.registrar, self.pageable, self.placement.staged_kv_layers)
+
+    def to_device(self, engine: CopyEngine) -> CopyEngine:
+        """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
+        if self.h2d is None:
+            return engine
+        return StagingCopyEngine(engine, self.h2d.pieces, self.pageable, num_threads=staging_threads(usable_cores()))
+
+    def to_host(self, engine: CopyEngine) -> CopyEngine:
+        """The same for keys and values on their way to the host."""
+        if self.d2h is None:
+            return engine
+        return StagingWriteEngine(engine, self.d2h.pieces, self.pageable, num_threads=staging_threads(usable_cores()))
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""
@@ -57,8 +80,8 @@ class StagedMemory:
             ring.arena.close()
 
 
-def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> StagedMemory | None:
-    """Settle which of the loaded layers are page-locked; None when all are that should be and nothing is staged.
+def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None) -> StagedMemory:
+    """Settle which of the loaded layers are page-locked, and make the rings for what of them is not, if anything.
 
     Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
     again, and locks are moved so that locked and staged layers alternate.
@@ -67,20 +90,20 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar) -> 
         BudgetError: The system does not even lock enough for the rings.
     """
     placement = plan.placement
-    refused = _refused(weights, placement)
-    if not refused and not placement.staged_layers and not placement.staged_kv_layers:
-        return None
-    if refused:
+    if registrar is None:
+        return StagedMemory(placement)
+    if _refused(weights, placement):
         locked_bytes = sum(arena.pinned_bytes for arena in weights.layers)
         # Where not even a layer was locked a ring may be: it is smaller.
-        limit_bytes = max(locked_bytes, staging_rings(plan, 0).nbytes)
-        placement = place_staged(plan, limit_bytes, "the system")
+        placement = place_staged(plan, max(locked_bytes, staging_rings(plan, 0).nbytes), "the system")
+    elif not placement.staged_layers and not placement.staged_kv_layers:
+        return StagedMemory(placement, registrar)
     shapes, d2h = staging_rings(plan), None
     h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
     if shapes.d2h.num_pieces:
         arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
         d2h = Ring(arena, shapes.d2h.piece_bytes)
-    memory = StagedMemory(placement, h2d, d2h)
+    memory = StagedMemory(placement, registrar, h2d, d2h)
     try:
         _move_locks(weights, placement, memory.rings, registrar)
     except BaseException:
@@ -122,17 +145,3 @@ def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], r
     for index in set(placement.streamed_layers) - set(placement.staged_layers):
         if not weights.layers[index].pin_blocks(registrar):
             break
-
-
-def stage_h2d(engine: CopyEngine, staged: StagedMemory) -> CopyEngine:
-    """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
-    threads = staging_threads(usable_cores())
-    return StagingCopyEngine(engine, staged.h2d.pieces, staged.pageable, num_threads=threads)
-
-
-def stage_d2h(engine: CopyEngine, staged: StagedMemory | None) -> CopyEngine:
-    """The queue over `engine` for keys and values on their way to the host; closing it closes `engine`."""
-    if staged is None or staged.d2h is None:
-        return engine
-    threads = staging_threads(usable_cores())
-    return StagingWriteEngine(engine, staged.d2h.pieces, staged.pageable, num_threads=threads)

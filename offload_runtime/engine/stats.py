@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.speculation import Acceptance
@@ -72,11 +72,9 @@ class GenerationStats:
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
         levels = [
-            {
-                **asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification,
-            }
+            {**asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification}
             for level in self.acceptance
-        ]  # fmt: skip
+        ]
         return {**asdict(self), "acceptance": levels, "accepted_by_depth": list(self.accepted_by_depth)}
 
 
@@ -93,23 +91,8 @@ class GenerationResult:
     stats: GenerationStats
 
 
-@dataclass(frozen=True)
-class PassFigures:
-    """Passes after prefill, which the answers of a batch share: their number, duration, bytes and stalls.
-
-    `copy_s` is how long the link carried anything meanwhile, `hidden_draft_share` as in `GenerationStats`.
-    """
-
-    passes: int
-    seconds: float
-    streamed_bytes: int
-    stall_s: float
-    copy_s: float
-    hidden_draft_share: float | None
-
-
 class PassMeter:
-    """Counts and measures passes from its making on.
+    """Counts and measures the passes after prefill, which the answers of a batch share, from its making on.
 
     Args:
         parts: The engine and the target that are watched.
@@ -132,15 +115,8 @@ class PassMeter:
         self._copy_after_s = self._parts.engine.copy_seconds()
         return self._ended_s
 
-    def read(self) -> PassFigures:
-        """What they took so far."""
-        parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
-        streamed_bytes = parts.target.streamer.bytes_begun - self._bytes_before if passes else 0
-        stall_s = max(0.0, parts.engine.stall_seconds() - self._stall_before_s)
-        copy_s = self._copy_after_s - self._copy_before_s
-        return PassFigures(passes, seconds, streamed_bytes, stall_s, copy_s, self._hidden_draft_share())
-
-    def _hidden_draft_share(self) -> float | None:
+    def hidden_draft_share(self) -> float | None:
+        """As in `GenerationStats`, so far."""
         traced = self._parts.traced
         if traced is None:
             return None
@@ -152,36 +128,48 @@ class PassMeter:
         target = times[PASSES] + times[LINK]
         return covered_seconds(times[DRAFT], target) / drafting_s if drafting_s else None
 
+    def results(self, requests: Sequence[Request]) -> list[GenerationResult]:
+        """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted."""
+        parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
+        target = parts.models.target
+        bytes_per_pass, streamed_bytes = parts.target.streamer.bytes_per_pass, 0
+        if passes:
+            streamed_bytes = parts.target.streamer.bytes_begun - self._bytes_before
+            bytes_per_pass = round(streamed_bytes / passes)
+        streamed = streamed_bytes > 0 and seconds > 0
+        copy_s = self._copy_after_s - self._copy_before_s
+        shared = {
+            "bytes_per_pass": bytes_per_pass,
+            "link_gbps": streamed_bytes / seconds / 1e9 if streamed else None,
+            "link_peak_gbps": target.link_peak_gbps,
+            "stall_s": max(0.0, parts.engine.stall_seconds() - self._stall_before_s),
+            "peak_vram_bytes": parts.budget.peak_bytes(),
+            "pinned_bytes": target.pinned_bytes + target.runner.cache.pinned_bytes,
+            "measured_s_per_pass": seconds / passes if passes else None,
+            "predicted_s_per_pass": parts.expected.seconds_per_pass(requests),
+            "emulated": parts.emulated,
+            "pageable_bytes": target.staged.pageable.nbytes,
+            "link_idle_share": min(1.0, max(0.0, 1 - copy_s / seconds)) if streamed else None,
+            "hidden_draft_share": self.hidden_draft_share(),
+        }
+        return [_result(request, shared) for request in requests]
 
-def generation_stats(
-    parts: RuntimeParts, request: Request, passes: PassFigures, expected: Expectation,
-    *, predicted_s_per_pass: float | None,
-) -> GenerationStats:  # fmt: skip
-    """The figures of one request beside the bounds of its runtime and what was predicted for its passes."""
+
+def _result(request: Request, shared: dict[str, Any]) -> GenerationResult:
+    """One answer with its figures, of which those by name are its batch's."""
+    assert request.finish_reason is not None, "iterate to the end or call close() first"
     decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
-    streamed = passes.streamed_bytes > 0 and passes.seconds > 0
-    per_pass = round(passes.streamed_bytes / passes.passes) if passes.passes else parts.target.streamer.bytes_per_pass
-    return GenerationStats(
+    stats = GenerationStats(
         prompt_tokens=request.prompt_tokens,
         new_tokens=request.new_tokens,
         time_to_first_token_s=max(0.0, request.first_token_s - request.started_s),
         tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
         passes=request.passes,
         tokens_per_pass=after_first / request.passes if request.passes else 0.0,
-        bytes_per_pass=per_pass,
-        link_gbps=passes.streamed_bytes / passes.seconds / 1e9 if streamed else None,
-        link_peak_gbps=parts.link_peak_gbps,
-        stall_s=passes.stall_s,
-        peak_vram_bytes=parts.budget.peak_bytes(),
-        pinned_bytes=parts.pinned_bytes + parts.target.cache.pinned_bytes,
         acceptance=tuple(request.acceptance),
         accepted_by_depth=request.tally.accepted_by_depth,
         accepted_by_source=request.tally.accepted_by_source,
         windows=request.windows,
-        measured_s_per_pass=passes.seconds / passes.passes if passes.passes else None,
-        predicted_s_per_pass=predicted_s_per_pass,
-        emulated=expected.emulated,
-        pageable_bytes=0 if parts.pageable is None else parts.pageable.nbytes,
-        link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / passes.seconds)) if streamed else None,
-        hidden_draft_share=passes.hidden_draft_share,
+        **shared,
     )
+    return GenerationResult(request.tokens, request.text, request.finish_reason, stats)

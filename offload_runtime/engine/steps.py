@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from offload_runtime.config import GenerationParams
+from offload_runtime.config import GenerationParams, require
 from offload_runtime.copy import CopyEngine
-from offload_runtime.engine.request import Request, Tokenizer
+from offload_runtime.engine.expectation import Expectation
+from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.engine.request import Request
 from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import DeviceBudget, PageableMemory
+from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
@@ -68,7 +71,6 @@ class WindowLimits:
 
     Attributes:
         max_gamma: Largest gamma to be asked for, and longest chain.
-        most_nodes: Proposals that a window has room for.
         gamma: What was asked for when loading, and is proposed where nothing else is; None where windows are chosen.
         tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
             chosen.
@@ -77,17 +79,20 @@ class WindowLimits:
     """
 
     max_gamma: int
-    most_nodes: int
     gamma: int | None = None
     tree_nodes: int | None = None
     tree_room: int = 0
     free: int = 0
 
     @property
+    def most_nodes(self) -> int:
+        """Proposals that a window has room for."""
+        return max(self.max_gamma, self.tree_room)
+
+    @property
     def by_mode(self) -> dict[str, int]:
         """Largest windows that can ever be chosen."""
-        looked_up = max(self.max_gamma, self.tree_room)
-        limits = {"ngram": looked_up, "unigram": looked_up, "chain": self.max_gamma, "tree": self.tree_room}
+        limits = {"ngram": self.most_nodes, "unigram": self.most_nodes, "chain": self.max_gamma, "tree": self.tree_room}
         return {mode: largest for mode, largest in limits.items() if largest}
 
     def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | ChosenWindows:
@@ -98,10 +103,10 @@ class WindowLimits:
         """
         gamma = self.gamma if params.gamma is None else params.gamma
         nodes = self.tree_nodes if params.tree_nodes is None else params.tree_nodes
-        if gamma is not None and gamma > self.max_gamma:
-            raise OptionError(f"gamma {gamma} exceeds the {self.max_gamma} this runtime was loaded for (max_gamma)")
-        if isinstance(proposer, NoProposer) and params.gamma is not None:
-            raise OptionError("gamma does nothing without a draft: drop it or choose --draft ngram")
+        most, plain = self.max_gamma, isinstance(proposer, NoProposer)
+        require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
+        fine = params.gamma is None or not plain
+        require(fine, "gamma does nothing without a draft: drop it or choose --draft ngram")
         if nodes is not None and nodes > self.most_nodes:
             raise OptionError(
                 f"tree_nodes {nodes} exceeds the {self.most_nodes} that a window of this runtime has room for: load it "
@@ -112,10 +117,7 @@ class WindowLimits:
                 f"tree_nodes {nodes} does nothing where nobody proposes branches: drop it, choose --draft ngram, or "
                 f"load a draft model with tree_nodes={nodes} (--tree-nodes {nodes}), which makes room for them"
             )
-        return self._settled(gamma, nodes, proposer)
-
-    def _settled(self, gamma: int | None, nodes: int | None, proposer: Proposer) -> WindowSize | ChosenWindows:
-        if isinstance(proposer, NoProposer):
+        if plain:
             return WindowSize(0)
         if nodes:
             return WindowSize(nodes if gamma is None else gamma, nodes)
@@ -131,25 +133,47 @@ class WindowLimits:
 
 @dataclass(frozen=True)
 class RuntimeParts:
-    """What the generations of a runtime, one at a time, work with; all of it belongs to the runtime.
+    """A loaded runtime: what its generations, one at a time, work with, and what it says about itself.
 
-    `traced` is the target where there is a trace, to be told what its passes came to. `sampling` says how each slot's
-    tokens are chosen; `controller` chooses windows.
+    Attributes:
+        models: Target and draft.
+        tokenizer: The target's.
+        eos_token_ids: Tokens that end an answer.
+        proposer: Guesses, for as many sequences as were planned for.
+        sampling: How each slot's tokens are chosen.
+        budget: Ledger of the device.
+        windows: What there is room to propose.
+        controller: Chooses windows.
+        expected: The plan, and what is predicted by the figures of the machine.
+        placement: What lives where, in a line.
+        emulated: Name of the machine that this one plays.
+        traced: The target where there is a trace, to be told what its passes came to.
+        clock: Seconds, by which steps are timed.
     """
 
-    target: ModelRunner | TracedTarget
+    models: LoadedModels
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
     proposer: Proposer
     sampling: SlotSampling
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    engine: CopyEngine
     budget: DeviceBudget
-    link_peak_gbps: float | None
-    pinned_bytes: int  # of weights
-    pageable: PageableMemory | None = None  # what is staged; None where nothing can be
+    windows: WindowLimits
+    controller: Controller
+    expected: Expectation
+    placement: str
+    emulated: str | None = None
     traced: TracedTarget | None = None
-    controller: Controller = field(default_factory=lambda: Controller(()))
-    clock: Callable[[], float] = time.perf_counter  # seconds, by which steps are timed
+    clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def target(self) -> ModelRunner | TracedTarget:
+        """What prefills and verifies."""
+        return self.traced or self.models.target.runner
+
+    @property
+    def engine(self) -> CopyEngine:
+        """The queue of the target's copies."""
+        return self.models.target.engine
 
     def proposing(self, windows: WindowSize | ChosenWindows) -> Proposer:
         """Who proposes what is asked for or chosen."""
@@ -178,7 +202,7 @@ class StepRunner:
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
         if isinstance(self._windows, WindowSize):
-            return self._step(requests, self._windows, self._fixed(self._windows), mode=None)
+            return self._step(requests, self._windows, self._fixed(self._windows), chosen=False)
         room = max(map(_most_in_a_row, requests))
         limits = self._limits(self._windows.limits, requests) if room else {}
         started_s = self._parts.clock()
@@ -186,7 +210,7 @@ class StepRunner:
         # At the end of an answer there may be room for the target's own token alone.
         choice = controller.choose(sampling, limits, **_sizes(requests)) if room else PLAIN
         window = self._windows.window(choice)
-        results = self._step(requests, window, choice, mode=choice.mode)
+        results = self._step(requests, window, choice, chosen=True)
         self._learn(choice, window, requests, results, self._parts.clock() - started_s)
         return results
 
@@ -196,19 +220,20 @@ class StepRunner:
     ) -> None:  # fmt: skip
         """Tell the controller how long a step took, and what it brought of the requests whose windows nothing cut
         short: it takes as long as the largest window."""
-        able = [len(requests) == 1 or self._is_able(request, choice.mode) for request in requests]
-        whole = [
-            can and self._was_whole(request, result, window)
-            for can, request, result in zip(able, requests, results, strict=True)
+        able = [
+            (request, result)
+            for request, result in zip(requests, results, strict=True)
+            if len(requests) == 1 or self._is_able(request, choice.mode)
         ]
-        seen, size = [result for result, fits in zip(results, whole, strict=True) if fits], choice.size
+        seen, size = [result for request, result in able if self._was_whole(request, result, window)], choice.size
+        timed_s = seconds if seen else None
         if not seen and choice.mode == "chain":  # what was cut tells about smaller windows
-            seen = [result for result, can in zip(results, able, strict=True) if can and _drafted(result)]
+            seen = [result for _, result in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
         self._parts.controller.observe(
             requests[0].params.sampling, replace(choice, size=size), [_own(one, choice, size) for one in seen],
             tokens=sum(len(result.tokens) for result in results) / len(results),
-            seconds=seconds if any(whole) else None, **_sizes(requests),
+            seconds=timed_s, **_sizes(requests),
         )  # fmt: skip
 
     def _limits(self, limits: Mapping[str, int], requests: Sequence[Request]) -> dict[str, int]:
@@ -245,21 +270,18 @@ class StepRunner:
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
     def _step(
-        self, requests: Sequence[Request], window: WindowSize, choice: Choice, *, mode: str | None
+        self, requests: Sequence[Request], window: WindowSize, choice: Choice, *, chosen: bool
     ) -> list[StepResult]:
-        parts = self._parts
-        asked = [
-            DraftRequest(
-                request.slot,
-                request.sequence,
-                min(window.gamma, _most_in_a_row(request)),
-                window.tree_nodes,
-                mode,
-                cost_aware=mode is not None,
-                extra_ngrams=max(0, min(window.extra_ngrams, _most_in_a_row(request) - window.gamma)),
-            )
-            for request in requests
-        ]
+        parts, asked = self._parts, list[DraftRequest]()
+        for request in requests:
+            room = _most_in_a_row(request)
+            extra_ngrams = max(0, min(window.extra_ngrams, room - window.gamma))
+            asked.append(
+                DraftRequest(
+                    request.slot, request.sequence, min(window.gamma, room), window.tree_nodes,
+                    mode=choice.mode if chosen else None, cost_aware=chosen, extra_ngrams=extra_ngrams,
+                )
+            )  # fmt: skip
         results = run_step(parts.target, parts.sampling, self._proposer, asked, on_logits=self._on_logits)
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         if parts.traced is not None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import Acceptance, DraftRequest, Proposal, Proposer, StepResult
-from offload_runtime.trace import DRAFT, HOST, PASSES, TraceRecorder, write_trace
+from offload_runtime.speculation import DraftRequest, Proposal, Proposer, StepResult
+from offload_runtime.trace import DRAFT, HOST, PASSES, TraceRecorder
 
 
 class TracedTarget:
@@ -29,8 +26,7 @@ class TracedTarget:
         self.cache = runner.cache
         self.streamer = runner.streamer
         self.recorder = recorder
-        self._runner = runner
-        self._passes = 0
+        self._runner, self._passes = runner, 0
         self._args: dict[str, Any] = {}  # of the last pass, whose outcome is not known yet
         self._launched_s = 0.0
         runner.streamer.recorder = recorder
@@ -73,7 +69,7 @@ class TracedTarget:
 
 
 class TracedProposer:
-    """Asks a proposer and records how long it takes to answer.
+    """Asks a proposer and records how long it takes to answer; all methods are as of `Proposer`.
 
     Args:
         proposer: The real one.
@@ -81,30 +77,15 @@ class TracedProposer:
     """
 
     def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
-        self._proposer = proposer
-        self._recorder = recorder
-
-    @property
-    def name(self) -> str | None:
-        """As `Proposer.name`."""
-        return self._proposer.name
-
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        """As `Proposer.families`."""
-        return self._proposer.modes(texts)
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """As `Proposer.start`."""
-        self._proposer.start(slots)
+        self.name, self.modes, self.start, self.counts = proposer.name, proposer.modes, proposer.start, proposer.counts
+        self._proposer, self._recorder = proposer, recorder
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        """As `Proposer.prepare`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
         self._proposer.prepare(slot, tokens)
         self._record("prepare", started_s, started, {"tokens": [len(tokens)]})
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """As `Proposer.propose`."""
         started_s, started = time.perf_counter(), self._recorder.mark()
         proposals = self._proposer.propose(requests)
         args = {"asked": [request.room for request in requests], "proposed": [len(proposal) for proposal in proposals]}
@@ -112,14 +93,10 @@ class TracedProposer:
         return proposals
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """As `Proposer.ahead`: seen from the host, for the device does it beside the pass."""
+        # Seen from the host, for the device does it beside the pass.
         started_s = time.perf_counter()
         self._proposer.ahead(pending)
         self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        """As `Proposer.counts`."""
-        return self._proposer.counts(slot)
 
     def _record(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
         self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
@@ -130,20 +107,3 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     """What a trace or a report says of the device: which one it was, and the name of a GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"device": str(device), "device_name": name}
-
-
-@dataclass(frozen=True)
-class TraceOutput:
-    """Where a runtime's trace goes when it is closed, and what is said of the run."""
-
-    path: Path
-    recorder: TraceRecorder
-    about: Mapping[str, Any]
-
-    def write(self) -> None:
-        """End the recording and write it. Nothing may be copying any more.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
-        write_trace(self.path, self.recorder.finish(), self.about)

@@ -46,10 +46,12 @@ def noise(seed: int, positions: torch.Tensor, noise_ids: torch.Tensor, vocab_siz
 
 def run_step(target: Any, params: Any, proposer: Proposer, requests: Sequence[DraftRequest], **options: Any) -> Any:
     """`speculation.run_step` for one request's options, numbered, or those of each slot."""
-    return speculation.run_step(target, _slots_for(target, params), proposer, requests, **options)
+    return speculation.run_step(target, slots_for(target, params), proposer, requests, **options)
 
 
-def _slots_for(target: Any, params: Any) -> SlotSampling:
+def slots_for(target: Any, params: Any) -> SlotSampling:
+    """Slots where a target's logits will be, for one request's options, numbered, or those of each slot; waits for the
+    device."""
     embedding: torch.Tensor | None = getattr(getattr(target, "decoder", None), "embedding", None)
     device = torch.device("cpu") if embedding is None else embedding.device
     return SlotSampling.of(numbered(params, 8) if isinstance(params, SamplingParams) else params, device)
@@ -79,7 +81,7 @@ class Decoder:
 
     def first_token(self, logits: torch.Tensor) -> int:
         """The token behind a prefill."""
-        return speculation.first_token(self._target, _slots_for(self._target, self._params), self._slot, logits)
+        return speculation.first_token(self._target, slots_for(self._target, self._params), self._slot, logits)
 
     def step(self, tokens: Sequence[int], gamma: int, tree_nodes: int | None = None) -> StepResult:
         """One step behind `tokens`."""

@@ -87,7 +87,7 @@ def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
 
 def link_peak_gbps(runtime: Runtime) -> float | None:
     """Bandwidth of back-to-back copies, measured when the runtime was loaded."""
-    return runtime._parts.link_peak_gbps
+    return models_of(runtime).target.link_peak_gbps
 
 
 def batch_of(runtime: Runtime) -> int:
@@ -97,7 +97,7 @@ def batch_of(runtime: Runtime) -> int:
 
 def pinned_bytes(runtime: Runtime) -> int:
     """Of weights and KV cache."""
-    return runtime._parts.pinned_bytes + runner_of(runtime).cache.pinned_bytes
+    return models_of(runtime).target.pinned_bytes + runner_of(runtime).cache.pinned_bytes
 
 
 def target_cache(runtime: Runtime) -> DeviceKVCache | HostKVCache:
