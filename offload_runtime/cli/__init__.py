@@ -5,5 +5,3 @@ engine) is imported before a command needs it, so that `--help` answers at once.
 """
 
 from offload_runtime.cli.app import app, main
-
-__all__ = ["app", "main"]

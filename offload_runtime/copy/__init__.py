@@ -26,9 +26,3 @@ from offload_runtime.copy.staging import (
     ring_shape,
     staging_threads,
 )
-
-__all__ = [
-    "COPY_PIECE_BYTES", "FEWEST_PIECES", "MOST_THREADS", "CopyEngine", "CopyQueues", "CudaCopyEngine", "RingShape",
-    "StagingCopyEngine", "StagingWriteEngine", "ThreadCopyEngine", "make_copy_engine", "measure_link_gbps",
-    "ring_shape", "staging_threads",
-]  # fmt: skip

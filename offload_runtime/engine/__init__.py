@@ -5,13 +5,3 @@ from offload_runtime.engine.generate import TokenStream
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.weights import fetch_demo_model
-
-__all__ = [
-    "Conversation",
-    "GenerationResult",
-    "GenerationStats",
-    "Reply",
-    "Runtime",
-    "TokenStream",
-    "fetch_demo_model",
-]

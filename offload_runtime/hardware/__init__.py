@@ -12,13 +12,3 @@ from offload_runtime.hardware.profile import (
     profile_toml,
     save_profile,
 )
-
-__all__ = [
-    "MachineProfile",
-    "check_name",
-    "list_profiles",
-    "load_profile",
-    "profile_to_mapping",
-    "profile_toml",
-    "save_profile",
-]

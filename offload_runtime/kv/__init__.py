@@ -3,8 +3,3 @@
 from offload_runtime.kv.device import DeviceKVCache, KVCache, LayerCache, block_bytes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import KV_RING_SLOTS, BlockLocking, HostBlocks, kv_piece_bytes, ring_blocks
-
-__all__ = [
-    "KV_RING_SLOTS", "BlockLocking", "DeviceKVCache", "HostBlocks", "HostKVCache", "KVCache", "LayerCache",
-    "block_bytes", "kv_cache_bytes", "kv_piece_bytes", "num_blocks", "ring_blocks",
-]  # fmt: skip

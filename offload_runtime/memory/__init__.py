@@ -26,10 +26,3 @@ from offload_runtime.memory.device import (
     unpack,
     upload,
 )
-
-__all__ = [
-    "LAZY_MODULE_BYTES", "PAGE_BYTES", "TYPICAL_CONTEXT_BYTES", "CudaRegistrar", "DeviceBudget",
-    "HostArena", "LockedPages", "PageableMemory", "Registrar", "check_host_memory", "current_device",
-    "device_memory_used_by_others", "make_registrar", "overwrite", "pack", "packed_words", "resolve_device", "unpack",
-    "upload",
-]  # fmt: skip

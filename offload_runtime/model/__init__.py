@@ -3,5 +3,3 @@
 from offload_runtime.model.decoder import Decoder, Weights, padded_rows
 from offload_runtime.model.rope import RopeTable
 from offload_runtime.model.rows import PassRows, RowBuilder, Window, depths_of
-
-__all__ = ["Decoder", "PassRows", "RopeTable", "RowBuilder", "Weights", "Window", "depths_of", "padded_rows"]

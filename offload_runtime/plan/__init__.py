@@ -28,11 +28,3 @@ from offload_runtime.plan.request import (
 )
 from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
-
-__all__ = [
-    "COMMON_PROFILE", "MachineFigures", "ModelPlan", "PassTime", "Placement", "Refusal", "RunForecast", "RunPlan",
-    "Upgrade", "VerifierPlan", "check_host_memory", "common_figures", "describe_draft_cache", "describe_models",
-    "describe_speculation", "describe_staging", "drafting_s", "find_plan", "forecast", "known_figures", "limits_here",
-    "link_times", "machine_figures", "pass_time", "place_staged", "plan_or_refuse", "plan_run", "prefill_time",
-    "require_dtype", "resolve_dtype", "staging_rings", "step_time", "upgrades",
-]  # fmt: skip

@@ -15,26 +15,3 @@ from offload_runtime.runners.graphs import (
 )
 from offload_runtime.runners.target import ModelRunner, PassShape
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes
-
-__all__ = [
-    "Asked",
-    "Branch",
-    "Children",
-    "DeviceWindow",
-    "DraftModel",
-    "DraftRunner",
-    "DraftTree",
-    "ModelRunner",
-    "PassShape",
-    "StepGraphs",
-    "WindowInput",
-    "WindowOutput",
-    "device_window_bytes",
-    "draft_graph_bytes",
-    "step_activation_bytes",
-    "step_graph_bytes",
-    "tree_buffer_bytes",
-    "tree_slots",
-    "warm_up_batches",
-    "warm_up_lengths",
-]

@@ -28,38 +28,3 @@ from offload_runtime.speculation.step import (
 )
 from offload_runtime.speculation.tree import CandidateTree, Proposal
 from offload_runtime.speculation.triforce import TriForceProposer
-
-__all__ = [
-    "NGRAM",
-    "PLAIN",
-    "Acceptance",
-    "AcceptanceModel",
-    "CandidateTree",
-    "Choice",
-    "Controller",
-    "DraftProposer",
-    "DraftRequest",
-    "LatencyModel",
-    "LinkTimes",
-    "NgramLookup",
-    "NgramProposer",
-    "NoProposer",
-    "OnLogits",
-    "Proposal",
-    "Proposer",
-    "StepResult",
-    "StepWorth",
-    "Tally",
-    "TreeDraftProposer",
-    "TriForceProposer",
-    "WithNgrams",
-    "accepted_path",
-    "drafting",
-    "first_token",
-    "guessed_cost",
-    "makes_trees",
-    "run_step",
-    "size_for",
-    "size_within",
-    "still_computing",
-]

@@ -20,8 +20,3 @@ from offload_runtime.trace.recorder import (
     make_clock,
     union_seconds,
 )
-
-__all__ = [
-    "COMPUTE", "DRAFT", "HOST", "LINK", "LINK_BACK", "PASSES", "STALLS", "TRACE_VERSION", "CopyLog", "Label", "OnDone",
-    "TraceRecorder", "covered_seconds", "make_clock", "require_writable", "union_seconds", "write_trace",
-]  # fmt: skip

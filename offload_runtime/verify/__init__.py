@@ -7,5 +7,3 @@ goodness of fit of what is sampled.
 from offload_runtime.verify.distribution import Fit
 from offload_runtime.verify.equality import IdentityRun
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
-
-__all__ = ["Fit", "IdentityRun", "VerificationPlan", "VerificationReport", "verify"]

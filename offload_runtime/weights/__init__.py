@@ -19,10 +19,3 @@ from offload_runtime.weights.layout import (
 )
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import describe_model, open_checkpoint
-
-__all__ = [
-    "CheckpointSource", "DescribedModel", "Encoding", "HostWeights", "ModelLayout",
-    "PackedLayout", "Plain", "PlainWeight", "Weight", "checkpoint_tensors",
-    "convert_to_safetensors", "describe_model", "fetch_demo_model", "layer_layout", "load_weights",
-    "model_config_from_transformers", "open_checkpoint", "packed_bytes", "shared_layout",
-]  # fmt: skip
