@@ -1,4 +1,4 @@
-"""Copy a few integers from page-locked host memory by a kernel, past whatever copies wait for the link's copy engine.
+"""Copy a few integers between page-locked host memory and the device by a kernel, past all that waits for the link.
 
 target[i] = source[i]        for all i < N
 """
@@ -15,7 +15,8 @@ def copy_words_reference(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-@jit(do_not_specialize=("count",))
+# Of any alignment, so that one binary serves all.
+@jit(do_not_specialize=("source_ptr", "target_ptr", "count"))
 def _copy_words_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + index, tl.load(source_ptr + index, mask=index < count), mask=index < count)
@@ -28,10 +29,11 @@ def copy_words_triton(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy int32 [N] from the host, on CUDA from page-locked memory, to `target` [N]; enqueued on the current stream.
+    """Copy int32 [N], contiguous, to `target` [N], enqueued on the current stream.
 
-    The source must stay as it is until the stream has come that far.
+    Where one side is on a GPU the other may be page-locked host memory. What is read must stay as it is until the
+    stream has come that far.
     """
     assert source.dtype == target.dtype == torch.int32 and source.shape == target.shape and source.ndim == 1
     assert source.is_contiguous() and target.is_contiguous()
-    (copy_words_triton if target.is_cuda else copy_words_reference)(source, target)
+    (copy_words_triton if source.is_cuda or target.is_cuda else copy_words_reference)(source, target)

@@ -1,8 +1,8 @@
 """The compute device: which one it is, a ledger of its memory with a hard limit, and small uploads to it.
 
 Everything is reserved up front. On CUDA the ledger also caps torch's allocator, so that a mistake in the arithmetic
-ends in an error instead of in more memory than the user allowed. Small things that a pass or a step reads go through
-torch's own page-locked memory, several of them in one copy.
+ends in an error instead of in more memory than the user allowed. Small things that a pass or a step reads are packed
+into one tensor, which a kernel brings past the copies that wait for the link.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
+from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import format_bytes, size_option_down
 from offload_runtime.errors import BudgetError, DeviceError
@@ -201,11 +204,52 @@ def unpack(packed: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on the device, enqueued on the current stream. From pageable memory the host would
-    wait for all that is queued there; torch keeps the page-locked copy until it has been read."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    """A small tensor of the host on the device, enqueued on the current stream; see `overwrite`."""
+    if device.type != "cuda":
+        return host
+    target = torch.empty_like(host, device=device)
+    overwrite(target, host)
+    return target
 
 
 def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
-    """The same into a tensor that is there, of the same shape."""
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+    """Write a small tensor of the host into one of the same shape and dtype, enqueued on the current stream.
+
+    By a kernel, which reads page-locked memory: copies wait in the copy engine for all that were enqueued before them,
+    36 ms behind three layers of 634 MB, where a kernel takes 0.2 ms (H200). A draft's step would wait for the pass.
+    """
+    if not target.is_cuda:
+        target.copy_(host)
+        return
+    held = _held(target.device)
+    while held and held[0][1].query():
+        held.popleft()
+    pinned, landed = host.contiguous().pin_memory(), target
+    if not target.is_contiguous():
+        landed = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    copy_words(_words(pinned), _words(landed))
+    if landed is not target:
+        target.copy_(landed)
+    read = torch.cuda.Event()
+    read.record(torch.cuda.current_stream(target.device))
+    held.append((pinned, read))
+
+
+@cache
+def _held(device: torch.device) -> deque[tuple[torch.Tensor, torch.cuda.Event]]:
+    """Page-locked tensors that kernels of a device may still be reading, the oldest first."""
+    return deque()
+
+
+def download(source: torch.Tensor) -> torch.Tensor:
+    """A small tensor of the device on the host, by a kernel as well. Waits for the current stream."""
+    if not source.is_cuda:
+        return source
+    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    copy_words(_words(source.contiguous()), _words(pinned))
+    torch.cuda.current_stream(source.device).synchronize()
+    return pinned
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.int32)

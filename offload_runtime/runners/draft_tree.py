@@ -21,7 +21,7 @@ from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.memory import overwrite, pack, packed_words, unpack, upload
+from offload_runtime.memory import download, overwrite, pack, packed_words, unpack, upload
 from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import (
@@ -204,7 +204,7 @@ class DraftTree:
         if self.recorder is not None:
             metadata = {"rows": [len(line.tokens) for line in lines], "spine": further}
             self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), metadata)
-        outputs = self._outputs[: num_rows + further * shape.batch].cpu()
+        outputs = download(self._outputs[: num_rows + further * shape.batch])
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()
         answers: dict[int, list[Children]] = {}
