@@ -8,7 +8,7 @@ never touch, nodes that survive are never written again, and a path that came tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -16,12 +16,13 @@ from typing import TypeGuard
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.memory import download, overwrite, pack, packed_words, unpack, upload
+from offload_runtime.memory import download, packed_words, unpack
 from offload_runtime.model import PassRows
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import (
@@ -31,12 +32,10 @@ from offload_runtime.runners.graphs import (
     NARROW_ROWS,
     STEP_ROWS,
     StepGraphs,
-    StepLine,
     StepShape,
     captured_shape,
     captured_shapes,
     input_sizes,
-    step_inputs,
 )
 from offload_runtime.runners.target import window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
@@ -75,6 +74,24 @@ class Children:
 
     tokens: list[int]
     scores: list[float]
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """The rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
+
+    Positions, slots and `committed` are the cache's: the text's less `start`. Keys are rotated `rope_shift` further.
+    """
+
+    sequence: int
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    paths: list[list[int]]
+    fed: int
+    committed: int
+    start: int
+    rope_shift: int
 
 
 def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]:
@@ -117,12 +134,15 @@ class DraftTree:
         self.graphs = StepGraphs(device if captured else torch.device("cpu"))
         self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
         self._batch, rows = batch, max(STEP_ROWS, batch)
-        # What steps read and write; the tensors never move.
+        # What steps read and write; the tensors never move. The host writes what they are about to page-locked memory.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
-        self._inputs = torch.zeros(packed_words(input_sizes(batch, rows, MOST_DEPTH)), dtype=torch.int32, device=device)
+        words = packed_words(input_sizes(batch, rows, MOST_DEPTH))
+        self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
+        self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._outputs = torch.zeros(
             rows + MOST_SPINE * batch, 2 * self._children, dtype=torch.int32, device=device
         )  # fmt: skip
+        self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
         self._frequency_sets = [0] * rows
 
@@ -156,24 +176,30 @@ class DraftTree:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the steps about one text and about all of them, which would hold up the first windows.
+        """Capture the steps of all shapes, which would hold up the first windows, as far as no filter is asked for.
 
         On the CPU there is nothing to do. Leaves keys in the first spare slot alone; `start` has to follow.
         """
         if not self._fixed_shapes:
             return
         self._cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
-        capacity: int = self._cache.capacity_tokens
-        for count in sorted({1, self._batch}):
-            for shape in captured_shapes(count, width=self.width(count), capacity_tokens=capacity):
-                self._upload([_nothing(sequence) for sequence in range(count)], shape)
-                step = partial(self._pass, shape)
-                self.graphs.run(shape, step)
-                self.graphs.capture(shape, step)
-                for params in DIFFERENT_WAYS:
-                    self.start([params] * count)
-                    self._choose(shape, slice(0, count * shape.rows), self._outputs[: count * shape.rows])
-                    self._grow_spines([0] * count, [self._cache.spare_slots[:1]] * count, shape)
+        count, spines = self._batch, [self._cache.spare_slots[:1]] * self._batch
+        nothing = [StepLine(s, [], [], [], [], fed=0, committed=0, start=0, rope_shift=0) for s in range(count)]
+        steps = [
+            (make, shape)
+            for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._cache.capacity_tokens)
+            for make in ((self._nodes_step, self._spine_step) if shape.rows <= NARROW_ROWS else (self._nodes_step,))
+        ]
+        with self.graphs.eager():  # compiles
+            for params in DIFFERENT_WAYS:
+                self.start([params] * count)
+                for make, shape in steps:
+                    self._upload(nothing, spines, shape)
+                    self._run(make, shape)
+                    download(self._last_outputs)  # what is page-locked has been read
+        self.start(DIFFERENT_WAYS[:1] * count)
+        for make, shape in steps:
+            self.graphs.capture(self._key(make, shape), partial(make, shape))
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)
 
     @torch.inference_mode()
@@ -195,12 +221,11 @@ class DraftTree:
         shape = self._shape(lines, width, further)
         num_rows = shape.batch * shape.rows
         started = None if self.recorder is None else self.recorder.mark()
-        self._upload(lines, shape)
-        self.graphs.run(shape, partial(self._pass, shape))
-        self._choose(shape, slice(0, num_rows), self._outputs[:num_rows])
-        if further:
-            spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
-            self._grow_spines([len(line.tokens) - 1 for line in lines], spines, shape)
+        spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
+        self._upload(lines, spines, shape)
+        self._run(self._nodes_step, shape)
+        for _ in range(further):
+            self._run(self._spine_step, shape)
         if self.recorder is not None:
             metadata = {"rows": [len(line.tokens) for line in lines], "spine": further}
             self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), metadata)
@@ -217,30 +242,6 @@ class DraftTree:
             rows = [*range(first, last), *range(num_rows + number, len(tokens), shape.batch)]
             answers[line.sequence] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
-
-    def _grow_spines(self, last_rows: Sequence[int], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
-        """Go on from each sequence's last row with its best child, and the best child of that, step after step without
-        the host: the keys of step i go to slot `spines[sequence][i]`, its children to rows of the output of its own."""
-        batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, _, _, committed, _, _, ancestors = self._parts(shape)
-        paths = ancestors.view(num_rows, shape.depth)
-        numbers = [number * shape.rows + row for number, row in enumerate(last_rows)]
-        live, *steps = unpack(
-            upload(pack([numbers, *zip(*spines, strict=True)]), self._device), [batch] * (1 + len(spines[0]))
-        )  # [B] each: rows of the step, slots
-        live = live.long()
-        answer = self._outputs[live]  # [B, 2 C]
-        place = positions[live]
-        for step, slot in enumerate(steps):
-            place = place + 1
-            positions.fill_(-1)  # all other rows only fill up
-            positions[live] = place
-            tokens[live] = answer[:, 0].clamp(0, self._last_token)
-            slots[live] = slot
-            paths[live, (place - committed).long()] = slot
-            self.graphs.run(shape, partial(self._pass, shape))
-            answer = self._outputs[num_rows + step * batch : num_rows + (step + 1) * batch]
-            self._choose(shape, live, answer)
 
     def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
@@ -279,16 +280,38 @@ class DraftTree:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
         return StepShape(batch, rows, depth, reach, committed)
 
-    def _upload(self, lines: Sequence[StepLine], shape: StepShape) -> None:
-        """Tell the device what the step is about: one copy on the current stream."""
-        parts = step_inputs(lines, shape)
-        self._set_frequencies(parts[1])
-        host = pack(parts)
-        overwrite(self._inputs[: len(host)], host)
+    def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
+        """Tell the device what the step is about: enqueued on the current stream. The one before must be over."""
+        sizes = input_sizes(shape.batch, shape.batch * shape.rows, shape.depth)
+        parts = [part.numpy() for part in unpack(self._inputs_pinned, sizes)]
+        tokens, positions, slots, owners, *of_lines, ancestors, spine_slots, _ = parts
+        paths, spine_slots = ancestors.reshape(-1, shape.depth), spine_slots.reshape(MOST_SPINE, shape.batch)
+        words = packed_words(sizes)
+        self._inputs_pinned[:words].zero_()
+        positions.fill(-1)
+        for number, (line, spine) in enumerate(zip(lines, spines, strict=True)):
+            first = number * shape.rows
+            last = first + len(line.tokens)
+            tokens[first:last], positions[first:last], slots[first:last] = line.tokens, line.positions, line.slots
+            owners[first : first + shape.rows] = line.sequence
+            for row, path in enumerate(line.paths, first):
+                paths[row, : len(path)] = path
+            values = (line.sequence, line.committed, line.start, line.rope_shift, max(first, last - 1))
+            for part, value in zip(of_lines, values, strict=True):
+                part[number] = value
+            spine_slots[: len(spine), number] = spine
+        self._set_frequencies(positions.tolist())
+        copy_words(self._inputs_pinned[:words], self._inputs[:words])
 
     def _parts(self, shape: StepShape) -> list[torch.Tensor]:
-        """The inputs of a step, in the order of `step_inputs`."""
+        """The inputs of a step, in the order of `input_sizes`."""
         return unpack(self._inputs, input_sizes(shape.batch, shape.batch * shape.rows, shape.depth))
+
+    def _key(self, make: Callable[[StepShape], None], shape: StepShape) -> Hashable:
+        return make.__name__, shape, self._sampling.filters
+
+    def _run(self, make: Callable[[StepShape], None], shape: StepShape) -> None:
+        self.graphs.run(self._key(make, shape), partial(make, shape))
 
     def _set_frequencies(self, positions: Sequence[int]) -> None:
         """Rotate every row by the frequencies of a sequence that ends with it."""
@@ -298,10 +321,34 @@ class DraftTree:
             self._frequencies[: len(wanted)].copy_(torch.stack([tables[number] for number in wanted]))
             self._frequency_sets[: len(wanted)] = wanted
 
+    def _nodes_step(self, shape: StepShape) -> None:
+        """Feed the rows and write their best children into `_outputs`. Captured: no tensor of the host."""
+        num_rows = shape.batch * shape.rows
+        self._pass(shape)
+        self._choose(shape, slice(0, num_rows), self._outputs[:num_rows])
+        self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[8].long()]
+
+    def _spine_step(self, shape: StepShape) -> None:
+        """Go on from each sequence's last row with its best child, whose keys go to the next slot of its spine; its own
+        children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
+        batch, num_rows, answer = shape.batch, shape.batch * shape.rows, self._last_outputs[: shape.batch]
+        tokens, positions, slots, _, _, committed, _, _, last, ancestors, spine_slots, made = self._parts(shape)
+        live, step = last.long(), made.long()  # [B], [1]
+        place, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
+        positions.fill_(-1)  # all other rows only fill up
+        positions[live], slots[live] = place, slot
+        tokens[live] = answer[:, 0].clamp(0, self._last_token)
+        ancestors.view(num_rows, shape.depth)[live, (place - committed).long()] = slot
+        self._pass(shape)
+        self._choose(shape, live, answer)
+        found = self._outputs[num_rows : num_rows + MOST_SPINE * batch].view(MOST_SPINE, batch, -1)
+        found.index_copy_(0, step, answer[None])
+        made += 1
+
     def _pass(self, shape: StepShape) -> None:
-        """Feed the rows; their logits are in `_logits` then. Captured: no tensor of the host, nothing of sampling."""
+        """Feed the rows; their logits are in `_logits` then."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, owners, sequences, committed, _, shifts, ancestors = self._parts(shape)
+        tokens, positions, slots, owners, sequences, committed, _, shifts, _, ancestors, _, _ = self._parts(shape)
         turned = positions + shifts.repeat_interleave(shape.rows) if self._streams else positions
         angle = turned.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
         cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
@@ -318,7 +365,7 @@ class DraftTree:
         self._logits[:num_rows].copy_(logits)
 
     def _choose(self, shape: StepShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
-        """Write the best children of some rows. In no graph, so that the pass' serve all ways of sampling."""
+        """Write the best children of some rows."""
         parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
         if self._streams:
@@ -333,11 +380,6 @@ class DraftTree:
         out[:, 0] = first
         out[:, 1 : self._children] = tokens_of_others
         out[:, self._children :] = torch.cat((first_score, others), dim=1).view(torch.int32)
-
-
-def _nothing(sequence: int) -> StepLine:
-    """A line of rows that only fill up."""
-    return StepLine(sequence, [], [], [], [], fed=0, committed=0, start=0, rope_shift=0)
 
 
 def _children(tokens: list[int], scores: list[float]) -> Children:

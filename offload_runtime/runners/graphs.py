@@ -6,7 +6,7 @@ And which shapes the steps of a `DraftTree` have: on CUDA few of them, as every 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,11 +29,8 @@ STEP_ROWS = 32
 MOST_SPINE = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
-_ROW_PARTS = 4  # token, position, slot, sequence
-_LINE_PARTS = 4  # sequence, committed, start, RoPE shift
-
-# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees two a power of two, for each
-# number of sequences.
+# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, for each number of
+# sequences.
 MOST_GRAPHS = 24
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
@@ -241,45 +238,11 @@ def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[Ste
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StepLine:
-    """The rows of one sequence in a step: `fed` tokens that are only fed, then `asked` nodes.
-
-    Positions, slots and `committed` are the cache's: the text's less `start`. Keys are rotated `rope_shift` further.
-    """
-
-    sequence: int
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
-    paths: list[list[int]]
-    fed: int
-    committed: int
-    start: int
-    rope_shift: int
-
-
-def step_inputs(lines: Sequence[StepLine], shape: StepShape) -> list[list[int]]:
-    """What the device is told of a step, rows filled up to the shape: tokens, positions (-1 for what only fills up),
-    slots and sequences by row, sequences, committed, starts and RoPE shifts by line, ancestors."""
-    rows, depth = shape.rows, shape.depth
-    columns: list[list[int]] = [[] for _ in range(_ROW_PARTS)]
-    ancestors: list[int] = []
-    for line in lines:
-        padding = rows - len(line.tokens)
-        parts = (line.tokens, line.positions, line.slots, [line.sequence] * len(line.tokens))
-        for column, part, filler in zip(columns, parts, (0, -1, 0, line.sequence), strict=True):
-            column += part + [filler] * padding
-        for path in line.paths:
-            ancestors += path + [0] * (depth - len(path))
-        ancestors += [0] * (depth * padding)
-    of_lines = [(line.sequence, line.committed, line.start, line.rope_shift) for line in lines]
-    return [*columns, *map(list, zip(*of_lines, strict=True)), ancestors]
-
-
 def input_sizes(batch: int, rows: int, depth: int) -> list[int]:
-    """Integers of each part of the inputs of a step about `rows` rows in all."""
-    return [rows] * _ROW_PARTS + [batch] * _LINE_PARTS + [rows * depth]
+    """Integers of each part of the inputs of a step about `rows` rows in all: tokens, positions (-1 for what only fills
+    up), slots and sequences by row; sequences, committed, starts, RoPE shifts and last rows by line; ancestors; slots
+    of the spines by step; how many of their steps have been made."""
+    return [rows] * 4 + [batch] * 5 + [rows * depth, MOST_SPINE * batch, 1]
 
 
 def tree_slots(tree_nodes: int) -> int:
@@ -306,6 +269,6 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, tr
 def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:
     """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
     rows = max(STEP_ROWS, batch)
-    outputs = (rows + MOST_SPINE * batch) * 2 * CHILDREN
+    outputs = (rows + (MOST_SPINE + 1) * batch) * 2 * CHILDREN
     words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + outputs + rows * config.head_dim // 2
     return 4 * words + rows * config.vocab_size * element_bytes
