@@ -328,7 +328,7 @@ def test_replays_are_eager_steps(
             tree.start(numbered(SamplingParams(temperature=0.3, seed=9), BATCH))
             answer = list(_grow(tree, further))
             assert params.filtered or tree.graphs.num_graphs == num_graphs, (
-                "neither seed nor temperature is part of one"
+                "of seed and temperature"
             )
             tree.start(numbered(params, BATCH))
             again = list(_grow(tree, further))
