@@ -327,9 +327,7 @@ def test_replays_are_eager_steps(
             assert num_graphs > 0, "nothing was captured"
             tree.start(numbered(SamplingParams(temperature=0.3, seed=9), BATCH))
             answer = list(_grow(tree, further))
-            assert params.filtered or tree.graphs.num_graphs == num_graphs, (
-                "of seed and temperature"
-            )
+            assert params.filtered or tree.graphs.num_graphs == num_graphs, "of seed and temperature"
             tree.start(numbered(params, BATCH))
             again = list(_grow(tree, further))
             # Of what a text is rotated by nothing depends on other texts, unless some of it has been let go of.

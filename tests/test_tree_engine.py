@@ -235,3 +235,5 @@ def test_where_the_link_binds_trees_are_all_that_is_chosen(
         for prompt in PROMPTS:
             windows = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True).stats.windows
             assert {window.split()[0] for window in windows} <= {"tree", "plain"} and sum(windows.values()) > 1
+            chains = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True, tree_nodes=0).stats.windows
+            assert "tree" not in {window.split()[0] for window in chains}

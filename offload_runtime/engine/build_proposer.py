@@ -50,10 +50,9 @@ def make_proposer(
         make_policy: Makes what chooses the chunks of the retrieval verifier; takes the arguments of `RetrievalPolicy`.
     """
     link = link or LinkTimes()
-    link_bound = link.most_rows > 1
     if verifier is not None:
         hierarchy = _make_triforce(models, verifier, budget, recorder, make_policy)
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if link_bound else hierarchy
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if link.most_rows > 1 else hierarchy
     if models.draft is None:
         return NoProposer() if draft == "none" else NgramProposer()
     runner, ngrams = models.draft.runner, NgramProposer()
@@ -69,10 +68,8 @@ def make_proposer(
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
-    trees = TreeDraftProposer(
-        chains, tree, device=budget.device, ngrams=ngrams, worth=StepWorth(link.free_s), link_bound=link_bound
-    )  # fmt: skip
-    return WithNgrams(trees, ngrams, alone=not link_bound)
+    worth = StepWorth(link.free_s)
+    return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=worth), ngrams)
 
 
 def _make_triforce(

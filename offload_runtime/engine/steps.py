@@ -126,9 +126,7 @@ class WindowLimits:
         limits = {mode: self.by_mode[mode] for mode in proposer.modes({}) if mode in self.by_mode}
         if nodes == 0:
             limits = {mode: min(largest, self.max_gamma) for mode, largest in limits.items() if mode != "tree"}
-        # Trees are filled by who makes them.
-        free = 0 if "tree" in limits else self.free
-        return ChosenWindows(limits, branches=nodes != 0, free=free)
+        return ChosenWindows(limits, branches=nodes != 0, free=self.free)
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class StepRunner:
         if isinstance(self._windows, WindowSize):
             return self._step(requests, self._windows, self._fixed(self._windows), chosen=False)
         room = max(map(_most_in_a_row, requests))
-        limits = self._limits(self._windows.limits, requests) if room else {}
+        limits = self._limits(self._windows, requests) if room else {}
         started_s = self._parts.clock()
         sampling, controller = requests[0].params.sampling, self._parts.controller
         # At the end of an answer there may be room for the target's own token alone.
@@ -236,7 +234,7 @@ class StepRunner:
             seconds=timed_s, **_sizes(requests),
         )  # fmt: skip
 
-    def _limits(self, limits: Mapping[str, int], requests: Sequence[Request]) -> dict[str, int]:
+    def _limits(self, windows: ChosenWindows, requests: Sequence[Request]) -> dict[str, int]:
         """By mode that has anything to propose its largest window, as far as an answer and the cache have room.
 
         A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
@@ -247,11 +245,14 @@ class StepRunner:
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
         rooms = {"chain": size_for(max(map(_most_in_a_row, requests)))}
         most_nodes = max(map(self._most_nodes, requests))
-        return {
-            mode: min(limits[mode], rooms.get(mode, most_nodes))
+        found = {
+            mode: min(windows.limits[mode], rooms.get(mode, most_nodes))
             for mode in able
-            if mode in limits and (len(requests) == 1 or all(self._is_able(request, mode) for request in longest))
+            if mode in windows.limits
+            and (len(requests) == 1 or all(self._is_able(request, mode) for request in longest))
         }
+        # Where windows take no time a tree holds what all others would propose: finding out about them is dear.
+        return {"tree": found["tree"]} if windows.free and "tree" in found else found
 
     def _most_nodes(self, request: Request) -> int:
         """Proposals that the target's cache has places for."""

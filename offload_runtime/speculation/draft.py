@@ -1,6 +1,6 @@
 """A sequence's tree of candidates with what a draft said about its nodes, and the way from its nodes to a draft's step.
 
-Pure data on the host: `TreeDraftProposer` grows it, a model of `TreeModel` says what follows its nodes.
+Pure data on the host: `TreeDraftProposer` grows it, a `DraftTree` says what follows its nodes.
 """
 
 from __future__ import annotations
@@ -15,44 +15,17 @@ from functools import cache
 from heapq import heappush, heappushpop
 from math import inf
 from operator import neg
-from typing import Protocol
 
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner
+from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner, DraftTree
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
 from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import CandidateTree, Proposal
-
-
-class TreeModel(Protocol):
-    """What is needed of a `DraftTree`."""
-
-    def room(self, length: int) -> int:
-        """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
-
-    @property
-    def num_slots(self) -> int:
-        """Nodes of a sequence that can have keys at a time."""
-
-    def width(self, num_sequences: int) -> int:
-        """Most rows of a sequence in a step about so many."""
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i is scored as `slots[i]` says."""
-
-    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
-        """Whether there are keys of exactly these tokens at their own places."""
-
-    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
-        """The text has gone on with nodes of the tree: move their keys to their places."""
-
-    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes of each sequence, or the first of them, and the nodes of its spine."""
 
 
 @dataclass
@@ -142,18 +115,16 @@ class TreeDraftProposer:
         device: Where it computes.
         ngrams: Whose guesses join the trees; None for nobody's.
         worth: Says when a step is not worth the wait any more; None for one that knows of no link.
-        link_bound: Whether passes take as long however wide a window is. Then a tree is all that is ever chosen: what
-            chains would propose is in it, and finding out about them is dear.
     """
 
     name = "draft"
 
     def __init__(
-        self, chains: Proposer, model: TreeModel, *, device: torch.device, ngrams: NgramProposer | None,
-        worth: StepWorth | None = None, link_bound: bool = False,
+        self, chains: Proposer, model: DraftTree, *, device: torch.device, ngrams: NgramProposer | None,
+        worth: StepWorth | None = None,
     ) -> None:  # fmt: skip
         self._chains, self._model, self._ngrams = chains, model, ngrams
-        self._worth, self._modes = worth or StepWorth(), ("tree",) if link_bound else ("chain", "tree")
+        self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
@@ -164,7 +135,7 @@ class TreeDraftProposer:
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return self._modes if self._chains.modes(texts) else ()
+        return ("chain", "tree") if self._chains.modes(texts) else ()
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         self._forget()
