@@ -301,7 +301,7 @@ def test_a_text_without_end_costs_no_more_and_more() -> None:
     child = tree.add(tree.root, 7, -0.5, "a")
     tree.set_expanded(child, 3)
     assert tree.slots(child) == (3,)
-    assert max(len(node.slots) for node in tree._nodes.values()) == 1, "only of what is below the root"
+    assert max(len(tree.slots(node)) for node in tree) == 1, "only of what is below the root"
 
 
 @pytest.mark.parametrize(("sharpness", "missed", "scale"), [(0.4, 0.1, 1.0), (2.5, 0.35, 1.0), (0.03, 0.1, 10.0)])

@@ -98,7 +98,7 @@ def test_frequencies_of_a_length_are_each_sequences_own(tmp_path_factory: pytest
             model.start(numbered(SamplingParams(), BATCH))
             said.append(model.propose({s: texts[s] for s in sequences}, dict.fromkeys(sequences, 7)))
         assert {**said[0], **said[1]} == said[2]
-        assert not torch.equal(model._rotation.frequencies[0], model._rotation.frequencies[2])
+        assert not torch.equal(model.frequencies.tensor[0], model.frequencies.tensor[2])
         made.close()
 
 

@@ -194,7 +194,7 @@ def test_whatever_came_before_nodes_are_scored_by_their_own_text(
 
     def watch(logits: torch.Tensor) -> Callable[[], bool]:
         nonlocal checked, kept
-        for sequence, one in proposer._grown.items():
+        for sequence, one in proposer.trees.items():
             kept += one.tree.num_slots > 8
             for node in list(one.children)[:: max(1, len(one.children) // 4)]:
                 path = path_of(one.tree, node)
@@ -275,7 +275,7 @@ def test_an_interruption_anywhere_changes_no_token(
         try:
             text += decoder.step(text, 4, 12).tokens
         except type(error):
-            assert not proposer._grown, "a tree that may be half made is not trusted"
+            assert not proposer.trees, "a tree that may be half made is not trusted"
             failed += 1
     assert failed == 1 and text[21:47] == plain[0]
 
@@ -307,19 +307,19 @@ def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
     lone = draft.proposer(PARAMS[1]).propose([DraftRequest(0, text, 3, 30)])[0]
     assert set(lone.sources) == {"draft"}
     # Those that never come true are soon not worth much.
-    assert proposer._ngrams is not None and proposer._ngrams._rates.rate(3) > 0.4
+    assert proposer.ngrams is not None and proposer.ngrams.rates.rate(3) > 0.4
     for request in range(150):
         text = [*(text if len(text) < 180 else text[:30]), *random_tokens(2, seed=request), 50, 51, 52]
         assert len(proposer.propose([DraftRequest(0, text, 3, 4)])[0]) == 4
-    assert proposer._ngrams._rates.rate(3) < 0.1
+    assert proposer.ngrams.rates.rate(3) < 0.1
 
 
 def test_ngrams_that_hardly_ever_come_true_do_not_join(draft: TreeDraft) -> None:
     text = [said for token in range(1, 40) for said in (token, 50)]
     proposer = draft.proposer(PARAMS[0], ngrams=True)
     proposer.propose([DraftRequest(0, text, 12, 400)])
-    tree = proposer._grown[0].tree
-    guessed = [tree.log_probability(node) for node in tree._nodes if tree.source(node) == "ngram"]
+    tree = proposer.trees[0].tree
+    guessed = [tree.log_probability(node) for node in tree if tree.source(node) == "ngram"]
     assert guessed and min(guessed) > math.log(0.9e-4)
 
 
@@ -334,7 +334,7 @@ def test_a_window_holds_the_most_probable_candidates(
         said = proposer.propose([DraftRequest(1, random_tokens(20, seed=seed), 8)])[0].tokens
         text = [*random_tokens(20, seed=seed), *said, 3, *random_tokens(20, seed=seed), *said[: seed % 5]]
         proposal = proposer.propose([DraftRequest(0, text, 4, 10)])[0]
-        tree = proposer._grown[0].tree
+        tree = proposer.trees[0].tree
         nodes, waiting = tree.best(10, 4)[1], tree.next_to_expand(1, 3)
         assert 4 <= len(proposal) == len(nodes) <= 10
         assert not waiting or tree.log_probability(waiting[0]) <= tree.log_probability(nodes[-1])

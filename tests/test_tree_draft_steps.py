@@ -81,7 +81,7 @@ def test_a_rejected_window_leaves_the_other_branch() -> None:
 def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     script = random_tokens(200, seed=18)
     proposer, told = sure_proposer(SureModel(script)), list[int | None]()
-    monkeypatch.setattr(proposer._probabilities, "observe", lambda scores, said: told.append(said))
+    monkeypatch.setattr(proposer.probabilities, "observe", lambda scores, said: told.append(said))
     proposer.propose([DraftRequest(0, script[:10], 4, 8)])
     proposer.propose([DraftRequest(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
     assert told == [0, 0, 0, 1]

@@ -93,3 +93,27 @@ class RopeTable:
 
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
         return upload(inv_freq.float(), self._device), float(scaling)
+
+
+class RowFrequencies:
+    """Frequencies of several rows, each of a sequence of a length of its own, in a tensor that never moves: captured
+    steps read it.
+
+    Args:
+        rope: Of the model.
+        rows: How many there are.
+
+    Attributes:
+        tensor: [R, D/2] fp32, device.
+    """
+
+    def __init__(self, rope: RopeTable, rows: int) -> None:
+        self._rope, self._sets = rope, [0] * rows
+        self.tensor = rope.frequencies(1).repeat(rows, 1)
+
+    def set(self, row: int, length: int) -> None:
+        """From now on a row is rotated as a sequence of `length` tokens is. Enqueued on the current stream."""
+        chosen = self._rope.frequency_set(length)
+        if chosen != self._sets[row]:
+            self.tensor[row].copy_(self._rope.frequencies(length))
+            self._sets[row] = chosen

@@ -16,7 +16,7 @@ from offload_runtime_kernels.window_steps import StepRotation
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import overwrite
-from offload_runtime.model import PassRows, RopeTable
+from offload_runtime.model import PassRows, RopeTable, RowFrequencies
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import window_pass
@@ -57,6 +57,9 @@ class DraftModel:
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
+
+    Attributes:
+        frequencies: By which every sequence's rows are rotated.
     """
 
     def __init__(
@@ -75,15 +78,15 @@ class DraftModel:
         self._sampling = SlotSampling(batch, device)
         self.window = window or DeviceWindow(device, batch=batch)
         fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
-        self._rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
-        self.texts = DraftKVState(runner, self._rope, last_token=self._last_token, batch=batch)
+        rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
+        self.texts = DraftKVState(runner, rope, last_token=self._last_token, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
-        self._rotation = StepRotation(self._rope.frequencies(1).repeat(batch, 1), self._rope.scaling)
-        self._frequency_sets = [0] * batch
+        self.frequencies = RowFrequencies(rope, batch)
+        self._rotation = StepRotation(self.frequencies.tensor, rope.scaling)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [[0, 0]] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
@@ -193,7 +196,7 @@ class DraftModel:
         }
         assert count > 0 and max(lengths.values()) <= self._max_tokens_with_draft
         for sequence, length in lengths.items():
-            self._set_frequencies(sequence, length)
+            self.frequencies.set(sequence, length)
         self._set_places(longest)
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
         if self._choosing is not None:
@@ -234,13 +237,6 @@ class DraftModel:
     def _reach(self, length: int) -> int:
         """Keys that attention looks at."""
         return graph_reach(length, self._max_tokens_with_draft) if self._device.type == "cuda" else length
-
-    def _set_frequencies(self, sequence: int, length: int) -> None:
-        """Rotate by the frequencies of a sequence of `length` tokens."""
-        chosen = self._rope.frequency_set(length)
-        if chosen != self._frequency_sets[sequence]:
-            self._rotation.frequencies[sequence].copy_(self._rope.frequencies(length))
-            self._frequency_sets[sequence] = chosen
 
     def _set_places(self, sequences: Mapping[int, int]) -> None:
         """Tell the device where a streaming cache stands."""

@@ -23,7 +23,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import download, packed_words, unpack
-from offload_runtime.model import PassRows
+from offload_runtime.model import PassRows, RowFrequencies
 from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
 from offload_runtime.runners.graphs import (
     CHILDREN,
@@ -143,8 +143,7 @@ class DraftTree:
             rows + MOST_SPINE * batch, 2 * self._children, dtype=torch.int32, device=device
         )  # fmt: skip
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
-        self._frequencies = self._rope.frequencies(1).repeat(rows, 1)
-        self._frequency_sets = [0] * rows
+        self._frequencies = RowFrequencies(self._rope, rows)
 
     def room(self, length: int) -> int:
         """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
@@ -300,7 +299,8 @@ class DraftTree:
             for part, value in zip(of_lines, values, strict=True):
                 part[number] = value
             spine_slots[: len(spine), number] = spine
-        self._set_frequencies(positions.tolist())
+        for row, position in enumerate(positions.tolist()):  # each as of a sequence that ends with it
+            self._frequencies.set(row, position + 1)
         copy_words(self._inputs_pinned[:words], self._inputs[:words])
 
     def _parts(self, shape: StepShape) -> list[torch.Tensor]:
@@ -312,14 +312,6 @@ class DraftTree:
 
     def _run(self, make: Callable[[StepShape], None], shape: StepShape) -> None:
         self.graphs.run(self._key(make, shape), partial(make, shape))
-
-    def _set_frequencies(self, positions: Sequence[int]) -> None:
-        """Rotate every row by the frequencies of a sequence that ends with it."""
-        wanted = [self._rope.frequency_set(position + 1) for position in positions]
-        if wanted != self._frequency_sets[: len(wanted)]:
-            tables = {number: self._rope.frequencies(p + 1) for number, p in zip(wanted, positions, strict=True)}
-            self._frequencies[: len(wanted)].copy_(torch.stack([tables[number] for number in wanted]))
-            self._frequency_sets[: len(wanted)] = wanted
 
     def _nodes_step(self, shape: StepShape) -> None:
         """Feed the rows and write their best children into `_outputs`. Captured: no tensor of the host."""
@@ -350,7 +342,7 @@ class DraftTree:
         batch, num_rows = shape.batch, shape.batch * shape.rows
         tokens, positions, slots, owners, sequences, committed, _, shifts, _, ancestors, _, _ = self._parts(shape)
         turned = positions + shifts.repeat_interleave(shape.rows) if self._streams else positions
-        angle = turned.clamp_min(0).float()[:, None] * self._frequencies[:num_rows]
+        angle = turned.clamp_min(0).float()[:, None] * self._frequencies.tensor[:num_rows]
         cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
         query = QueryRows(
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,

@@ -16,7 +16,7 @@ from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import ModelConfig, SamplingParams
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.model import Decoder, PassRows, RopeTable, Weights
+from offload_runtime.model import Decoder, PassRows, RopeTable, RowFrequencies, Weights
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
@@ -47,15 +47,14 @@ class RetrievalVerifier:
         self._window = window
         self._gamma = gamma
         self._max_tokens_with_draft = max_tokens_with_draft
-        self._rope = rope
         self._decoder = decoder
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
         self.graphs = StepGraphs(device)
         self._sampling = SlotSampling(batch, device)
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
-        self._rotation = StepRotation(rope.frequencies(1).repeat(batch, 1), rope.scaling)
-        self._frequency_sets = [0] * batch
+        self._frequencies = RowFrequencies(rope, batch)
+        self._rotation = StepRotation(self._frequencies.tensor, rope.scaling)
         self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
@@ -77,10 +76,7 @@ class RetrievalVerifier:
         """Steps will put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all others stand still;
         whether the chunks must be chosen anew."""
         for sequence, length in lengths.items():
-            chosen = self._rope.frequency_set(length)
-            if chosen != self._frequency_sets[sequence]:
-                self._rotation.frequencies[sequence].copy_(self._rope.frequencies(length))
-                self._frequency_sets[sequence] = chosen
+            self._frequencies.set(sequence, length)
         return self.cache.begin_steps(range(self._window.num_rows), counts)
 
     @torch.inference_mode()

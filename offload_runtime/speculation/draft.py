@@ -115,6 +115,10 @@ class TreeDraftProposer:
         device: Where it computes.
         ngrams: Whose guesses join the trees; None for nobody's.
         worth: Says when a step is not worth the wait any more; None for one that knows of no link.
+
+    Attributes:
+        trees: By slot what has grown behind its text; nothing where an interruption may have left it half made.
+        probabilities: What the draft's scores are worth.
     """
 
     name = "draft"
@@ -123,13 +127,13 @@ class TreeDraftProposer:
         self, chains: Proposer, model: DraftTree, *, device: torch.device, ngrams: NgramProposer | None,
         worth: StepWorth | None = None,
     ) -> None:  # fmt: skip
-        self._chains, self._model, self._ngrams = chains, model, ngrams
+        self._chains, self._model, self.ngrams = chains, model, ngrams
         self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
         self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
-        self._probabilities = ChildProbabilities()
-        self._grown: dict[int, GrownTree] = {}
+        self.probabilities = ChildProbabilities()
+        self.trees: dict[int, GrownTree] = {}
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
@@ -142,21 +146,21 @@ class TreeDraftProposer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if slots[0].without_noise != self._way:
-            self._probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
+            self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
         self._way = slots[0].without_noise
         self._bars.clear()
         self._worth.forget()
         with self._at_work():
             self._model.start(slots)
             self._chains.start(slots)
-        if self._ngrams is not None:
-            self._ngrams.start(slots)
+        if self.ngrams is not None:
+            self.ngrams.start(slots)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
             self._chains.prepare(slot, tokens)
-        if self._ngrams is not None:
-            self._ngrams.prepare(slot, tokens)
+        if self.ngrams is not None:
+            self.ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         chains = [request for request in requests if request.tree_nodes is None]
@@ -166,7 +170,7 @@ class TreeDraftProposer:
         with self._at_work():
             if chains:
                 for request in chains:
-                    self._grown.pop(request.slot, None)
+                    self.trees.pop(request.slot, None)
                 guesses = self._chains.propose(chains)
                 answers |= {request.slot: proposal for request, proposal in zip(chains, guesses, strict=True)}
                 self._worth.pause()  # what a chain brings is not seen here
@@ -182,7 +186,7 @@ class TreeDraftProposer:
         """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
         with self._at_work():
             while self._going_on and pending():
-                grown, started_s = [self._grown[sequence] for sequence in self._going_on], time.perf_counter()
+                grown, started_s = [self.trees[sequence] for sequence in self._going_on], time.perf_counter()
                 bars = dict.fromkeys(self._going_on, _NEGLIGIBLE)
                 # So deep that a window behind the deepest of this one is full.
                 asked = self._promising(grown, bars, lambda gamma: 2 * gamma)
@@ -206,18 +210,18 @@ class TreeDraftProposer:
                 raise
 
     def _forget(self) -> None:
-        self._grown.clear()
+        self.trees.clear()
         self._going_on = []
         self._worth.pause()
 
     def _new_tokens(self, request: DraftRequest) -> int:
         """What the step before gave this request."""
-        before = self._grown.get(request.slot)
+        before = self.trees.get(request.slot)
         return 0 if before is None else len(request.tokens) - before.length
 
     def _follow(self, request: DraftRequest) -> GrownTree:
         """The tree behind a request's text: what is left of the one before, or a new one, with what n-grams say."""
-        before = self._grown.pop(request.slot, None)
+        before = self.trees.pop(request.slot, None)
         one = GrownTree(request, CandidateTree(request.tokens[-1]))
         if before is not None and list(request.tokens[: before.length]) == before.text:
             new = request.tokens[before.length :]
@@ -225,9 +229,9 @@ class TreeDraftProposer:
             if self._adopt(before, new) and before.tree.follow(new):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree}
-        if self._ngrams is not None:
+        if self.ngrams is not None:
             self._add_ngrams(one)
-        self._grown[request.slot] = one
+        self.trees[request.slot] = one
         return one
 
     def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
@@ -244,7 +248,7 @@ class TreeDraftProposer:
 
     def _learn_rank(self, scores: Sequence[float], rank: int | None) -> None:
         """The target said the child of this rank, or none of them (None)."""
-        self._probabilities.observe(scores, rank)
+        self.probabilities.observe(scores, rank)
 
     def _adopt(self, before: GrownTree, new: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
@@ -265,12 +269,12 @@ class TreeDraftProposer:
 
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
-        assert self._ngrams is not None
-        guesses = self._ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected_bar(one.request.slot)))
+        assert self.ngrams is not None
+        guesses = self.ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected_bar(one.request.slot)))
         guess, nodes = guesses.proposal, list[int]()
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             above = nodes[parent] if parent >= 0 else one.tree.root
-            nodes.append(one.tree.add(above, token, chance, self._ngrams.name))
+            nodes.append(one.tree.add(above, token, chance, self.ngrams.name))
 
     def _expected_bar(self, sequence: int) -> float:
         """Log-probability of the least probable node that the window of this step may have, by the last one's."""
@@ -300,7 +304,7 @@ class TreeDraftProposer:
             )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
             cost_aware = all(
-                self._grown[sequence].request.cost_aware and self._grown[sequence].tree.root not in nodes
+                self.trees[sequence].request.cost_aware and self.trees[sequence].tree.root not in nodes
                 for sequence, nodes in asked.items()
             )
             if not asked or (cost_aware and not self._worth.pays(gain, 1 + spine)):
@@ -352,7 +356,7 @@ class TreeDraftProposer:
         """
         length = MOST_SPINE
         for sequence, (node, *_) in asked.items():
-            one = self._grown[sequence]
+            one = self.trees[sequence]
             tree, chance = one.tree, one.tree.log_probability(node)
             length = min(
                 length,
@@ -373,7 +377,7 @@ class TreeDraftProposer:
 
     def _chances(self, sequence: int, nodes: Sequence[int], spine: int) -> list[float]:
         """Probabilities of what a step is about: of these nodes, or of the first of them and its spine."""
-        tree = self._grown[sequence].tree
+        tree = self.trees[sequence].tree
         if not spine:
             return [math.exp(tree.log_probability(node)) for node in nodes]
         first = math.exp(tree.log_probability(nodes[0]))
@@ -387,11 +391,11 @@ class TreeDraftProposer:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
         placed = {
-            sequence: self._grown[sequence].placed(nodes[:1] if spine else nodes, spine)
+            sequence: self.trees[sequence].placed(nodes[:1] if spine else nodes, spine)
             for sequence, nodes in asked.items()
         }
         answers = self._model.expand(
-            {sequence: self._grown[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
+            {sequence: self.trees[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
         )
         found: dict[int, list[float]] = {}
         for sequence, (slots, further) in placed.items():
@@ -403,15 +407,15 @@ class TreeDraftProposer:
             for slot, behind in zip(further, answered, strict=False):
                 if not children.tokens:  # logits of NaN: what follows is nothing
                     break
-                (node,) = self._grown[sequence].tree.walk(children.tokens[:1], node)
+                (node,) = self.trees[sequence].tree.walk(children.tokens[:1], node)
                 children = behind
                 found[sequence] += self._note(sequence, node, slot, children)
         return found
 
     def _note(self, sequence: int, node: int, slot: int | None, children: Children) -> list[float]:
         """Put what follows a node into its tree: the log-probabilities of what is new there and not too deep."""
-        one = self._grown[sequence]
-        chances = self._probabilities.log_probabilities(children.scores)
+        one = self.trees[sequence]
+        chances = self.probabilities.log_probabilities(children.scores)
         if chances:
             self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
         count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))

@@ -57,7 +57,7 @@ class NgramLookup:
     """
 
     def __init__(self, rates: MatchRates | None = None) -> None:
-        self._rates = rates or MatchRates()
+        self.rates = rates or MatchRates()
         self._tokens: list[int] = []
         # Of every n-gram the indices of the tokens that followed it, ascending.
         self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -107,7 +107,7 @@ class NgramLookup:
             continued.setdefault(self._continued(start, depth), []).append((matched, start))
         others = 0.0
         for token, behind in continued.items():
-            comes, fails = self._rates.logs(behind[0][0] + depth)
+            comes, fails = self.rates.logs(behind[0][0] + depth)
             given = others + comes
             others += fails
             heappush(waiting, _Candidate(chance + given, given, parent, token, depth + 1, behind))
@@ -174,7 +174,7 @@ class NgramLookup:
         for offset in range(len(self._tokens) - end):
             # Past the end, what came so far is what was guessed.
             hit = self._tokens[end + offset] == self._tokens[start + offset]
-            self._rates.observe(matched + offset, hit)
+            self.rates.observe(matched + offset, hit)
             if not hit:
                 return
 
@@ -203,8 +203,8 @@ class NgramProposer:
     name = NGRAM
 
     def __init__(self) -> None:
-        self._rates = MatchRates()
-        self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self._rates))
+        self.rates = MatchRates()
+        self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self.rates))
         self._followed: set[int] = set()  # slots whose sequences have only grown since they were compared
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:

@@ -5,7 +5,7 @@ Pure data between the proposers, which make it, and the round, which verifies al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -147,6 +147,9 @@ class CandidateTree:
 
     def __contains__(self, node: int) -> bool:
         return node in self._nodes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
 
     def free_slots(self, count: int) -> list[int]:
         """The first so many that hold keys of no living candidate."""
