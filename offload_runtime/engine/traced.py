@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftRequest, Proposal, Proposer, StepResult
+from offload_runtime.speculation import Acceptance, DraftRequest, Proposal, Proposer, StepResult
 from offload_runtime.trace import DRAFT, HOST, PASSES, TraceRecorder
 
 
@@ -68,7 +69,7 @@ class TracedTarget:
         return logits
 
 
-class TracedProposer:
+class TracedProposer(Proposer):
     """Asks a proposer and records how long it takes to answer; all methods are as of `Proposer`.
 
     Args:
@@ -77,8 +78,16 @@ class TracedProposer:
     """
 
     def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
-        self.name, self.modes, self.start, self.counts = proposer.name, proposer.modes, proposer.start, proposer.counts
-        self._proposer, self._recorder = proposer, recorder
+        self.name, self._proposer, self._recorder = proposer.name, proposer, recorder
+
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return self._proposer.modes(texts)
+
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._proposer.start(slots)
+
+    def counts(self, slot: int) -> Sequence[Acceptance]:
+        return self._proposer.counts(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         started_s, started = time.perf_counter(), self._recorder.mark()

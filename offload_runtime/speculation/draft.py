@@ -21,7 +21,6 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner, DraftTree
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
-from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
 from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
@@ -103,7 +102,7 @@ _FIRST_RATE, _RATE_MEMORY = 0.75, 50
 _MARGIN = math.log(2)
 
 
-class TreeDraftProposer:
+class TreeDraftProposer(Proposer):
     """Grows trees for requests that ask for them, and leaves the others to a proposer of chains.
 
     On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
@@ -195,9 +194,6 @@ class TreeDraftProposer:
                 spine = self._spine(asked, bars, lambda gamma: 2 * gamma)
                 self._expand(asked, spine)
                 self._worth.stepped(time.perf_counter() - started_s, 1 + spine, hidden=True)
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return ()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -431,7 +427,7 @@ def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class DraftProposer:
+class DraftProposer(Proposer):
     """A small model on the compute device guesses with the target's own noise; see `DraftModel`.
 
     Args:
@@ -459,9 +455,3 @@ class DraftProposer:
         texts = {request.slot: request.tokens for request in requests}
         guesses = self.model.propose(texts, {request.slot: request.longest_chain for request in requests})
         return [Proposal.chain(guesses[request.slot], self.name) for request in requests]
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        pass
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return ()

@@ -193,7 +193,7 @@ class NgramLookup:
                     self._followers[tuple(self._tokens[index - size : index])].append(index)
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """An `NgramLookup` for every slot.
 
     It has two modes: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
@@ -241,14 +241,8 @@ class NgramProposer:
         self.prepare(request.slot, request.tokens)
         return self._lookups[request.slot].tree(request.tokens, request.gamma, request.most_nodes, least=least)
 
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        pass
 
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return ()
-
-
-class WithNgrams:
+class WithNgrams(Proposer):
     """Leaves requests of the mode `ngram` to n-grams, which cost nothing, and all others to a draft; beside its chains
     n-grams take what room there is.
 
@@ -260,13 +254,8 @@ class WithNgrams:
     """
 
     def __init__(self, draft: Proposer, ngrams: NgramProposer, *, alone: bool = True) -> None:
-        self.draft, self.ngrams, self._alone = draft, ngrams, alone
+        self.draft, self.ngrams, self._alone, self.name = draft, ngrams, alone, draft.name
         self._drafted = False  # in the last step, or to be next
-
-    @property
-    def name(self) -> str | None:
-        """The draft's."""
-        return self.draft.name
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         drafts = self.draft.modes(texts)

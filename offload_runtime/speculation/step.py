@@ -64,16 +64,16 @@ class DraftRequest:
         return min(self.gamma, self.most_nodes)
 
 
-class Proposer(Protocol):
-    """Guesses what the target will say, for several sequences at once."""
+class Proposer:
+    """Guesses what the target will say, for several sequences at once. As it is, it never has any idea."""
 
-    @property
-    def name(self) -> str | None:
-        """Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none."""
+    # Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
+    name: str | None = None
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there
         are of some sequences, and room for it; of no texts all ways that there are."""
+        return ()
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         """Called before a generation: slot i begins anew, and its tokens will be chosen as `slots[i]` says."""
@@ -87,6 +87,7 @@ class Proposer(Protocol):
 
         The requests are of different slots, in any order; slots without one have finished or wait.
         """
+        return [Proposal() for _ in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
@@ -95,36 +96,17 @@ class Proposer(Protocol):
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What levels of its own have decided about a slot since `start`, the first level first. May wait for the
         device."""
+        return ()
+
+
+class NoProposer(Proposer):
+    """Plain decoding."""
 
 
 def makes_trees(proposer: Proposer) -> bool:
     """Whether guesses may branch where a request has room for more than a chain, whoever else may be asked for."""
     able = proposer.modes({})
     return "tree" in able or ("ngram" in able and "chain" not in able)
-
-
-class NoProposer:
-    """Plain decoding."""
-
-    name = None
-
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return ()
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        pass
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        pass
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return [Proposal() for _ in requests]
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        pass
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return ()
 
 
 def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]]) -> Sequence[str]:

@@ -9,17 +9,17 @@ A step of either level is one of all sequences; those that have enough stand sti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import DeviceWindow, DraftModel, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.step import DraftRequest, chains_where
+from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import Proposal
 
 
-class TriForceProposer:
+class TriForceProposer(Proposer):
     """Proposes what draft and retrieval verifier agree on: chains, as their window is one.
 
     Args:
@@ -81,9 +81,6 @@ class TriForceProposer:
             guesses = [] if one is None else self._proposals(request.slot, one, outputs[request.slot])
             proposals.append(Proposal.chain(guesses, self.name))
         return proposals
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        pass
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""

@@ -22,7 +22,7 @@ from offload_runtime.speculation import NGRAM, Acceptance, DraftRequest, NgramPr
 _CHAIN_SHARE = 0.25
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Proposes a known continuation, in windows of every length, each token wrong with probability `1 - accuracy`.
 
     So windows are accepted, cut and rolled back everywhere, however little a model's text can be guessed. Where there
