@@ -6,42 +6,23 @@ samples the next ones with the target's noise and writes them into the window be
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache
+from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RopeTable, RowFrequencies
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, DraftRunner
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.target import window_pass
+from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
-
-
-@runtime_checkable
-class ChoosingCache(Protocol):
-    """A cache that has to know which step it serves, as the host decides what a step attends to."""
-
-    def begin_steps(self, rows: range, counts: Mapping[int, int]) -> None:
-        """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
-        still."""
-
-    def begin_step(self, *, first: bool) -> Hashable:
-        """The next pass is the first of the announced steps, or a later one.
-
-        Returns:
-            All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
-        """
-
-    def warm_up(self) -> None:
-        """Compile what chooses, however long a text is."""
 
 
 class DraftModel:
@@ -63,13 +44,13 @@ class DraftModel:
     """
 
     def __init__(
-        self, runner: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
+        self, runner: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
-        self._choosing = cache if isinstance(cache, ChoosingCache) else None
+        self._choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size

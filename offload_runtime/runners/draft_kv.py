@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.model import Decoder, PassRows, RopeTable, RowBuilder, Window
+from offload_runtime.model import RopeTable, RowBuilder, Window
+from offload_runtime.runners.target import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
 CATCH_UP_TOKENS = 32
 # The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
 # its cache, and the rest is written a second time.
 REWRITTEN_TOKENS = 2
-
-
-class DraftRunner(Protocol):
-    """What is needed of the runner of a small model."""
-
-    @property
-    def decoder(self) -> Decoder:
-        """Its maths."""
-
-    @property
-    def streamer(self) -> Any:
-        """Its weights: a `LayerStreamer`."""
-
-    @property
-    def cache(self) -> Any:
-        """Its `KVCache`."""
-
-    def prefill(self, sequence: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Put tokens into the cache and commit them."""
-
-    def run_rows(self, rows: PassRows) -> torch.Tensor:
-        """Logits [B, T, V] of a pass over prepared rows; never waits."""
 
 
 class DraftKVState:
@@ -52,7 +30,7 @@ class DraftKVState:
         batch: Sequences.
     """
 
-    def __init__(self, runner: DraftRunner, rope: RopeTable, *, last_token: int, batch: int) -> None:
+    def __init__(self, runner: ModelRunner, rope: RopeTable, *, last_token: int, batch: int) -> None:
         self._runner = runner
         self._streaming = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
         self._last_token = last_token

@@ -24,7 +24,7 @@ from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import download, packed_words, unpack
 from offload_runtime.model import PassRows, RowFrequencies
-from offload_runtime.runners.draft_kv import DraftKVState, DraftRunner
+from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.runners.graphs import (
     CHILDREN,
     MOST_DEPTH,
@@ -37,7 +37,7 @@ from offload_runtime.runners.graphs import (
     captured_shapes,
     input_sizes,
 )
-from offload_runtime.runners.target import window_pass
+from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import DRAFT, TraceRecorder
 
@@ -117,7 +117,7 @@ class DraftTree:
     """
 
     def __init__(
-        self, runner: DraftRunner, texts: DraftKVState, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
+        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         graphs: bool = True, fixed_shapes: bool | None = None,
     ) -> None:  # fmt: skip
         cache = runner.cache

@@ -19,7 +19,7 @@ from operator import neg
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftRunner, DraftTree
+from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftTree, ModelRunner
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
@@ -439,7 +439,7 @@ class DraftProposer(Proposer):
 
     name = "draft"
 
-    def __init__(self, draft: DraftRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
+    def __init__(self, draft: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
