@@ -251,6 +251,6 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     arguments = ("--context", "4096", "--profile", "rtx4090", "--plot")
     assert "must end in one of" in plan("llama-3.1-8b", *arguments, str(tmp_path / "plan.doc")).stderr
     nowhere = plan("llama-3.1-8b", *arguments, str(tmp_path / "no" / "plan.png"))
-    assert nowhere.exit_code == 2 and "cannot be written: No such file" in nowhere.stderr
+    assert nowhere.exit_code == 2 and "cannot be written (No such file" in nowhere.stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'offload-runtime[plots]'" in plan("llama-3.1-8b", *arguments, "x.png").stderr

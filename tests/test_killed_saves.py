@@ -16,7 +16,7 @@ import torch
 from harness import write_report
 from safetensors.torch import load_file
 
-from offload_runtime.cli.chat import save_json
+from offload_runtime.config import write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.profile import save_profile, shipped_directory
 from offload_runtime.trace.chrome import write_trace
@@ -51,8 +51,8 @@ write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
 
 
 OF_A_CONVERSATION = """
-from offload_runtime.cli.chat import save_json
-save_json(Path(sys.argv[1]), {"run": "killed"})
+from offload_runtime.config import write_atomically
+write_atomically(Path(sys.argv[1]), '{"run": "killed"}', way_out="")
 """
 OF_A_REPORT = """
 from harness import write_report
@@ -97,7 +97,7 @@ def test_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("killed", "save"),
     [
-        (OF_A_CONVERSATION, save_json),
+        (OF_A_CONVERSATION, lambda path, record: write_atomically(path, json.dumps(record), way_out="")),
         (OF_A_REPORT, lambda path, record: write_report(record, path)),
     ],
     ids=["conversation", "report"],

@@ -10,10 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,7 +20,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
 from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.render import answer_line, answer_record, run_record
-from offload_runtime.config import GenerationParams, RuntimeConfig
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
@@ -37,13 +36,13 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, max_new_tokens = options.config, options.params.max_new_tokens
+    config, params = options.config, options.params
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
-        return room.fit_all(prompts, max_new_tokens) if is_batch else room.fit(prompts[0], max_new_tokens)
+        return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
@@ -54,7 +53,11 @@ def generate(options: GenerateOptions) -> None:
         terminal.status_line(runtime.placement)
         try:
             if is_batch:
-                results = _answer_batch(runtime, prompts, options)
+                with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+                    on_progress = partial(bars.update, "answers finished")
+                    results = runtime.generate_batch(
+                        prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
+                    )
             else:
                 show = show_nothing if options.as_json else terminal.write_text
                 results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
@@ -94,7 +97,7 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
         return [("--prompt", prompt)]
     if files.count("-") > 1:
         raise OptionError(f"--prompt-file - was given {files.count('-')} times: stdin can be read once")
-    return [("stdin" if path == "-" else path, terminal.read_file(path, "--prompt-file")) for path in files]
+    return [("stdin" if path == "-" else path, terminal.read_text(path, option="--prompt-file")) for path in files]
 
 
 def show_nothing(piece: str) -> None:
@@ -113,9 +116,8 @@ def load_runtime(
     from offload_runtime.engine import Runtime
 
     on_plan = partial(print_explanation, config=config) if explain else None
-    with terminal.ProgressBars(enabled=show_progress) as bars:
-        on_progress = partial(bars.update, unit="bytes")
-        runtime = Runtime.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+    with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
+        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
     with runtime:
         yield runtime
     if config.trace is not None:
@@ -142,7 +144,7 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
     def on_prefill(done_layers: int, layers: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        bars.update("prefill", done_layers, layers, unit="layers")
+        bars.update("prefill", done_layers, layers)
 
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
@@ -170,7 +172,7 @@ def stream_answer(
     failure: BudgetError | None = None
     try:
         with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
-            stream = start(prompt, **_keywords(options.params), on_prefill=on_prefill)
+            stream = start(prompt, params=options.params, on_prefill=on_prefill)
             try:
                 for piece in stream:
                     bars.close()
@@ -193,24 +195,3 @@ def stream_answer(
     if failure is not None:
         raise BudgetError(str(failure), [stream.result]) from failure
     return stream.result
-
-
-def _answer_batch(runtime: Runtime, prompts: Sequence[Prompt], options: AnswerOptions) -> list[GenerationResult]:
-    """Answer all prompts together, to their ends or to Ctrl-C.
-
-    After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
-    on, and at the second one, Ctrl-C raises KeyboardInterrupt.
-    """
-    with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
-        asked, on_progress = _keywords(options.params), partial(bars.update, "answers", unit="finished")
-        return runtime.generate_batch(
-            prompts, **asked, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
-        )
-
-
-def _keywords(params: GenerationParams) -> dict[str, Any]:
-    """Return what an answer is asked for by, in the engine's keywords."""
-    given = asdict(params)
-    sampling = given.pop("sampling")
-    del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
-    return {**sampling, **given}

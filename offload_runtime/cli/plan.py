@@ -17,8 +17,8 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, RuntimeConfig, format_bytes
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.config import GB, RuntimeConfig, format_bytes, writing
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
@@ -343,12 +343,8 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
     _draw_memory(memory, plan)
     _draw_time(time, predicted)
     figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
-    try:
+    with writing(path, "choose another place for --plot"):
         figure.savefig(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; choose another place for --plot"
-        ) from error
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.cli.options import AnswerOptions
+from offload_runtime.config import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 
 _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_SHOWN_DEPTHS = 8
-_SHOWN_WINDOWS = 4
 
 
 def answer_line(result: GenerationResult, *more: str) -> str:
@@ -27,63 +27,49 @@ def speed_figures(stats: GenerationStats) -> list[str]:
 
     Figures of an emulated machine begin with its name.
     """
-    idle, hidden = share_figure(stats.link_idle_share), share_figure(stats.hidden_draft_share)
-    figures = [
-        f"emulating {stats.emulated}" if stats.emulated else "",
-        f"{stats.tok_per_s:.1f} tokens/s",
-        f"{stats.tokens_per_pass:.2f} tokens per pass",
-        acceptance_figure(stats),
-        depth_figure(stats),
-        source_figure(stats),
-        window_figure(stats),
-        "" if stats.link_gbps is None else f"link {link_figure(stats)}{f', idle {idle}' if idle else ''}",
-        f"drafting hidden {hidden}" if hidden else "",
-        prediction_figure(stats),
-    ]
-    return [figure for figure in figures if figure]
-
-
-def prediction_figure(stats: GenerationStats) -> str:
-    """Return the predicted time of a pass beside the measured one; nothing where none was predicted or none passed."""
-    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
-    if not predicted_s or not measured_s:
-        return ""
-    off = 100 * (measured_s / predicted_s - 1)
-    return f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"
-
-
-def acceptance_figure(stats: GenerationStats) -> str:
-    """Return what share of each level's proposals was accepted, the last level first; nothing if there were none."""
+    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
+    if stats.emulated:
+        figures.insert(0, f"emulating {stats.emulated}")
     levels = [level for level in reversed(stats.acceptance) if level.proposed]
-    shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
-    return f"accepted {', '.join(shares)}" if shares else ""
+    if levels:
+        shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
+        figures.append(_listed("accepted", shares))
+    if stats.accepted_by_depth:
+        figures.append(_listed("by depth", stats.accepted_by_depth))
+    if len(stats.accepted_by_source) > 1:
+        counts = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
+        figures.append(_listed("by source", counts))
+    if set(stats.windows) - {"plain"}:
+        figures.append(_listed("windows", [f"{count} x {name}" for name, count in stats.windows.items()], most=4))
+    if stats.link_gbps is not None:
+        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
+        figures.append(f"link {link_figure(stats)}{idle}")
+    if stats.hidden_draft_share is not None:
+        figures.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
+    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
+    if predicted_s and measured_s:
+        off = 100 * (measured_s / predicted_s - 1)
+        figures.append(f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)")
+    return figures
 
 
-def share_figure(share: float | None) -> str:
-    """Return a share as a percentage; nothing where it is not known."""
-    return "" if share is None else f"{100 * share:.1f} %"
+def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
+    """Return the first `most` of several figures behind their name."""
+    shown = [str(item) for item in items[:most]] + ["..."] * (len(items) > most)
+    return f"{name} {', '.join(shown)}"
 
 
-def depth_figure(stats: GenerationStats) -> str:
-    """Return in how many passes a first proposal was accepted, a second one behind it, and so on; nothing if never."""
-    shown = stats.accepted_by_depth[:_SHOWN_DEPTHS]
-    more = ", ..." if len(stats.accepted_by_depth) > len(shown) else ""
-    return f"by depth {', '.join(map(str, shown))}{more}" if shown else ""
-
-
-def source_figure(stats: GenerationStats) -> str:
-    """Return who proposed what was accepted, where it was more than one."""
-    shares = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
-    return f"by source {', '.join(shares)}" if len(shares) > 1 else ""
-
-
-def window_figure(stats: GenerationStats) -> str:
-    """Return how many passes verified which windows, the most frequent first; nothing without proposals."""
-    shown = list(stats.windows.items())[:_SHOWN_WINDOWS]
-    if not shown or set(stats.windows) == {"plain"}:
-        return ""
-    more = ", ..." if len(stats.windows) > len(shown) else ""
-    return f"windows {', '.join(f'{count} x {window}' for window, count in shown)}{more}"
+def memory_figures(stats: GenerationStats) -> list[str]:
+    """Return what else there is to tell of an answer: lengths, times and memory."""
+    figures = [
+        f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
+        f"answer of {stats.new_tokens} tokens in {stats.passes} passes",
+        f"{format_bytes(stats.bytes_per_pass)} streamed per pass, {stats.stall_s:.2f} s spent waiting for the link",
+        f"peak of {format_bytes(stats.peak_vram_bytes)} of device memory, {format_bytes(stats.pinned_bytes)} pinned",
+    ]
+    if stats.pageable_bytes:
+        figures.append(f"{format_bytes(stats.pageable_bytes)} staged from pageable memory")
+    return figures
 
 
 def link_figure(stats: GenerationStats) -> str:

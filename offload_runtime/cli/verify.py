@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_file, status_line, write_json
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_text, status_line, write_json
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def verify(options: VerifyOptions) -> None:
 
 def read_prompts(path: str) -> dict[str, str]:
     """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
-    lines = enumerate(read_file(path, "--prompts").splitlines(), start=1)
+    lines = enumerate(read_text(path, option="--prompts").splitlines(), start=1)
     prompts = {f"line {number}": line for number, line in lines if line.strip()}
     if not prompts:
         source = "stdin" if path == "-" else f"--prompts {path}"

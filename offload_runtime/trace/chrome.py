@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.config import write_atomically
+from offload_runtime.config import write_atomically, writing
 from offload_runtime.errors import StorageError
 from offload_runtime.trace.recorder import ROWS, Trace
 
 TRACE_VERSION = 1
 _PROCESS = 1
+_WAY_OUT = "name another place with --trace"
 
 
 def require_writable(path: Path) -> None:
@@ -28,10 +29,8 @@ def require_writable(path: Path) -> None:
     """
     if path.is_dir():
         raise StorageError(f"--trace {path} is a directory: name a file in it, such as {path / 'trace.json'}")
-    try:
+    with writing(path, _WAY_OUT):
         tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
@@ -48,16 +47,7 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
     events = ",\n".join(json.dumps(event) for event in _events(trace))
     text = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{events}\n]}}\n'
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"the trace {path} cannot be written ({error.strerror or error}): name another place with --trace"
-    )
+    write_atomically(path, text, way_out=_WAY_OUT)
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -68,8 +68,7 @@ class CudaClock:
             self._base_s += _seconds_between(self._base, self._next_base)
             self._base, self._next_base = self._next_base, None
         if self._next_base is None:
-            self._next_base = torch.cuda.Event(enable_timing=True)
-            self._next_base.record(torch.cuda.current_stream(self._device))
+            self._next_base = self.mark()
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""

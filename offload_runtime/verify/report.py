@@ -15,9 +15,9 @@ from itertools import count, islice
 from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams
-from offload_runtime.engine.request import PromptRoom, encode_prompt
+from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import IdentityRun, verify_identity
 from offload_runtime.verify.replay import ScriptedProposer, loaded_proposers, transcribe
@@ -82,17 +82,10 @@ class VerificationPlan:
         Raises:
             ContextLengthError: One and the tokens that follow it exceed the context.
         """
-        found = {}
-        for name, text in self.prompts.items():
-            found[name] = prompt = encode_prompt(text, room.tokenizer, room.config.vocab_size)
-            excess = len(prompt) + self.tokens - room.context_tokens
-            if excess > 0:
-                raise ContextLengthError(
-                    f"the prompt {name!r} of {len(prompt)} tokens and {self.tokens} new ones exceed the context of "
-                    f"{room.context_tokens} tokens by {excess}: raise --context (the model allows "
-                    f"{room.config.max_position_embeddings}), lower --tokens or shorten the prompt"
-                )
-        return found
+        return {
+            name: room.fit(text, self.tokens, name=f"the prompt {name!r}", option="--tokens")
+            for name, text in self.prompts.items()
+        }
 
 
 @dataclass(frozen=True)
