@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from offload_runtime.config import write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.profile import save_profile, shipped_directory
-from offload_runtime.trace.chrome import write_trace
-from offload_runtime.trace.recorder import Trace
+from offload_runtime.trace import Trace, write_trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +39,7 @@ from offload_runtime.hardware.profile import save_profile
 save_profile(load_profile("rtx3090"), "mine")
 """
 OF_A_TRACE = """
-from offload_runtime.trace.recorder import Trace
-from offload_runtime.trace.chrome import write_trace
+from offload_runtime.trace import Trace, write_trace
 write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_NOISY_COPY = """

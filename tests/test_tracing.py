@@ -13,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.errors import StorageError
-from offload_runtime.trace import CopyLog, TraceRecorder, covered_seconds, require_writable, union_seconds, write_trace
-from offload_runtime.trace.recorder import CudaClock, HostClock, Span, Trace
+from offload_runtime.trace import (
+    CopyLog,
+    CudaClock,
+    HostClock,
+    Span,
+    Trace,
+    TraceRecorder,
+    covered_seconds,
+    require_writable,
+    union_seconds,
+    write_trace,
+)
 
 DRIFT = 2e-5  # seconds that the host's clock gains in each of the device's
 

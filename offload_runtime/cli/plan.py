@@ -257,10 +257,9 @@ def _duration(seconds: float) -> str:
 def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
     """What `--json` prints of a run that fits."""
     record = asdict(predicted)
+    del record["plain"], record["verify"]
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
-    record["middle_step_s"], record["by_acceptance"] = record["verifier_step_s"], record["steps"]
-    for name in ("plain", "verify", "verifier_step_s", "steps"):
-        del record[name]
+    record["middle_step_s"], record["by_acceptance"] = record.pop("verifier_step_s"), record.pop("steps")
     upgrades = [asdict(gain) for gain in gains]
     return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
@@ -348,8 +347,16 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
+    """The parts on top of each other, each with its name where there is room for it."""
     for place, parts in enumerate((plan.device, plan.host)):
-        _stack(axes, place, [(part.name, part.nbytes / GB, part.pinned) for part in parts], unit="GB")
+        top_gb, total_gb = 0.0, sum(part.nbytes for part in parts) / GB
+        for part in parts:
+            size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
+            label = f"{part.name}: {size_gb:.3g} GB"
+            bar = axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
+            if size_gb > total_gb / 30:
+                axes.bar_label(bar, [f"{part.name} {size_gb:.3g}"], label_type="center", fontsize=8)
+            top_gb += size_gb
     if plan.limits.device_bytes is not None:
         limit_gb = plan.limits.device_bytes / GB
         axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
@@ -360,34 +367,14 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
 
 
 def _draw_time(axes: Any, predicted: RunForecast) -> None:
-    """Copies beside compute: the higher of the two bars is the pass, drafting that nothing hides comes on top."""
+    """Copies beside compute: the highest of these bars is the pass, drafting that nothing hides comes on top."""
     shown = predicted.verify if predicted.gamma else predicted.plain
-    bars = {
-        "link": [("link", shown.link_s, False)],
-        "compute": [("HBM and arithmetic", shown.compute_s, False)],
-        "launches": [("launches", shown.launch_s, False)],
-    }
+    seconds = {"link": shown.link_s, "HBM and\narithmetic": shown.compute_s, "launches": shown.launch_s}
     if shown.staging_s:
-        bars["staging"] = [("staging from pageable memory", shown.staging_s, False)]
+        seconds["staging from\npageable memory"] = shown.staging_s
     if predicted.steps:
         row = predicted.steps[-1]
-        hidden = ("drafting, hidden", row.hidden_s, False)
-        bars["drafting"] = [hidden, ("drafting, exposed", row.drafting_s - row.hidden_s, False)]
-    for place, parts in enumerate(bars.values()):
-        _stack(axes, place, parts, unit="s")
-    axes.set_xticks(range(len(bars)), list(bars))
+        seconds |= {"drafting,\nhidden": row.hidden_s, "drafting,\nexposed": row.drafting_s - row.hidden_s}
+    axes.bar_label(axes.bar(list(seconds), list(seconds.values())), fmt="%.3g s")
+    axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel(f"seconds of a round, bound by {shown.bound_by}")
-    axes.legend(fontsize=7)
-
-
-def _stack(axes: Any, place: int, parts: Sequence[tuple[str, float, bool]], *, unit: str) -> None:
-    """One bar of parts (name, size, hatched) on top of each other, each with its name where there is room for it."""
-    top, total = 0.0, sum(size for _, size, _ in parts)
-    for name, size, hatched in parts:
-        axes.bar(
-            place, size, bottom=top, width=0.8, edgecolor="white", hatch="//" if hatched else None,
-            label=f"{name}: {size:.3g} {unit}",
-        )  # fmt: skip
-        if len(parts) > 1 and size > total / 30:
-            axes.text(place, top + size / 2, f"{name} {size:.3g}", ha="center", va="center", fontsize=8)
-        top += size
