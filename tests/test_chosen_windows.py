@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.render import speed_figures
+from offload_runtime.cli.generate import speed_figures
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 import offload_runtime
 from offload_runtime import engine
 from offload_runtime.cli import app
-from offload_runtime.cli.render import link_figure
+from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
@@ -45,9 +45,9 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
         "accepted 0.90 of the middle level's, 0.65 of the draft's",
         "20.0 of 25.0 GB/s (80 %), idle 4.0 %",
         "0.25 s",
-        runtime.load_report,
     ):
         assert figure in last_line
+    assert result.stderr.splitlines()[:2] == [runtime.load_report, runtime.placement]
     assert runtime.closed
 
 
@@ -297,8 +297,8 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
     assert asked == [[{"role": "user", "content": f"the text of {name}.txt"}] for name in "abc"]
     assert runtime.requests[0][1] == GenerationParams(256, ("x",), sampling=SamplingParams(0.5))
     lines = result.stderr.splitlines()
-    assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-4:-1]] == files[1::2]
-    assert lines[-1] == runtime.load_report and runtime.closed
+    assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-3:]] == files[1::2]
+    assert lines[0] == runtime.load_report and runtime.closed
 
 
 def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
@@ -320,7 +320,7 @@ def test_ctrl_c_keeps_the_answers_that_are_done(runtime: FakeRuntime, files: lis
     assert [line for line in result.stdout.splitlines() if not line.startswith("==")] == [
         NOISE.strip(), "answer 0", "half", "half"
     ]  # fmt: skip
-    assert [": stopped · " in line for line in result.stderr.splitlines()[-4:-1]] == [False, True, True]
+    assert [": stopped · " in line for line in result.stderr.splitlines()[-3:]] == [False, True, True]
     record = json.loads(generate(*files, "--json").stdout)
     assert [answer["finish_reason"] for answer in record["results"]] == ["stop", "interrupted", "interrupted"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.render import speed_figures
+from offload_runtime.cli.generate import speed_figures
 from offload_runtime.engine import Runtime, steps
 from offload_runtime.engine import load as loading
 from offload_runtime.speculation import (

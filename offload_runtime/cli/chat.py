@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from offload_runtime.cli import render, terminal
-from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
+from offload_runtime.cli import terminal
+from offload_runtime.cli.generate import (
+    answer_line,
+    answer_record,
+    detail_figures,
+    load_runtime,
+    run_record,
+    speed_figures,
+    stream_answer,
+)
 from offload_runtime.cli.options import ChatOptions
 from offload_runtime.config import write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
@@ -34,8 +42,6 @@ def chat(options: ChatOptions) -> None:
         load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
-        terminal.status_line(runtime.load_report)
-        terminal.status_line(runtime.placement)
         if interactive:
             _converse_at_terminal(session)
         else:
@@ -120,16 +126,15 @@ class ChatSession:
 
     def _answer(self, text: str) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        show = show_nothing if self.options.as_json else terminal.write_text
         try:
-            result = stream_answer(self.conversation.say, text, self.options, show=show)
+            result = stream_answer(self.conversation.say, text, self.options, quiet=self.options.as_json)
         except KeyboardInterrupt:
             terminal.status_line("stopped before the answer began; the message was not kept")
             return False
         self.last_stats = result.stats
         if self.options.as_json:
             self._write_json([result], {})
-        terminal.status_line(render.answer_line(result, *self._context_figures(result)))
+        terminal.status_line(answer_line(result, *self._context_figures(result)))
         return result.finish_reason != "interrupted"
 
     def _context_figures(self, result: GenerationResult) -> list[str]:
@@ -144,7 +149,7 @@ class ChatSession:
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
         for result in answers:  # there is one, or none where an error came before it
-            record |= {**render.answer_record(result), **render.run_record(self.runtime, self.options)}
+            record |= {**answer_record(result), **run_record(self.runtime, self.options)}
         terminal.write_json(record, self.output)
 
 
@@ -197,7 +202,7 @@ def _stats(session: ChatSession, argument: str) -> None:
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
-        for figure in [*render.speed_figures(session.last_stats), *render.memory_figures(session.last_stats)]:
+        for figure in [*speed_figures(session.last_stats), *detail_figures(session.last_stats)]:
             terminal.dim_line(f"  {figure}")
     terminal.dim_line(f"  {session.runtime.load_report}")
     terminal.dim_line(f"  {session.runtime.placement}")

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Column, Table
 
-from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
+from offload_runtime.cli.generate import link_figure, load_runtime, stream_answer
 from offload_runtime.cli.options import DemoOptions
-from offload_runtime.cli.render import link_figure
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import RuntimeConfig, format_bytes
 
@@ -44,17 +43,15 @@ def demo(options: DemoOptions) -> None:
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, show_progress=show_progress) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
-        status_line(runtime.load_report)
-        status_line(runtime.placement)
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": runtime.stream}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
         for start in ways.values():
-            _finished(stream_answer(start, messages, short, show=show_nothing))
+            _finished(stream_answer(start, messages, short, quiet=True))
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
+            results[name] = _finished(stream_answer(start, messages, options, quiet=False))
     print_tables([comparison_table(results)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")

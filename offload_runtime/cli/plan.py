@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, RuntimeConfig, format_bytes, writing
+from offload_runtime.config import GB, format_bytes, writing
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
@@ -137,13 +137,13 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
     return table
 
 
-def print_explanation(plan: RunPlan, *, config: RuntimeConfig) -> None:
+def print_explanation(plan: RunPlan) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
     pass over one token behind a full context, and of a prompt that fills it."""
     from offload_runtime.engine.load import planned_figures
     from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
 
-    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
+    machine = planned_figures(plan)
     if machine is None:
         speed = (
             "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
