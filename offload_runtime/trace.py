@@ -48,7 +48,6 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spare: list[torch.cuda.Event] = []
         # An event that has fired, and when.
         self._base, self._started_s = self._now()
         self._base_s = 0.0
@@ -56,7 +55,7 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """The moment when all is done that the current stream has been given so far."""
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -82,10 +81,6 @@ class CudaClock:
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""
         return mark.query()
-
-    def give_back(self, mark: torch.cuda.Event) -> None:
-        """The mark is of no more use to anybody."""
-        self._spare.append(mark)
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream; without
@@ -131,9 +126,6 @@ class HostClock:
 
     def is_past(self, mark: float) -> bool:
         return True
-
-    def give_back(self, mark: float) -> None:
-        pass
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         return lambda seconds: seconds
@@ -225,8 +217,6 @@ class TraceRecorder:
             while waiting and self._clock.is_past(waiting[0][1]):
                 start, end, done = waiting.popleft()
                 done(start, end)
-                self._clock.give_back(start)
-                self._clock.give_back(end)
         self._clock.move_base()
 
     def finish(self) -> Trace:

@@ -43,7 +43,7 @@ def demo(options: DemoOptions) -> None:
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, show_progress=show_progress) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
-        ways = {"plain": partial(runtime.stream, speculate=False), "speculative": runtime.stream}
+        ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)

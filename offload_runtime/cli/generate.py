@@ -24,11 +24,10 @@ from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, GenerationStats, Reply, Runtime, TokenStream
+    from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.generate import OnPrefill
     from offload_runtime.engine.request import PromptRoom
 
-    StartAnswer = Callable[..., TokenStream | Reply]
     CheckPrompts = Callable[[PromptRoom], object]
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -149,7 +148,7 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
 
 
 def stream_answer(
-    start: StartAnswer, prompt: Prompt, options: AnswerOptions | DemoOptions, *, quiet: bool
+    start: Callable[..., TokenStream], prompt: Prompt, options: AnswerOptions | DemoOptions, *, quiet: bool
 ) -> GenerationResult:
     """Run one answer to its end or to Ctrl-C; unless `quiet`, each piece of text is printed as it comes, and a line's
     end after the last one.

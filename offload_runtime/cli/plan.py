@@ -24,8 +24,6 @@ from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 if TYPE_CHECKING:
     from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
-_FALLBACK_PROFILE = "rtx4090"
-
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
@@ -40,31 +38,28 @@ def plan(options: PlanOptions) -> None:
         figures = planning.machine_figures(machine)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
-        if options.as_json:
-            terminal.write_json(refusal_record(outcome, machine), sys.stdout)
-        else:
-            terminal.print_tables(refusal_lines(outcome), sys.stdout)
+        terminal.print_result(refusal_record(outcome, machine), refusal_lines(outcome), as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    if options.as_json:
-        about = {"fits": True, "target": config.target, "profile": machine.name}
-        terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
-    else:
-        terminal.print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
+    about = {"fits": True, "target": config.target, "profile": machine.name}
+    record = {**about, **plan_record(outcome, predicted, gains)}
+    terminal.print_result(record, plan_tables(outcome, predicted, gains, machine=machine), as_json=options.as_json)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
     """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
     common card. What was not named is said on stderr."""
+    from offload_runtime.plan import COMMON_PROFILE
+
     if name is not None:
         return load_profile(name)
     own = [entry for entry in list_profiles() if not entry.shipped]
     found = load_profile(own[0].path) if len(own) == 1 else None
     if found is None or not found.gpus:
-        found = load_profile(_FALLBACK_PROFILE)
+        found = load_profile(COMMON_PROFILE)
     terminal.status_line(
         f"planning for {found.name}: choose with --profile, or measure this machine with "
         "`offload-runtime profile --save NAME`"
@@ -84,7 +79,7 @@ def plan_tables(
     tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
     if machine.gpus > 1:
         tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
-    tables += [*memory_tables(plan, ram_limit_bytes=plan.limits.ram_bytes), _time_table(plan, predicted)]
+    tables += [*memory_tables(plan), _time_table(plan, predicted)]
     if predicted.steps:
         tables.append(_steps_table(predicted))
     if plan.is_staged:
@@ -100,7 +95,7 @@ def plan_tables(
     return tables
 
 
-def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[Table | str]:
+def memory_tables(plan: RunPlan) -> list[Table | str]:
     """What is held where, part by part, and where each layer is."""
     from offload_runtime.plan import describe_draft_cache, describe_staging
 
@@ -121,7 +116,7 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     return [
         *filter(None, words),
         _memory_table("device memory", device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
-        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, ram_limit_bytes), locked)),
+        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, plan.limits.ram_bytes), locked)),
     ]
 
 

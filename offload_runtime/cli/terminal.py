@@ -100,6 +100,14 @@ def write_json(record: Mapping[str, Any], output: TextIO) -> None:
         print(json.dumps(record), file=output, flush=True)
 
 
+def print_result(record: Mapping[str, Any], tables: Iterable[Table | str], *, as_json: bool) -> None:
+    """Print on stdout what a command has found: plain values as JSON, or tables and lines that say the same."""
+    if as_json:
+        write_json(record, sys.stdout)
+    else:
+        print_tables(tables, sys.stdout)
+
+
 @contextmanager
 def only_json(wanted: bool) -> Iterator[TextIO]:
     """Yield where to write JSON, and send to stderr what libraries print now and then: its reader must not meet it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_text, write_json
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, read_text
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
@@ -43,19 +42,16 @@ def verify(options: VerifyOptions) -> None:
         ProgressBars(enabled=show_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update)
-    if options.as_json:
-        # What the report holds for: the promise is of one kind of GPU and one version of the libraries.
-        versions = {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__}
-        record = {
-            "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
-            "seeds": plan.seeds, **device_facts(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
-            "placement": runtime.placement, "versions": versions, "emulated": runtime.emulated,
-        }  # fmt: skip
-        write_json({**record, **report.to_dict()}, sys.stdout)
-    else:
-        _print_report(report)
-        if runtime.emulated is not None:
-            print_tables([f"on an emulated {runtime.emulated}"], sys.stdout)
+    # What the report holds for: the promise is of one kind of GPU and one version of the libraries.
+    versions = {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    record = {
+        "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
+        "seeds": plan.seeds, **device_facts(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
+        "placement": runtime.placement, "versions": versions, "emulated": runtime.emulated,
+    }  # fmt: skip
+    emulated = [] if runtime.emulated is None else [f"on an emulated {runtime.emulated}"]
+    tables = [*report_tables(report), *emulated]
+    print_result({**record, **report.to_dict()}, tables, as_json=options.as_json)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
@@ -70,14 +66,13 @@ def read_prompts(path: str) -> dict[str, str]:
     return prompts
 
 
-def _print_report(report: VerificationReport) -> None:
-    """Print both tables, the findings in words and the verdict."""
+def report_tables(report: VerificationReport) -> list[Table | str]:
+    """Return both tables, the findings in words and the verdict."""
     findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
     lines = findings[:_MOST_FINDINGS]
     if len(findings) > _MOST_FINDINGS:
         lines.append(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all")
-    tables = identity_table(report.runs), fit_table(report.fits, report.level)
-    print_tables([*tables, *lines, verdict_line(report)], sys.stdout)
+    return [identity_table(report.runs), fit_table(report.fits, report.level), *lines, verdict_line(report)]
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:

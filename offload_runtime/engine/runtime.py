@@ -200,7 +200,7 @@ class Runtime:
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0,
+        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -208,11 +208,8 @@ class Runtime:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        (result,) = self._finish(
-            self._begin([(self._room.fit(prompt, max_new_tokens), asked)], speculate=speculate, hooks=Hooks(on_prefill))
-        )
-        return result
+        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""

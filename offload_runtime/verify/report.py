@@ -127,7 +127,9 @@ class VerificationReport:
         }  # fmt: skip
 
 
-def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress | None = None) -> VerificationReport:
+def verify(
+    runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress = lambda stage, done, steps: None
+) -> VerificationReport:
     """Compare speculation with plain decoding, and sampled tokens with the target's probabilities.
 
     Args:
@@ -148,7 +150,7 @@ def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress 
 
 
 def _verify_fit(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress | None
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress
 ) -> list[Fit]:
     """Tests on single rows of logits, all of them together, and whole generations."""
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
@@ -163,12 +165,7 @@ def _verify_fit(
     return [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
 
 
-def _counter(stage: str, total_steps: int, on_progress: OnProgress | None) -> Callable[[], None]:
+def _counter(stage: str, total_steps: int, on_progress: OnProgress) -> Callable[[], None]:
     """What counts a step of a stage and tells whoever wants to know."""
     numbers = count(1)
-
-    def step() -> None:
-        if on_progress is not None:
-            on_progress(stage, next(numbers), total_steps)
-
-    return step
+    return lambda: on_progress(stage, next(numbers), total_steps)
