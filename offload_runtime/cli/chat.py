@@ -179,9 +179,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _help(session: ChatSession, argument: str) -> None:
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
-        terminal.dim_line(f"  {usage:<16} {command.help}")
-    terminal.dim_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
-    terminal.dim_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
+        terminal.status_line(f"  {usage:<16} {command.help}")
+    terminal.status_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
+    terminal.status_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
 
 
 def _reset(session: ChatSession, argument: str) -> None:
@@ -203,9 +203,9 @@ def _stats(session: ChatSession, argument: str) -> None:
         terminal.status_line("no answer yet")
     else:
         for figure in [*speed_figures(session.last_stats), *detail_figures(session.last_stats)]:
-            terminal.dim_line(f"  {figure}")
-    terminal.dim_line(f"  {session.runtime.load_report}")
-    terminal.dim_line(f"  {session.runtime.placement}")
+            terminal.status_line(f"  {figure}")
+    terminal.status_line(f"  {session.runtime.load_report}")
+    terminal.status_line(f"  {session.runtime.placement}")
 
 
 def _save(session: ChatSession, argument: str) -> None:

@@ -133,26 +133,20 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
 
 
 def print_explanation(plan: RunPlan) -> None:
-    """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
-    pass over one token behind a full context, and of a prompt that fills it."""
+    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass and a prompt
+    that fills the context take."""
     from offload_runtime.engine.load import planned_figures
-    from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
+    from offload_runtime.plan import COMMON_PROFILE, forecast
 
     machine = planned_figures(plan)
     if machine is None:
-        speed = (
+        speed: list[Table | str] = [
             "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
             f"the figures of {COMMON_PROFILE}"
-        )
+        ]
     else:
-        context = plan.target.context_tokens
-        one = pass_time(plan, machine, length_tokens=context - 1, rows=1)
-        prefill = prefill_time(plan, machine, context)
-        speed = (
-            f"predicted by the figures of {machine.name}, at {context} tokens: a pass of {_duration(one.seconds)}, "
-            f"bound by {one.bound_by}, and {_duration(prefill.seconds)} to the first token, bound by {prefill.bound_by}"
-        )
-    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
+        speed = [f"by the figures of {machine.name}:", _time_table(plan, forecast(plan, machine))]
+    terminal.print_tables([*memory_tables(plan), *speed], sys.stderr)
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:

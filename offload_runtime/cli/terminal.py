@@ -58,12 +58,7 @@ def console(output: TextIO) -> Console:
 
 def status_line(text: str) -> None:
     """Print one line of information on stderr."""
-    dim_line(one_line(text))
-
-
-def dim_line(text: str) -> None:
-    """The same of a text that is one line, with its spaces as they are."""
-    console(sys.stderr).print(text, style="dim")
+    console(sys.stderr).print(one_line(text), style="dim")
 
 
 def error_line(error: OffloadError) -> None:
@@ -79,8 +74,8 @@ def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
 
 
 def one_line(text: str) -> str:
-    """Collapse every run of white space into one space and drop control characters."""
-    return drop_controls(" ".join(text.split()))
+    """Join lines by spaces and drop control characters."""
+    return drop_controls(" ".join(text.splitlines())).rstrip()
 
 
 def drop_controls(text: str) -> str:

@@ -9,7 +9,7 @@ Everything is seeded, so a second run on the same machine says the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
@@ -142,17 +142,10 @@ def verify(
         NumericalError: The target's logits are NaN.
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-    steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 3)
-    on_step = _counter("identity", steps, on_progress)
+    loaded = loaded_proposers(runtime)
+    on_step = _counter("identity", len(prompts) * len(plan.settings) * (len(loaded) + 3), on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
-    fits = _verify_fit(runtime, prompts, plan, on_progress)
-    return VerificationReport(runtime.device.type == "cuda", runs, fits)
-
-
-def _verify_fit(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress
-) -> list[Fit]:
-    """Tests on single rows of logits, all of them together, and whole generations."""
+    # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
     settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
     on_step = _counter("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
@@ -160,9 +153,10 @@ def _verify_fit(
     prompt = next(iter(contexts.values()))
     likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
     script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
-    proposers = [script, *loaded_proposers(runtime).values()]
+    proposers = [script, *loaded.values()]
     places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
-    return [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
+    fits = [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
+    return VerificationReport(runtime.device.type == "cuda", runs, fits)
 
 
 def _counter(stage: str, total_steps: int, on_progress: OnProgress) -> Callable[[], None]:
