@@ -11,10 +11,11 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offload_runtime.errors import OptionError, StorageError
 
@@ -90,23 +91,38 @@ def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
+@contextmanager
+def writing(path: Path, way_out: str) -> Iterator[None]:
+    """Say of a file that the system refuses to write why, and what the user can do instead (`way_out`).
+
+    Raises:
+        StorageError: For every OSError within.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror or error}): {way_out}") from error
+
+
+def write_atomically(path: Path, text: str, *, way_out: str) -> None:
     """Write a UTF-8 file so that a reader sees the old one or the whole new one, never a part.
 
     Raises:
-        OSError: The disk is full or the place cannot be written; an older file is then untouched.
+        StorageError: The disk is full or the place cannot be written, with the `way_out`; an older file is then
+            untouched.
     """
-    # In the same directory, because a rename is atomic only within one file system.
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with writing(path, way_out):
+        # In the same directory, because a rename is atomic only within one file system.
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
 
 
 def require(fine: bool, message: str) -> None:
@@ -252,6 +268,22 @@ class GenerationParams:
         if self.tree_nodes is not None:
             require_nodes(self.tree_nodes)
         require(all(self.stop), "an empty stop string would end every answer at once")
+
+
+OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])
+
+
+def params_once(
+    by_name: GenerationParams, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens
+) -> GenerationParams | OneOrMany:
+    """The options of a call, which were given by name or all of them as `params`; `max_new_tokens` is its usual number.
+
+    Raises:
+        OptionError: They were given in both ways.
+    """
+    once = params is None or by_name == GenerationParams(max_new_tokens)
+    require(once, "options are given twice, by name and as params: put all of them into params")
+    return by_name if params is None else params
 
 
 def params_of_each(

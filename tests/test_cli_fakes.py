@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import RuntimeConfig
+from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
@@ -94,7 +94,8 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.loads: list[RuntimeConfig] = []
-        self.requests: list[tuple[Any, dict[str, Any]]] = []
+        self.requests: list[tuple[Any, GenerationParams]] = []
+        self.speculated: list[bool] = []  # of each streamed request
         self.closed = False
         self.device = torch.device("cpu")
         self.dtype = torch.float32
@@ -126,17 +127,11 @@ class FakeRuntime:
         return self
 
     def stream(
-        self, prompt: Any, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float,
-        seed: int, stop: tuple[str, ...], gamma: int | None, ignore_eos: bool,
-        on_prefill: Callable[[int, int], None], speculate: bool = True, tree_nodes: int | None = None,
+        self, prompt: Any, *, params: GenerationParams, on_prefill: Callable[[int, int], None], speculate: bool = True,
         settle: Callable[[str], None] = lambda text: None,
     ) -> FakeStream:  # fmt: skip
-        options = {
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-            "min_p": min_p, "seed": seed, "stop": stop, "gamma": gamma, "speculate": speculate,
-            "ignore_eos": ignore_eos,
-        }  # fmt: skip
-        self.requests.append((prompt, options))
+        self.requests.append((prompt, params))
+        self.speculated.append(speculate)
         print("a library that cannot keep quiet")
         if self.answer_error is not None:
             raise self.answer_error
@@ -146,11 +141,11 @@ class FakeRuntime:
         )
 
     def generate_batch(
-        self, prompts: list[Any], *, on_prefill: Callable[[int, int], None],
-        on_progress: Callable[[int, int], None], should_stop: Callable[[], bool], **options: Any,
+        self, prompts: list[Any], *, params: GenerationParams, on_prefill: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None], should_stop: Callable[[], bool],
     ) -> list[GenerationResult]:  # fmt: skip
         """Answer i is done in pass i + 1, which `before_piece` is called with; in pass 0 the prompts are read."""
-        self.requests += [(prompt, options) for prompt in prompts]
+        self.requests += [(prompt, params) for prompt in prompts]
         print("a library that cannot keep quiet")
         if self.answer_error is not None:
             raise self.answer_error

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 import offload_runtime
 from offload_runtime import engine
 from offload_runtime.cli import app
-from offload_runtime.cli.render import link_figure
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.cli.generate import link_figure
+from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
 
@@ -45,9 +45,9 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
         "accepted 0.90 of the middle level's, 0.65 of the draft's",
         "20.0 of 25.0 GB/s (80 %), idle 4.0 %",
         "0.25 s",
-        runtime.load_report,
     ):
         assert figure in last_line
+    assert result.stderr.splitlines()[:2] == [runtime.load_report, runtime.placement]
     assert runtime.closed
 
 
@@ -73,12 +73,9 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
     assert result.exit_code == 0, result.stderr
-    assert runtime.requests == [
-        ("Hi", {
-            "max_new_tokens": 11, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3,
-            "stop": ("a b", "c"), "gamma": 90, "speculate": True, "ignore_eos": True,
-        })
-    ]  # fmt: skip
+    sampling = SamplingParams(0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3)
+    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling)
+    assert (runtime.requests, runtime.speculated) == ([("Hi", params)], [True])
     assert runtime.loads == [
         RuntimeConfig(
             "some/model", "some/draft", "cuda", "bf16", 24_000_000_000, 60_000_000_000, 30_000_000_000, 2, 64, "host",
@@ -148,9 +145,6 @@ def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
 
 def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path) -> None:
     class Room:
-        def fit(self, prompt: object, max_new_tokens: int) -> None:
-            seen.append((prompt, max_new_tokens))
-
         def fit_all(self, prompts: object, max_new_tokens: int) -> None:
             seen.append((prompts, max_new_tokens))
 
@@ -163,7 +157,7 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
     for check in runtime.checks:
         assert check is not None
         check(Room())
-    assert seen == [([{"role": "user", "content": "Hi"}], 7), (["Hi", "Hi"], 9)]
+    assert seen == [([[{"role": "user", "content": "Hi"}]], 7), (["Hi", "Hi"], 9)]
 
 
 def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> None:
@@ -301,13 +295,10 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
     assert runtime.loads[0].max_batch == 3
     asked = [prompt for prompt, _ in runtime.requests]
     assert asked == [[{"role": "user", "content": f"the text of {name}.txt"}] for name in "abc"]
-    assert runtime.requests[0][1] == {
-        "max_new_tokens": 256, "temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "stop": ("x",),
-        "gamma": None, "ignore_eos": False, "tree_nodes": None,
-    }  # fmt: skip
+    assert runtime.requests[0][1] == GenerationParams(256, ("x",), sampling=SamplingParams(0.5))
     lines = result.stderr.splitlines()
-    assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-4:-1]] == files[1::2]
-    assert lines[-1] == runtime.load_report and runtime.closed
+    assert [line.partition(": 12.5 tokens/s · ")[0] for line in lines[-3:]] == files[1::2]
+    assert lines[0] == runtime.load_report and runtime.closed
 
 
 def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
@@ -329,7 +320,7 @@ def test_ctrl_c_keeps_the_answers_that_are_done(runtime: FakeRuntime, files: lis
     assert [line for line in result.stdout.splitlines() if not line.startswith("==")] == [
         NOISE.strip(), "answer 0", "half", "half"
     ]  # fmt: skip
-    assert [": stopped · " in line for line in result.stderr.splitlines()[-4:-1]] == [False, True, True]
+    assert [": stopped · " in line for line in result.stderr.splitlines()[-3:]] == [False, True, True]
     record = json.loads(generate(*files, "--json").stdout)
     assert [answer["finish_reason"] for answer in record["results"]] == ["stop", "interrupted", "interrupted"]
 
@@ -378,11 +369,11 @@ def test_demo_compares_both_ways(
     (config,) = runtime.loads
     assert (config.target, config.resident_layers, config.draft) == (str(tmp_path), 0, "ngram")
     # One short warm-up each, so that neither of the compared runs pays for the first touch.
-    shape = [(options["speculate"], options["max_new_tokens"]) for _, options in runtime.requests]
-    assert shape == [(False, 4), (True, 4), (False, 9), (True, 9)]
+    assert runtime.speculated == [False, True, False, True]
+    assert [params.max_new_tokens for _, params in runtime.requests] == [4, 4, 9, 9]
     assert all(prompt == [{"role": "user", "content": "Hi"}] for prompt, _ in runtime.requests)
     assert result.stdout.count("Hello\n") == 2
-    for figure in ("plain", "speculative", "12.50", "1.50", "2.0 GB", "20.0 of 25.0 GB/s", "process RSS", "0.25 s"):
+    for figure in ("plain", "speculative", "12.50", "1.50", "2.0 GB", "20.0 of 25.0 GB/s", "3.0 GB", "0.25 s"):
         assert figure in result.stdout
 
 

@@ -221,7 +221,7 @@ def test_verify_reads_no_weights_where_a_prompt_has_no_room(
         *(word.format(long=tmp_path / "long") for word in words),
     ]
     result = CliRunner().invoke(app, given)
-    assert_one_line(result.exit_code, result.stdout, result.stderr, "lower --tokens or shorten the prompt")
+    assert_one_line(result.exit_code, result.stdout, result.stderr, "shorten the prompt or lower --tokens")
 
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:

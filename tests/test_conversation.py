@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.generate import TokenStream
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -116,6 +116,18 @@ def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy, m
     assert spy.prefilled[1] == spy.prompts[1][known:]
     assert spy.prompts[1].count(end) == 3  # two messages of the user, one answer: not written twice
     assert_as_from_scratch(runtime, list(spy.prompts[1]), said)
+
+
+def test_options_may_be_given_as_params(runtime: Runtime) -> None:
+    params = GenerationParams(COUNT, ignore_eos=True, sampling=SamplingParams(0.7, seed=9))
+    by_name: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.7, "seed": 9}
+    turn = runtime.conversation().say("dog", params=params)
+    assert list(turn) and turn.result.tokens == say(runtime.conversation(), "dog", **by_name)
+    assert "".join(runtime.stream("dog", params=params)) == runtime.generate("dog", **by_name).text
+    assert runtime.generate("dog", params=params).tokens == runtime.generate("dog", **by_name).tokens
+    for start in (runtime.stream, runtime.generate, runtime.conversation().say):
+        with pytest.raises(OptionError, match="options are given twice"):
+            start("dog", params=params, seed=9)
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

@@ -16,11 +16,10 @@ import torch
 from harness import write_report
 from safetensors.torch import load_file
 
-from offload_runtime.cli.chat import save_json
+from offload_runtime.config import write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.profile import save_profile, shipped_directory
-from offload_runtime.trace.chrome import write_trace
-from offload_runtime.trace.recorder import Trace
+from offload_runtime.trace import Trace, write_trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +39,7 @@ from offload_runtime.hardware.profile import save_profile
 save_profile(load_profile("rtx3090"), "mine")
 """
 OF_A_TRACE = """
-from offload_runtime.trace.recorder import Trace
-from offload_runtime.trace.chrome import write_trace
+from offload_runtime.trace import Trace, write_trace
 write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_NOISY_COPY = """
@@ -51,8 +49,8 @@ write_noisy_copy(Path(sys.argv[1]), Path(sys.argv[2]), noise=0.1)
 
 
 OF_A_CONVERSATION = """
-from offload_runtime.cli.chat import save_json
-save_json(Path(sys.argv[1]), {"run": "killed"})
+from offload_runtime.config import write_atomically
+write_atomically(Path(sys.argv[1]), '{"run": "killed"}', way_out="")
 """
 OF_A_REPORT = """
 from harness import write_report
@@ -97,7 +95,7 @@ def test_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("killed", "save"),
     [
-        (OF_A_CONVERSATION, save_json),
+        (OF_A_CONVERSATION, lambda path, record: write_atomically(path, json.dumps(record), way_out="")),
         (OF_A_REPORT, lambda path, record: write_report(record, path)),
     ],
     ids=["conversation", "report"],

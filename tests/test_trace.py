@@ -24,8 +24,7 @@ from offload_runtime.engine.stats import PassMeter
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
-from offload_runtime.trace import TraceRecorder
-from offload_runtime.trace.recorder import CudaClock, HostClock
+from offload_runtime.trace import CudaClock, HostClock, TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.helpers.planning import stream_all_kv

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.render import depth_figure, source_figure, speed_figures
+from offload_runtime.cli.generate import speed_figures
 from offload_runtime.engine import Runtime, steps
 from offload_runtime.engine import load as loading
 from offload_runtime.speculation import (
@@ -219,12 +219,13 @@ def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
 
 def test_the_printed_summary() -> None:
     stats = make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7})
-    assert depth_figure(stats) == "by depth 9, 8, 2" and source_figure(stats) == "by source 12 draft's, 7 n-grams'"
     assert speed_figures(stats)[2:5] == [
-        "accepted 0.90 of the middle level's, 0.65 of the draft's", depth_figure(stats), source_figure(stats)
+        "accepted 0.90 of the middle level's, 0.65 of the draft's", "by depth 9, 8, 2",
+        "by source 12 draft's, 7 n-grams'",
     ]  # fmt: skip
-    assert depth_figure(make_stats(accepted_by_depth=tuple(range(20, 0, -1)))).endswith("14, 13, ...")
-    assert source_figure(make_stats(accepted_by_source={"ngram": 7})) == depth_figure(make_stats()) == ""
+    assert speed_figures(make_stats(accepted_by_depth=tuple(range(20, 0, -1))))[3].endswith("14, 13, ...")
+    one = "; ".join(speed_figures(make_stats(accepted_by_source={"ngram": 7})))
+    assert "by source" not in one and "by depth" not in one
 
 
 def test_where_the_link_binds_trees_are_all_that_is_chosen(

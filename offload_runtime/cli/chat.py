@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from offload_runtime.cli import render, terminal
-from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
+from offload_runtime.cli import terminal
+from offload_runtime.cli.generate import (
+    answer_line,
+    answer_record,
+    detail_figures,
+    load_runtime,
+    run_record,
+    speed_figures,
+    stream_answer,
+)
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import format_bytes, write_atomically
-from offload_runtime.errors import BudgetError, OffloadError, OptionError, StorageError
+from offload_runtime.config import write_atomically
+from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
@@ -34,8 +42,6 @@ def chat(options: ChatOptions) -> None:
         load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
-        terminal.status_line(runtime.load_report)
-        terminal.status_line(runtime.placement)
         if interactive:
             _converse_at_terminal(session)
         else:
@@ -120,16 +126,15 @@ class ChatSession:
 
     def _answer(self, text: str) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        show = show_nothing if self.options.as_json else terminal.write_text
         try:
-            result = stream_answer(self.conversation.say, text, self.options, show=show)
+            result = stream_answer(self.conversation.say, text, self.options, quiet=self.options.as_json)
         except KeyboardInterrupt:
             terminal.status_line("stopped before the answer began; the message was not kept")
             return False
         self.last_stats = result.stats
         if self.options.as_json:
             self._write_json([result], {})
-        terminal.status_line(render.answer_line(result, *self._context_figures(result)))
+        terminal.status_line(answer_line(result, *self._context_figures(result)))
         return result.finish_reason != "interrupted"
 
     def _context_figures(self, result: GenerationResult) -> list[str]:
@@ -144,7 +149,7 @@ class ChatSession:
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
         for result in answers:  # there is one, or none where an error came before it
-            record |= {**render.answer_record(result), **render.run_record(self.runtime, self.options)}
+            record |= {**answer_record(result), **run_record(self.runtime, self.options)}
         terminal.write_json(record, self.output)
 
 
@@ -159,24 +164,11 @@ class Command(NamedTuple):
     run: Callable[[ChatSession, str], None]
 
 
-def save_json(path: Path, record: dict[str, Any]) -> None:
-    """Write `record` to `path` as a whole or not at all.
-
-    Raises `StorageError` when the disk is full or the place cannot be written; the old file is then untouched.
-    """
-    try:
-        write_atomically(path, json.dumps(record, indent=1))
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; nothing was changed, choose another place"
-        ) from error
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
     try:
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(terminal.read_text(path, str(path)))
+        record = json.loads(terminal.read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
     if not isinstance(record, dict):
@@ -187,9 +179,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _help(session: ChatSession, argument: str) -> None:
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
-        terminal.dim_line(f"  {usage:<16} {command.help}")
-    terminal.dim_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
-    terminal.dim_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
+        terminal.status_line(f"  {usage:<16} {command.help}")
+    terminal.status_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
+    terminal.status_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
 
 
 def _reset(session: ChatSession, argument: str) -> None:
@@ -210,36 +202,16 @@ def _stats(session: ChatSession, argument: str) -> None:
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
-        for name, figure in _stat_rows(session.last_stats):
-            terminal.dim_line(f"  {name:<20} {figure}")
-    terminal.dim_line(f"  {session.runtime.load_report}")
-    terminal.dim_line(f"  {session.runtime.placement}")
-
-
-def _stat_rows(stats: GenerationStats) -> list[tuple[str, str]]:
-    """Return the last answer's figures with their units."""
-    rows = [
-        ("prompt", f"{stats.prompt_tokens} tokens"),
-        ("answer", f"{stats.new_tokens} tokens in {stats.passes} passes"),
-        ("first token", f"{stats.time_to_first_token_s:.2f} s"),
-        ("speed", f"{stats.tok_per_s:.1f} tokens/s, {stats.tokens_per_pass:.2f} tokens per pass"),
-        ("streamed per pass", format_bytes(stats.bytes_per_pass)),
-        ("link", render.link_figure(stats)),
-        ("waiting for the link", f"{stats.stall_s:.2f} s"),
-        ("peak device memory", format_bytes(stats.peak_vram_bytes)),
-        ("pinned memory", format_bytes(stats.pinned_bytes)),
-        ("link idle", render.share_figure(stats.link_idle_share)),
-        ("drafting hidden", render.share_figure(stats.hidden_draft_share)),
-        ("staged from pageable memory", format_bytes(stats.pageable_bytes) if stats.pageable_bytes else ""),
-        ("time of a pass", render.prediction_figure(stats)),
-        ("emulated machine", stats.emulated or ""),
-    ]
-    return [(name, figure) for name, figure in rows if figure]
+        for figure in [*speed_figures(session.last_stats), *detail_figures(session.last_stats)]:
+            terminal.status_line(f"  {figure}")
+    terminal.status_line(f"  {session.runtime.load_report}")
+    terminal.status_line(f"  {session.runtime.placement}")
 
 
 def _save(session: ChatSession, argument: str) -> None:
     path = terminal.user_path(argument)
-    save_json(path, session.conversation.to_json())
+    record = json.dumps(session.conversation.to_json(), indent=1)
+    write_atomically(path, record, way_out="nothing was changed, choose another place")
     terminal.status_line(f"saved {_count(session)} to {path}")
 
 

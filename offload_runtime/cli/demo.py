@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Column, Table
 
-from offload_runtime.cli.generate import load_runtime, show_nothing, stream_answer
+from offload_runtime.cli.generate import link_figure, load_runtime, stream_answer
 from offload_runtime.cli.options import DemoOptions
-from offload_runtime.cli.render import link_figure
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import RuntimeConfig, format_bytes
 
@@ -34,8 +33,6 @@ _WARM_UP_TOKENS = 4
 
 def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
-    import psutil
-
     from offload_runtime.engine import fetch_demo_model
 
     show_progress = not options.no_progress
@@ -44,23 +41,18 @@ def demo(options: DemoOptions) -> None:
     max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
-    peak_bytes: list[int] = []  # VRAM on a GPU, the process's resident memory on a CPU
     with load_runtime(config, show_progress=show_progress) as runtime:
-        on_gpu = runtime.device.type == "cuda"
         write_text(f"{machine_line(runtime.device.type)}\n")
-        status_line(runtime.load_report)
-        status_line(runtime.placement)
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
         for start in ways.values():
-            _finished(stream_answer(start, messages, short, show=show_nothing))
+            _finished(stream_answer(start, messages, short, quiet=True))
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
-            peak_bytes.append(results[name].stats.peak_vram_bytes if on_gpu else psutil.Process().memory_info().rss)
-    print_tables([comparison_table(results, peak_bytes, on_gpu=on_gpu)], sys.stdout)
+            results[name] = _finished(stream_answer(start, messages, options, quiet=False))
+    print_tables([comparison_table(results)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
@@ -85,7 +77,7 @@ def machine_line(device_type: str) -> str:
     return f"{name} · torch {torch.__version__} · Python {platform.python_version()}"
 
 
-def comparison_table(results: Mapping[str, GenerationResult], peak_bytes: Sequence[int], *, on_gpu: bool) -> Table:
+def comparison_table(results: Mapping[str, GenerationResult]) -> Table:
     """Return the figures with one column per run."""
     table = Table("", *(Column(name, justify="right") for name in results))
     stats = [result.stats for result in results.values()]
@@ -93,6 +85,6 @@ def comparison_table(results: Mapping[str, GenerationResult], peak_bytes: Sequen
     table.add_row("tokens per pass", *(f"{s.tokens_per_pass:.2f}" for s in stats))
     table.add_row("bytes per pass", *(format_bytes(s.bytes_per_pass) for s in stats))
     table.add_row("link", *(link_figure(s) for s in stats))
-    table.add_row("peak VRAM" if on_gpu else "process RSS", *map(format_bytes, peak_bytes))
+    table.add_row("peak device memory", *(format_bytes(s.peak_vram_bytes) for s in stats))
     table.add_row("time to first token", *(f"{s.time_to_first_token_s:.2f} s" for s in stats))
     return table

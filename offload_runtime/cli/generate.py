@@ -1,6 +1,7 @@
 """`offload-runtime generate`: one prompt and its answer as it comes, or several answered at once.
 
-Also what all commands that answer share: loading, and one answer (`stream_answer`) that Ctrl-C stops between passes.
+Also what all commands that answer share: loading, one answer (`stream_answer`) that Ctrl-C stops between passes, and
+what is said of it afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,30 +20,30 @@ import typer
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
 from offload_runtime.cli.plan import print_explanation
-from offload_runtime.cli.render import answer_line, answer_record, run_record
-from offload_runtime.config import GenerationParams, RuntimeConfig
+from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, Reply, Runtime, TokenStream
+    from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.generate import OnPrefill
     from offload_runtime.engine.request import PromptRoom
 
-    StartAnswer = Callable[..., TokenStream | Reply]
     CheckPrompts = Callable[[PromptRoom], object]
 
 Prompt = str | Sequence[Mapping[str, str]]
 
+_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
+
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, max_new_tokens = options.config, options.params.max_new_tokens
+    config, params = options.config, options.params
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
-        return room.fit_all(prompts, max_new_tokens) if is_batch else room.fit(prompts[0], max_new_tokens)
+        return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
@@ -51,20 +51,21 @@ def generate(options: GenerateOptions) -> None:
         terminal.only_json(options.as_json),
         load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
     ):
-        terminal.status_line(runtime.placement)
         try:
             if is_batch:
-                results = _answer_batch(runtime, prompts, options)
+                with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+                    on_progress = partial(bars.update, "answers finished")
+                    results = runtime.generate_batch(
+                        prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
+                    )
             else:
-                show = show_nothing if options.as_json else terminal.write_text
-                results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
+                results = [stream_answer(runtime.stream, prompts[0], options, quiet=options.as_json)]
         except BudgetError as error:
             if not error.answers:
                 raise
             results, failure = error.answers, error  # shown as far as they had come, before the error
-        about, load_report = run_record(runtime, options), runtime.load_report
+        about = run_record(runtime, options)
     answers = [(name, result) for (name, _), result in zip(named, results, strict=True)]
-    lines = [answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s") for result in results]
     if options.as_json:
         records = [{"name": name, **answer_record(result)} for name, result in answers]
         answered = {"results": records} if is_batch else answer_record(results[0])
@@ -72,12 +73,9 @@ def generate(options: GenerateOptions) -> None:
     elif is_batch:
         texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
         terminal.write_text("".join(texts))
-    if is_batch:
-        for (name, _), line in zip(answers, lines, strict=True):
-            terminal.status_line(f"{name}: {line}")
-        terminal.status_line(load_report)
-    else:
-        terminal.status_line(f"{lines[0]} · {load_report}")
+    for name, result in answers:
+        line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s")
+        terminal.status_line(f"{name}: {line}" if is_batch else line)
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -94,11 +92,7 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
         return [("--prompt", prompt)]
     if files.count("-") > 1:
         raise OptionError(f"--prompt-file - was given {files.count('-')} times: stdin can be read once")
-    return [("stdin" if path == "-" else path, terminal.read_file(path, "--prompt-file")) for path in files]
-
-
-def show_nothing(piece: str) -> None:
-    """Swallow the pieces of an answer that is printed as a whole."""
+    return [("stdin" if path == "-" else path, terminal.read_text(path, option="--prompt-file")) for path in files]
 
 
 # --- what other commands share
@@ -108,15 +102,16 @@ def show_nothing(piece: str) -> None:
 def load_runtime(
     config: RuntimeConfig, *, show_progress: bool, explain: bool = False, check: CheckPrompts | None = None
 ) -> Iterator[Runtime]:
-    """Load the target (and the draft) with a progress bar in bytes on stderr; what `check` refuses is refused before
-    weights are read. `explain` prints the plan on stderr."""
+    """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
+    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first."""
     from offload_runtime.engine import Runtime
 
-    on_plan = partial(print_explanation, config=config) if explain else None
-    with terminal.ProgressBars(enabled=show_progress) as bars:
-        on_progress = partial(bars.update, unit="bytes")
-        runtime = Runtime.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+    on_plan = print_explanation if explain else None
+    with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
+        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
     with runtime:
+        terminal.status_line(runtime.load_report)
+        terminal.status_line(runtime.placement)
         yield runtime
     if config.trace is not None:
         terminal.status_line(f"trace written to {config.trace}")
@@ -142,7 +137,7 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
     def on_prefill(done_layers: int, layers: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        bars.update("prefill", done_layers, layers, unit="layers")
+        bars.update("prefill", done_layers, layers)
 
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
@@ -153,10 +148,10 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
 
 
 def stream_answer(
-    start: StartAnswer, prompt: Prompt, options: AnswerOptions | DemoOptions, *, show: Callable[[str], None]
+    start: Callable[..., TokenStream], prompt: Prompt, options: AnswerOptions | DemoOptions, *, quiet: bool
 ) -> GenerationResult:
-    """Run one answer to its end or to Ctrl-C, handing each piece of text to `show` as it comes, and a line's end after
-    the last one.
+    """Run one answer to its end or to Ctrl-C; unless `quiet`, each piece of text is printed as it comes, and a line's
+    end after the last one.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
@@ -166,11 +161,12 @@ def stream_answer(
         BudgetError: Memory ran out; behind the first piece of text the answer so far comes with it, and stays in a
             conversation.
     """
+    show: Callable[[str], None] = (lambda piece: None) if quiet else terminal.write_text
     shown_characters = 0
     failure: BudgetError | None = None
     try:
         with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
-            stream = start(prompt, **_keywords(options.params), on_prefill=on_prefill)
+            stream = start(prompt, params=options.params, on_prefill=on_prefill)
             try:
                 for piece in stream:
                     bars.close()
@@ -195,22 +191,85 @@ def stream_answer(
     return stream.result
 
 
-def _answer_batch(runtime: Runtime, prompts: Sequence[Prompt], options: AnswerOptions) -> list[GenerationResult]:
-    """Answer all prompts together, to their ends or to Ctrl-C.
+# --- answers shown: their figures, what was reached beside its bound, and plain values for JSON
 
-    After Ctrl-C the answers that were not finished have the finish reason `interrupted`. While the prompts are worked
-    on, and at the second one, Ctrl-C raises KeyboardInterrupt.
+
+def answer_line(result: GenerationResult, *more: str) -> str:
+    """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
+    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
+    return " · ".join([*stopped, *speed_figures(result.stats), *more])
+
+
+def speed_figures(stats: GenerationStats) -> list[str]:
+    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
+    depth and by source), windows, link, prediction.
+
+    Figures of an emulated machine begin with its name.
     """
-    with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
-        asked, on_progress = _keywords(options.params), partial(bars.update, "answers", unit="finished")
-        return runtime.generate_batch(
-            prompts, **asked, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
-        )
+    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
+    if stats.emulated:
+        figures.insert(0, f"emulating {stats.emulated}")
+    levels = [level for level in reversed(stats.acceptance) if level.proposed]
+    if levels:
+        shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
+        figures.append(_listed("accepted", shares))
+    if stats.accepted_by_depth:
+        figures.append(_listed("by depth", stats.accepted_by_depth))
+    if len(stats.accepted_by_source) > 1:
+        counts = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
+        figures.append(_listed("by source", counts))
+    if set(stats.windows) - {"plain"}:
+        figures.append(_listed("windows", [f"{count} x {name}" for name, count in stats.windows.items()], most=4))
+    if stats.link_gbps is not None:
+        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
+        figures.append(f"link {link_figure(stats)}{idle}")
+    if stats.hidden_draft_share is not None:
+        figures.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
+    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
+    if predicted_s and measured_s:
+        off = 100 * (measured_s / predicted_s - 1)
+        figures.append(f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)")
+    return figures
 
 
-def _keywords(params: GenerationParams) -> dict[str, Any]:
-    """Return what an answer is asked for by, in the engine's keywords."""
-    given = asdict(params)
-    sampling = given.pop("sampling")
-    del sampling["noise_id"]  # nothing on the command line asks for one; a batch numbers its own
-    return {**sampling, **given}
+def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
+    """Return the first `most` of several figures behind their name."""
+    shown = [str(item) for item in items[:most]] + ["..."] * (len(items) > most)
+    return f"{name} {', '.join(shown)}"
+
+
+def detail_figures(stats: GenerationStats) -> list[str]:
+    """Return what else there is to tell of an answer: lengths, times and memory."""
+    figures = [
+        f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
+        f"answer of {stats.new_tokens} tokens in {stats.passes} passes",
+        f"{format_bytes(stats.bytes_per_pass)} streamed per pass, {stats.stall_s:.2f} s spent waiting for the link",
+        f"peak of {format_bytes(stats.peak_vram_bytes)} of device memory, {format_bytes(stats.pinned_bytes)} pinned",
+    ]
+    if stats.pageable_bytes:
+        figures.append(f"{format_bytes(stats.pageable_bytes)} staged from pageable memory")
+    return figures
+
+
+def link_figure(stats: GenerationStats) -> str:
+    """Return the link's speed beside its measured peak, such as `54.1 of 55.5 GB/s (97 %)`."""
+    if stats.link_gbps is None:
+        return "nothing streamed"
+    if not stats.link_peak_gbps:
+        return f"{stats.link_gbps:.1f} GB/s"
+    share = 100 * stats.link_gbps / stats.link_peak_gbps
+    return f"{stats.link_gbps:.1f} of {stats.link_peak_gbps:.1f} GB/s ({share:.0f} %)"
+
+
+def answer_record(result: GenerationResult) -> dict[str, Any]:
+    """Return what `--json` prints of one answer."""
+    return {**vars(result), "stats": result.stats.to_dict()}
+
+
+def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
+    """Return what `--json` prints of the run, which all its answers share."""
+    from offload_runtime.plan.request import DTYPE_NAMES
+
+    dtype = DTYPE_NAMES[runtime.dtype]
+    asked = {"target": options.target, "draft": options.draft, "seed": options.seed}
+    return {**asked, "device": str(runtime.device), "dtype": dtype, "emulated": runtime.emulated}

@@ -17,14 +17,12 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, RuntimeConfig, format_bytes
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.config import GB, format_bytes, writing
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 
 if TYPE_CHECKING:
     from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
-
-_FALLBACK_PROFILE = "rtx4090"
 
 
 def plan(options: PlanOptions) -> None:
@@ -40,31 +38,28 @@ def plan(options: PlanOptions) -> None:
         figures = planning.machine_figures(machine)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
-        if options.as_json:
-            terminal.write_json(refusal_record(outcome, machine), sys.stdout)
-        else:
-            terminal.print_tables(refusal_lines(outcome), sys.stdout)
+        terminal.print_result(refusal_record(outcome, machine), refusal_lines(outcome), as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    if options.as_json:
-        about = {"fits": True, "target": config.target, "profile": machine.name}
-        terminal.write_json({**about, **plan_record(outcome, predicted, gains)}, sys.stdout)
-    else:
-        terminal.print_tables(plan_tables(outcome, predicted, gains, machine=machine), sys.stdout)
+    about = {"fits": True, "target": config.target, "profile": machine.name}
+    record = {**about, **plan_record(outcome, predicted, gains)}
+    terminal.print_result(record, plan_tables(outcome, predicted, gains, machine=machine), as_json=options.as_json)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
     """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
     common card. What was not named is said on stderr."""
+    from offload_runtime.plan import COMMON_PROFILE
+
     if name is not None:
         return load_profile(name)
     own = [entry for entry in list_profiles() if not entry.shipped]
     found = load_profile(own[0].path) if len(own) == 1 else None
     if found is None or not found.gpus:
-        found = load_profile(_FALLBACK_PROFILE)
+        found = load_profile(COMMON_PROFILE)
     terminal.status_line(
         f"planning for {found.name}: choose with --profile, or measure this machine with "
         "`offload-runtime profile --save NAME`"
@@ -84,7 +79,7 @@ def plan_tables(
     tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
     if machine.gpus > 1:
         tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
-    tables += [*memory_tables(plan, ram_limit_bytes=plan.limits.ram_bytes), _time_table(plan, predicted)]
+    tables += [*memory_tables(plan), _time_table(plan, predicted)]
     if predicted.steps:
         tables.append(_steps_table(predicted))
     if plan.is_staged:
@@ -100,7 +95,7 @@ def plan_tables(
     return tables
 
 
-def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[Table | str]:
+def memory_tables(plan: RunPlan) -> list[Table | str]:
     """What is held where, part by part, and where each layer is."""
     from offload_runtime.plan import describe_draft_cache, describe_staging
 
@@ -121,7 +116,7 @@ def memory_tables(plan: RunPlan, *, ram_limit_bytes: int | None = None) -> list[
     return [
         *filter(None, words),
         _memory_table("device memory", device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
-        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, ram_limit_bytes), locked)),
+        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, plan.limits.ram_bytes), locked)),
     ]
 
 
@@ -137,27 +132,21 @@ def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[st
     return table
 
 
-def print_explanation(plan: RunPlan, *, config: RuntimeConfig) -> None:
-    """Print on stderr what a run holds where and, where the machine's figures are known, the predicted seconds of a
-    pass over one token behind a full context, and of a prompt that fills it."""
+def print_explanation(plan: RunPlan) -> None:
+    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass and a prompt
+    that fills the context take."""
     from offload_runtime.engine.load import planned_figures
-    from offload_runtime.plan import COMMON_PROFILE, pass_time, prefill_time
+    from offload_runtime.plan import COMMON_PROFILE, forecast
 
-    machine = planned_figures(plan, device=config.device, profile=config.profile, emulate=config.emulate)
+    machine = planned_figures(plan)
     if machine is None:
-        speed = (
+        speed: list[Table | str] = [
             "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
             f"the figures of {COMMON_PROFILE}"
-        )
+        ]
     else:
-        context = plan.target.context_tokens
-        one = pass_time(plan, machine, length_tokens=context - 1, rows=1)
-        prefill = prefill_time(plan, machine, context)
-        speed = (
-            f"predicted by the figures of {machine.name}, at {context} tokens: a pass of {_duration(one.seconds)}, "
-            f"bound by {one.bound_by}, and {_duration(prefill.seconds)} to the first token, bound by {prefill.bound_by}"
-        )
-    terminal.print_tables([*memory_tables(plan), speed], sys.stderr)
+        speed = [f"by the figures of {machine.name}:", _time_table(plan, forecast(plan, machine))]
+    terminal.print_tables([*memory_tables(plan), *speed], sys.stderr)
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:
@@ -257,10 +246,9 @@ def _duration(seconds: float) -> str:
 def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
     """What `--json` prints of a run that fits."""
     record = asdict(predicted)
+    del record["plain"], record["verify"]
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
-    record["middle_step_s"], record["by_acceptance"] = record["verifier_step_s"], record["steps"]
-    for name in ("plain", "verify", "verifier_step_s", "steps"):
-        del record[name]
+    record["middle_step_s"], record["by_acceptance"] = record.pop("verifier_step_s"), record.pop("steps")
     upgrades = [asdict(gain) for gain in gains]
     return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
@@ -343,17 +331,21 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
     _draw_memory(memory, plan)
     _draw_time(time, predicted)
     figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
-    try:
+    with writing(path, "choose another place for --plot"):
         figure.savefig(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; choose another place for --plot"
-        ) from error
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
+    """The parts on top of each other, each with its name where there is room for it."""
     for place, parts in enumerate((plan.device, plan.host)):
-        _stack(axes, place, [(part.name, part.nbytes / GB, part.pinned) for part in parts], unit="GB")
+        top_gb, total_gb = 0.0, sum(part.nbytes for part in parts) / GB
+        for part in parts:
+            size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
+            label = f"{part.name}: {size_gb:.3g} GB"
+            bar = axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
+            if size_gb > total_gb / 30:
+                axes.bar_label(bar, [f"{part.name} {size_gb:.3g}"], label_type="center", fontsize=8)
+            top_gb += size_gb
     if plan.limits.device_bytes is not None:
         limit_gb = plan.limits.device_bytes / GB
         axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
@@ -364,34 +356,14 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
 
 
 def _draw_time(axes: Any, predicted: RunForecast) -> None:
-    """Copies beside compute: the higher of the two bars is the pass, drafting that nothing hides comes on top."""
+    """Copies beside compute: the highest of these bars is the pass, drafting that nothing hides comes on top."""
     shown = predicted.verify if predicted.gamma else predicted.plain
-    bars = {
-        "link": [("link", shown.link_s, False)],
-        "compute": [("HBM and arithmetic", shown.compute_s, False)],
-        "launches": [("launches", shown.launch_s, False)],
-    }
+    seconds = {"link": shown.link_s, "HBM and\narithmetic": shown.compute_s, "launches": shown.launch_s}
     if shown.staging_s:
-        bars["staging"] = [("staging from pageable memory", shown.staging_s, False)]
+        seconds["staging from\npageable memory"] = shown.staging_s
     if predicted.steps:
         row = predicted.steps[-1]
-        hidden = ("drafting, hidden", row.hidden_s, False)
-        bars["drafting"] = [hidden, ("drafting, exposed", row.drafting_s - row.hidden_s, False)]
-    for place, parts in enumerate(bars.values()):
-        _stack(axes, place, parts, unit="s")
-    axes.set_xticks(range(len(bars)), list(bars))
+        seconds |= {"drafting,\nhidden": row.hidden_s, "drafting,\nexposed": row.drafting_s - row.hidden_s}
+    axes.bar_label(axes.bar(list(seconds), list(seconds.values())), fmt="%.3g s")
+    axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel(f"seconds of a round, bound by {shown.bound_by}")
-    axes.legend(fontsize=7)
-
-
-def _stack(axes: Any, place: int, parts: Sequence[tuple[str, float, bool]], *, unit: str) -> None:
-    """One bar of parts (name, size, hatched) on top of each other, each with its name where there is room for it."""
-    top, total = 0.0, sum(size for _, size, _ in parts)
-    for name, size, hatched in parts:
-        axes.bar(
-            place, size, bottom=top, width=0.8, edgecolor="white", hatch="//" if hatched else None,
-            label=f"{name}: {size:.3g} {unit}",
-        )  # fmt: skip
-        if len(parts) > 1 and size > total / 30:
-            axes.text(place, top + size / 2, f"{name} {size:.3g}", ha="center", va="center", fontsize=8)
-        top += size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 
 from offload_runtime.cli.options import ProfileOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, write_json, write_text
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, write_text
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import StorageError
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
@@ -33,31 +32,29 @@ def profile(options: ProfileOptions) -> None:
     with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:
         report = measure_machine(asked, on_progress=bars.update)
     advice = advise(report)
-    if options.as_json:
-        # Saved first: the object says where.
-        saved = None if options.save is None else str(save_profile(report.profile, options.save))
-        plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
-        write_json({**asdict(report), **plain, "matters": advice, "saved": saved}, sys.stdout)
-        return
-    print_report(report, advice)
-    if options.save is None:
-        write_text("\n" + profile_toml(report.profile))
-        return
+    saved: str | None = None
+    failure: StorageError | None = None
     try:
-        write_text(f"\nsaved to {save_profile(report.profile, options.save)}\n")
-    except StorageError:
-        write_text("\n" + profile_toml(report.profile))  # it has cost a minute: nothing of it may be lost
-        raise
+        saved = None if options.save is None else str(save_profile(report.profile, options.save))
+    except StorageError as error:
+        failure = error  # told behind the figures: they have cost a minute, and nothing of them may be lost
+    plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
+    record = {**asdict(report), **plain, "matters": advice, "saved": saved}
+    print_result(record, report_tables(report, advice), as_json=options.as_json)
+    if not options.as_json:
+        write_text("\n" + (profile_toml(report.profile) if saved is None else f"saved to {saved}\n"))
+    if failure is not None:
+        raise failure
 
 
-def print_report(report: MachineReport, advice: list[str]) -> None:
-    """Print the table, what could not be measured and why, and what matters, on stdout."""
+def report_tables(report: MachineReport, advice: list[str]) -> list[Table | str]:
+    """Return the table, what could not be measured and why, and what matters."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in report.missing.items():
         by_reason.setdefault(reason, []).append(key)
     missing = [f"not measured: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
     heading = "\nwhat matters:" if advice else "\nnothing holds this machine back"
-    print_tables([report_table(report), *missing, heading, *(f"  - {line}" for line in advice)], sys.stdout)
+    return [report_table(report), *missing, heading, *(f"  - {line}" for line in advice)]
 
 
 def report_table(report: MachineReport) -> Table:

@@ -6,7 +6,6 @@ Rich is used without wrapping here: a line stays one line in a log file, however
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -59,12 +58,7 @@ def console(output: TextIO) -> Console:
 
 def status_line(text: str) -> None:
     """Print one line of information on stderr."""
-    dim_line(one_line(text))
-
-
-def dim_line(text: str) -> None:
-    """The same of a text that is one line, with its spaces as they are."""
-    console(sys.stderr).print(text, style="dim")
+    console(sys.stderr).print(one_line(text), style="dim")
 
 
 def error_line(error: OffloadError) -> None:
@@ -80,8 +74,8 @@ def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
 
 
 def one_line(text: str) -> str:
-    """Collapse every run of white space into one space and drop control characters."""
-    return drop_controls(" ".join(text.split()))
+    """Join lines by spaces and drop control characters."""
+    return drop_controls(" ".join(text.splitlines())).rstrip()
 
 
 def drop_controls(text: str) -> str:
@@ -101,6 +95,14 @@ def write_json(record: Mapping[str, Any], output: TextIO) -> None:
         print(json.dumps(record), file=output, flush=True)
 
 
+def print_result(record: Mapping[str, Any], tables: Iterable[Table | str], *, as_json: bool) -> None:
+    """Print on stdout what a command has found: plain values as JSON, or tables and lines that say the same."""
+    if as_json:
+        write_json(record, sys.stdout)
+    else:
+        print_tables(tables, sys.stdout)
+
+
 @contextmanager
 def only_json(wanted: bool) -> Iterator[TextIO]:
     """Yield where to write JSON, and send to stderr what libraries print now and then: its reader must not meet it."""
@@ -110,15 +112,25 @@ def only_json(wanted: bool) -> Iterator[TextIO]:
 
 
 class ProgressBars:
-    """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete.
+    """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete; a count, or bytes
+    with their speed.
 
     Used as a context manager around the work, so that no bar is left standing when the work fails.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        shown = enabled and sys.stderr.isatty()
-        self._shown_from_s = time.monotonic() + _BAR_DELAY_S if shown else math.inf
-        self._progress: progress.Progress | None = None
+    def __init__(self, *, enabled: bool, in_bytes: bool = False) -> None:
+        self._shown_from_s = time.monotonic() + _BAR_DELAY_S
+        figures = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            *(figures if in_bytes else [progress.MofNCompleteColumn()]),
+            progress.TimeRemainingColumn(compact=True),
+            console=console(sys.stderr),
+            transient=True,
+            redirect_stdout=False,
+            disable=not (enabled and sys.stderr.isatty()),
+        )
         self._tasks: dict[str, progress.TaskID] = {}
 
     def __enter__(self) -> ProgressBars:
@@ -127,52 +139,36 @@ class ProgressBars:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def update(self, stage: str, done: int, total: int, *, unit: str = "runs") -> None:
-        """Advance the bar of a stage; `bytes` are shown with their speed, any other unit as a count."""
-        if time.monotonic() < self._shown_from_s:
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Advance the bar of a stage."""
+        if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
-        if self._progress is None:
-            self._progress = _new_progress(in_bytes=unit == "bytes")
-            self._progress.start()
+        self._progress.start()
         if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total, unit=unit)
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total, visible=done < total)
 
     def close(self) -> None:
         """Remove the bars from the screen, for good; calling it again does nothing."""
-        self._shown_from_s = math.inf
-        if self._progress is not None:
+        if self._progress.live.is_started:
             self._progress.stop()
-
-
-def _new_progress(*, in_bytes: bool) -> progress.Progress:
-    columns = [progress.TextColumn("{task.description}", markup=False), progress.BarColumn()]
-    if in_bytes:
-        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn()]
-    else:
-        columns += [progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[unit]}")]
-    columns.append(progress.TimeRemainingColumn(compact=True))
-    return progress.Progress(*columns, console=console(sys.stderr), transient=True, redirect_stdout=False)
+        self._progress.disable = True
 
 
 # --- in
 
 
-def read_file(path: str, option: str) -> str:
-    """Text of the UTF-8 file that an option names (`-` is stdin), byte for byte; raises `OptionError`."""
-    return read_text(None, "stdin") if path == "-" else read_text(user_path(path), f"{option} {path}")
-
-
-def read_text(path: Path | None, source: str) -> str:
-    """Text of a UTF-8 file, or of stdin, byte for byte; raises `OptionError` naming `source`."""
+def read_text(file: str | Path, *, option: str = "") -> str:
+    """Text of a UTF-8 file (`"-"` is stdin), byte for byte; raises `OptionError` naming it and the `option`."""
+    source = "stdin" if file == "-" else f"{option} {file}".lstrip()
     try:
-        raw = sys.stdin.buffer.read() if path is None else path.read_bytes()
+        raw = sys.stdin.buffer.read() if file == "-" else user_path(file).read_bytes()
     except OSError as error:
         raise OptionError(f"{source} cannot be read: {error.strerror or error}") from error
     return decode_utf8(raw, source)
 
 
-def user_path(text: str) -> Path:
+def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote, with `~` replaced; raises `OptionError` when that stands for nothing."""
     try:
         return Path(text).expanduser()
@@ -250,13 +246,10 @@ def open_history() -> History:
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except StorageError as error:
+    except (StorageError, OSError) as error:
         status_line(f"no history is kept: {error}")
-    except OSError as error:
-        status_line(f"no history is kept: {path} cannot be written ({error.strerror or error})")
-    else:
-        return FileHistory(str(path))
-    return InMemoryHistory()
+        return InMemoryHistory()
+    return FileHistory(str(path))
 
 
 def _key_bindings() -> KeyBindings:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, print_tables, read_file, status_line, write_json
+from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, read_text
 from offload_runtime.errors import OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Runtime
     from offload_runtime.verify import Fit, IdentityRun, VerificationReport
 
 DEFECT_EXIT_CODE = 1
@@ -31,29 +29,36 @@ def verify(options: VerifyOptions) -> None:
         raise OptionError("--speculation none leaves nothing to verify: leave it out")
     if options.draft == "none" and options.speculation != "triforce":
         raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
-    from offload_runtime.verify.report import VerificationPlan, verify
+    import torch
+
+    from offload_runtime import __version__
+    from offload_runtime.engine.traced import device_facts
+    from offload_runtime.verify import VerificationPlan, verify
 
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
-    with only_json(options.as_json), load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime:
-        status_line(runtime.placement)
-        with ProgressBars(enabled=show_progress) as bars:
-            report = verify(runtime, plan, on_progress=bars.update)
-    if options.as_json:
-        asked = {"target": config.target, "draft": config.draft, "quick": options.quick}
-        compared = {"tokens": plan.tokens, "seeds": plan.seeds}
-        record = {**asked, **compared, **_machine(runtime), "emulated": runtime.emulated, **report.to_dict()}
-        write_json(record, sys.stdout)
-    else:
-        _print_report(report)
-        if runtime.emulated is not None:
-            print_tables([f"on an emulated {runtime.emulated}"], sys.stdout)
+    with (
+        only_json(options.as_json),
+        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
+        ProgressBars(enabled=show_progress) as bars,
+    ):
+        report = verify(runtime, plan, on_progress=bars.update)
+    # What the report holds for: the promise is of one kind of GPU and one version of the libraries.
+    versions = {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    record = {
+        "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
+        "seeds": plan.seeds, **device_facts(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
+        "placement": runtime.placement, "versions": versions, "emulated": runtime.emulated,
+    }  # fmt: skip
+    emulated = [] if runtime.emulated is None else [f"on an emulated {runtime.emulated}"]
+    tables = [*report_tables(report), *emulated]
+    print_result({**record, **report.to_dict()}, tables, as_json=options.as_json)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
 
 def read_prompts(path: str) -> dict[str, str]:
     """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
-    lines = enumerate(read_file(path, "--prompts").splitlines(), start=1)
+    lines = enumerate(read_text(path, option="--prompts").splitlines(), start=1)
     prompts = {f"line {number}": line for number, line in lines if line.strip()}
     if not prompts:
         source = "stdin" if path == "-" else f"--prompts {path}"
@@ -61,29 +66,13 @@ def read_prompts(path: str) -> dict[str, str]:
     return prompts
 
 
-def _machine(runtime: Runtime) -> dict[str, Any]:
-    """What the report holds for: the promise is of one kind of GPU and one version of the libraries."""
-    import torch
-
-    from offload_runtime import __version__
-    from offload_runtime.engine.traced import device_facts
-
-    return {
-        **device_facts(runtime.device),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "placement": runtime.placement,
-        "versions": {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-def _print_report(report: VerificationReport) -> None:
-    """Print both tables, the findings in words and the verdict."""
+def report_tables(report: VerificationReport) -> list[Table | str]:
+    """Return both tables, the findings in words and the verdict."""
     findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
     lines = findings[:_MOST_FINDINGS]
     if len(findings) > _MOST_FINDINGS:
         lines.append(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all")
-    tables = identity_table(report.runs), fit_table(report.fits, report.level)
-    print_tables([*tables, *lines, verdict_line(report)], sys.stdout)
+    return [identity_table(report.runs), fit_table(report.fits, report.level), *lines, verdict_line(report)]
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from offload_runtime.config import GenerationParams, SamplingParams, require
+from offload_runtime.config import GenerationParams, SamplingParams, params_once, require
 from offload_runtime.engine.generate import OnPrefill, TokenStream
 from offload_runtime.errors import ContextLengthError, OptionError
 
@@ -47,7 +48,7 @@ class Conversation:
         self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None,
+        tree_nodes: int | None = None, params: GenerationParams | None = None,
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
 
@@ -67,11 +68,11 @@ class Conversation:
                 "start over with /reset, shorten the message or raise --context"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        params = GenerationParams(min(max_new_tokens, room), stop, gamma, ignore_eos, sampling, tree_nodes)
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        asked = params_once(by_name, params, max_new_tokens=1024)
+        asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
         on_end = partial(self._finish, messages, prompt_text)
-        return self._runtime.start(
-            tokens, params, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=on_end
-        )
+        return self._runtime.start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=on_end)
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""

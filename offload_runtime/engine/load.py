@@ -141,18 +141,19 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
     return h2d_gbps, d2h_gbps
 
 
-def planned_figures(plan: RunPlan, *, device: str, profile: str | None, emulate: str | None) -> MachineFigures | None:
-    """The figures to predict a run with before anything of it is measured; arguments and errors as of `Runtime.load`.
+def planned_figures(plan: RunPlan) -> MachineFigures | None:
+    """The figures to predict a run with before anything of it is measured; errors as of `Runtime.load`.
 
     Returns:
         None where nothing is known of the machine. Of one that is played it is the link alone: what computes stays as
         fast as it is.
     """
-    given = None if profile is None else load_profile(profile)
-    machine = known_figures(given, resolve_device(device), plan.target.dtype)
-    if machine is None or emulate is None:
+    asked = plan.request
+    given = load_profile(asked.profile) if isinstance(asked.profile, str | Path) else asked.profile
+    machine = known_figures(given, resolve_device(asked.device), plan.target.dtype)
+    if machine is None or asked.emulate is None:
         return machine
-    return replace(machine, link_gbps=emulation_of(emulate).link_gbps)
+    return replace(machine, link_gbps=emulation_of(asked.emulate).link_gbps)
 
 
 def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, emulation: Emulation | None) -> str:

@@ -137,8 +137,10 @@ class PromptRoom:
     config: ModelConfig
     context_tokens: int
 
-    def fit(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """Token ids of a prompt that leaves room for its answer.
+    def fit(
+        self, prompt: Prompt, max_new_tokens: int, *, name: str = "the prompt", option: str = "--max-new-tokens"
+    ) -> list[int]:
+        """Token ids of a prompt that leaves room for its answer, which `option` makes shorter.
 
         Raises:
             ContextLengthError: It does not; OptionError: as of `encode_prompt`.
@@ -147,20 +149,22 @@ class PromptRoom:
         room = self.context_tokens - len(tokens)
         if room < max_new_tokens:
             raise ContextLengthError(
-                f"the prompt of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{name} of {len(tokens)} tokens and {max_new_tokens} new ones exceed the context of "
                 f"{self.context_tokens} tokens by {max_new_tokens - room}: raise --context (the model allows "
-                f"{self.config.max_position_embeddings}), shorten the prompt or lower --max-new-tokens"
+                f"{self.config.max_position_embeddings}), shorten the prompt or lower {option}"
             )
         return tokens
 
     def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int]) -> list[list[int]]:
-        """The same of several, of answers of one length or of one for each; errors say which of them it is."""
+        """The same of several, of answers of one length or of one for each; errors say which of several it is."""
         counts = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         fitting = []
         for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True), start=1):
             try:
                 fitting.append(self.fit(prompt, count))
             except (OptionError, ContextLengthError) as error:
+                if len(prompts) == 1:
+                    raise
                 raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
         return fitting
 

@@ -19,6 +19,7 @@ from offload_runtime.config import (
     SpeculationOptions,
     format_bytes,
     params_of_each,
+    params_once,
     parse_bytes,
     require,
 )
@@ -157,7 +158,7 @@ class Runtime:
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0,
+        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -181,6 +182,7 @@ class Runtime:
             tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
                 `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
             noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
+            params: The options in place of those by name.
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -190,14 +192,15 @@ class Runtime:
             OptionError: A value makes no sense.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        return self.start(self._room.fit(prompt, max_new_tokens), asked, speculate=speculate, on_prefill=on_prefill)
+        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        tokens = self._room.fit(prompt, asked.max_new_tokens)
+        return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0,
+        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -205,11 +208,8 @@ class Runtime:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        (result,) = self._finish(
-            self._begin([(self._room.fit(prompt, max_new_tokens), asked)], speculate=speculate, hooks=Hooks(on_prefill))
-        )
-        return result
+        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
@@ -250,9 +250,7 @@ class Runtime:
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        once = params is None or by_name == GenerationParams()
-        require(once, "options are given twice, by name and as params: put all of them into params")
-        asked = params_of_each(by_name if params is None else params, noise_ids, len(prompts))
+        asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
         return self._finish(self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks))

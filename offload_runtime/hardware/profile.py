@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.config import user_directory, write_atomically
-from offload_runtime.errors import ProfileError, StorageError
+from offload_runtime.config import user_directory, write_atomically, writing
+from offload_runtime.errors import ProfileError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -346,12 +346,8 @@ def save_profile(profile: MachineProfile, name: str) -> Path:
     """
     check_name(name)
     path = own_directory() / f"{name}{_SUFFIX}"
-    try:
+    way_out = "free some space, or set OFFLOAD_RUNTIME_CONFIG to a directory that can be written"
+    with writing(path, way_out):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, profile_toml(replace(profile, name=name)))
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error.strerror or error}): free some space, or set OFFLOAD_RUNTIME_CONFIG to "
-            "a directory that can be written"
-        ) from error
+    write_atomically(path, profile_toml(replace(profile, name=name)), way_out=way_out)
     return path

@@ -9,15 +9,15 @@ Everything is seeded, so a second run on the same machine says the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams
-from offload_runtime.engine.request import PromptRoom, encode_prompt
+from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import IdentityRun, verify_identity
 from offload_runtime.verify.replay import ScriptedProposer, loaded_proposers, transcribe
@@ -82,17 +82,10 @@ class VerificationPlan:
         Raises:
             ContextLengthError: One and the tokens that follow it exceed the context.
         """
-        found = {}
-        for name, text in self.prompts.items():
-            found[name] = prompt = encode_prompt(text, room.tokenizer, room.config.vocab_size)
-            excess = len(prompt) + self.tokens - room.context_tokens
-            if excess > 0:
-                raise ContextLengthError(
-                    f"the prompt {name!r} of {len(prompt)} tokens and {self.tokens} new ones exceed the context of "
-                    f"{room.context_tokens} tokens by {excess}: raise --context (the model allows "
-                    f"{room.config.max_position_embeddings}), lower --tokens or shorten the prompt"
-                )
-        return found
+        return {
+            name: room.fit(text, self.tokens, name=f"the prompt {name!r}", option="--tokens")
+            for name, text in self.prompts.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,9 @@ class VerificationReport:
         }  # fmt: skip
 
 
-def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress | None = None) -> VerificationReport:
+def verify(
+    runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress = lambda stage, done, steps: None
+) -> VerificationReport:
     """Compare speculation with plain decoding, and sampled tokens with the target's probabilities.
 
     Args:
@@ -147,17 +142,10 @@ def verify(runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress 
         NumericalError: The target's logits are NaN.
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-    steps = len(prompts) * len(plan.settings) * (len(loaded_proposers(runtime)) + 3)
-    on_step = _counter("identity", steps, on_progress)
+    loaded = loaded_proposers(runtime)
+    on_step = _counter("identity", len(prompts) * len(plan.settings) * (len(loaded) + 3), on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
-    fits = _verify_fit(runtime, prompts, plan, on_progress)
-    return VerificationReport(runtime.device.type == "cuda", runs, fits)
-
-
-def _verify_fit(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], plan: VerificationPlan, on_progress: OnProgress | None
-) -> list[Fit]:
-    """Tests on single rows of logits, all of them together, and whole generations."""
+    # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
     settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
     on_step = _counter("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
@@ -165,17 +153,13 @@ def _verify_fit(
     prompt = next(iter(contexts.values()))
     likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
     script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
-    proposers = [script, *loaded_proposers(runtime).values()]
+    proposers = [script, *loaded.values()]
     places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
-    return [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
+    fits = [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
+    return VerificationReport(runtime.device.type == "cuda", runs, fits)
 
 
-def _counter(stage: str, total_steps: int, on_progress: OnProgress | None) -> Callable[[], None]:
+def _counter(stage: str, total_steps: int, on_progress: OnProgress) -> Callable[[], None]:
     """What counts a step of a stage and tells whoever wants to know."""
     numbers = count(1)
-
-    def step() -> None:
-        if on_progress is not None:
-            on_progress(stage, next(numbers), total_steps)
-
-    return step
+    return lambda: on_progress(stage, next(numbers), total_steps)

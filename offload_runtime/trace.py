@@ -1,21 +1,29 @@
-"""Clocks of what a device computes, and what collects spans by them and puts all on one clock when it is done.
+"""What happened when: spans of passes, copies, layers, drafting and the host, for the file that `--trace` names.
 
-A CPU's clock is the host's own, a GPU's are its timing events. A mark stands for a moment on the device. Marks are read
-when they are past, so nothing ever waits for one while tokens are decoded; only the beginning and the end of a
-recording do.
+Beside the token's journey, not on it: whoever works on a token tells a `TraceRecorder` when it did, if there is one.
+It collects spans by clocks of what a device computes, and puts all on one clock when it is done. A CPU's clock is the
+host's own, a GPU's are its timing events. A mark stands for a moment on the device. Marks are read when they are past,
+so nothing ever waits for one while tokens are decoded; only the beginning and the end of a recording do.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from offload_runtime.config import write_atomically, writing
+from offload_runtime.errors import StorageError
+
+TRACE_VERSION = 1
 PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
     "passes", "link", "link back", "compute", "stalls", "draft", "host",
 )  # fmt: skip
@@ -23,6 +31,7 @@ PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
 MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
+_WAY_OUT = "name another place with --trace"
 
 Reader = Callable[[Any, Any], tuple[float, float]]
 
@@ -39,7 +48,6 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spare: list[torch.cuda.Event] = []
         # An event that has fired, and when.
         self._base, self._started_s = self._now()
         self._base_s = 0.0
@@ -47,7 +55,7 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """The moment when all is done that the current stream has been given so far."""
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -68,16 +76,11 @@ class CudaClock:
             self._base_s += _seconds_between(self._base, self._next_base)
             self._base, self._next_base = self._next_base, None
         if self._next_base is None:
-            self._next_base = torch.cuda.Event(enable_timing=True)
-            self._next_base.record(torch.cuda.current_stream(self._device))
+            self._next_base = self.mark()
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""
         return mark.query()
-
-    def give_back(self, mark: torch.cuda.Event) -> None:
-        """The mark is of no more use to anybody."""
-        self._spare.append(mark)
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream; without
@@ -123,9 +126,6 @@ class HostClock:
 
     def is_past(self, mark: float) -> bool:
         return True
-
-    def give_back(self, mark: float) -> None:
-        pass
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
         return lambda seconds: seconds
@@ -217,8 +217,6 @@ class TraceRecorder:
             while waiting and self._clock.is_past(waiting[0][1]):
                 start, end, done = waiting.popleft()
                 done(start, end)
-                self._clock.give_back(start)
-                self._clock.give_back(end)
         self._clock.move_base()
 
     def finish(self) -> Trace:
@@ -290,3 +288,56 @@ def covered_seconds(intervals: Iterable[Interval], by: Iterable[Interval]) -> fl
     """Seconds that are in any of `intervals` and in any of `by`."""
     left, right = list(intervals), list(by)
     return union_seconds(left) + union_seconds(right) - union_seconds([*left, *right])
+
+
+# --- the file that chrome://tracing and ui.perfetto.dev open: the JSON object of Chrome's "Trace Event Format", one
+# process with a row for each kind of work, complete events (`ph` X) with `ts` and `dur` in microseconds.
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a place that a trace could not be written to, before there is one; an older file there stays.
+
+    Raises:
+        StorageError: It is a directory, or nothing can be written beside it.
+    """
+    if path.is_dir():
+        raise StorageError(f"--trace {path} is a directory: name a file in it, such as {path / 'trace.json'}")
+    with writing(path, _WAY_OUT):
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
+    """Write a trace as a whole or not at all; a file that was there is replaced.
+
+    Args:
+        path: Where to.
+        trace: What was recorded.
+        about: What else to say in `otherData`.
+
+    Raises:
+        StorageError: It cannot be written; an older file is then still there.
+    """
+    other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
+    events = ",\n".join(json.dumps(event) for event in _events(trace))
+    text = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{events}\n]}}\n'
+    write_atomically(path, text, way_out=_WAY_OUT)
+
+
+def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "offload_runtime"}}
+    threads = {row: number for number, row in enumerate(ROWS, start=1)}
+    for row, number in threads.items():
+        thread = {"ph": "M", "pid": 1, "tid": number}
+        yield {**thread, "name": "thread_name", "args": {"name": row}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+    for span in trace.spans:
+        yield {
+            "ph": "X", "name": span.name, "cat": span.row, "pid": 1, "tid": threads[span.row],
+            "ts": _microseconds(span.start_s - trace.started_s), "dur": _microseconds(span.end_s - span.start_s),
+            "args": span.args,
+        }  # fmt: skip
+
+
+def _microseconds(seconds: float) -> float:
+    """To the nanosecond, which is finer than any of the clocks."""
+    return round(1e6 * seconds, 3)
