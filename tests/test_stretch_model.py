@@ -16,12 +16,13 @@ import widen_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from widen_model import parse_rope
+from widening.convert import convert_to_safetensors
 from widening.shapes import SHAPES
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.model import RopeTable, Window
-from offload_runtime.weights import CheckpointSource, convert_to_safetensors, load_weights, open_checkpoint
+from offload_runtime.weights import CheckpointSource, load_weights, open_checkpoint
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.models import all_logits, cached_logits, random_tokens

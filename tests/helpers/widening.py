@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from widening.checkpoint import WidenedCheckpoint
+from widening.convert import convert_to_safetensors
 from widening.shapes import WideShape
 
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, convert_to_safetensors, open_checkpoint
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 from tests.helpers.models import VOCAB_SIZE
 
 MHA = WideShape(96, 160, 4, 12, 12, 32)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from widening.convert import atomic_directory
 from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
@@ -28,7 +29,6 @@ from widening.shapes import WideShape, check_architecture, check_fits, place_hea
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.architectures import model_config_from_transformers
-from offload_runtime.weights.convert import atomic_directory
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
