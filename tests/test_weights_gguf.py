@@ -148,7 +148,7 @@ def test_same_as_transformers_own_reader(tmp_path):
         tmp_path / "m.gguf", "llama", build("llama"), kind="Q8_0", extra=lambda w: w.add_rope_dimension_count(16)
     )
     oracle = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
-    ours = open_checkpoint(path).hf_config()
+    ours = open_checkpoint(path).hf_config
     for name in COMPARED:
         assert getattr(ours, name) == getattr(oracle, name), name
 
@@ -180,7 +180,7 @@ def test_rope_scaling_gives_the_frequencies_of_the_original(tmp_path, kind):
     tensors = {"rope_freqs.weight": (plain / wanted).numpy()} if kind == "llama3" else {}
     path = write(tmp_path / "m.gguf", "llama", model, extra=add, tensors=tensors)
     assert describe_model(path).config() == open_checkpoint(path).config()
-    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config())
+    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config)
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(found, plain)
     assert found_scaling == pytest.approx(scaling)

@@ -88,7 +88,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._parts = self._make_parts()
 
     def _widened_config(self) -> LlamaConfig:
-        small, shape, described = self._small, self._shape, self._source.hf_config()
+        small, shape, described = self._small, self._shape, self._source.hf_config
         return LlamaConfig(
             vocab_size=small.vocab_size,
             hidden_size=shape.hidden_size,

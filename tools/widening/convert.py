@@ -25,6 +25,7 @@ from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
 
 
@@ -74,12 +75,15 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.dtype) -> None:
     """Configuration, generation settings, tokenizer and chat template."""
-    hf_config = copy.deepcopy(source.hf_config())
+    hf_config = copy.deepcopy(source.hf_config)
     hf_config.dtype = dtype
     hf_config.architectures = [source.config().architecture]
     hf_config.save_pretrained(directory)
-    settings = json.dumps(source.generation_settings(), indent=2)
-    (directory / "generation_config.json").write_text(settings, encoding="utf-8")
+    settings = source.generation
+    if settings is None:
+        ids = {name: getattr(source.hf_config, name, None) for name in _TOKEN_IDS}
+        settings = {name: value for name, value in ids.items() if value is not None}
+    (directory / "generation_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     source.tokenizer().save_pretrained(directory)
 
 

@@ -57,15 +57,17 @@ class MadeCheckpoint(CheckpointSource):
         config: Shape and flags.
         words: Gives the tokenizer, the dtype and the tokens that end an answer; without it there is no text and no end.
         fills: As of `CheckpointSource`.
+        tokenizer: Where it is not that of `words`.
     """
 
     def __init__(
         self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None,
-        fills: Mapping[str, Fill],
+        fills: Mapping[str, Fill], *, tokenizer: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         dtype = torch.bfloat16 if words is None else words.native_dtype
-        settings = {} if words is None else words.generation_settings()
-        super().__init__(config, dtype, reference, hf_config, fills, words.tokenizer if words else Wordless, settings)
+        settings = {} if words is None else words.generation
+        tokenizer = tokenizer or (words.tokenizer if words else Wordless)
+        super().__init__(config, dtype, reference, hf_config, fills, tokenizer, settings)
 
 
 class UntrainedLlama(MadeCheckpoint):
@@ -84,7 +86,7 @@ class UntrainedLlama(MadeCheckpoint):
         self, shape: WideShape, fill: Callable[[str, torch.Tensor], None], *, vocab_size: int, context_tokens: int,
         reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
-        described = None if words is None else words.hf_config()
+        described = None if words is None else words.hf_config
         hf_config = LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
