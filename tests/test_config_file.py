@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import describe_model, model_config_from_transformers, open_checkpoint
+from offload_runtime.weights import describe_model, open_checkpoint
+from offload_runtime.weights.architectures import model_config_from_transformers
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

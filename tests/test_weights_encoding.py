@@ -21,16 +21,9 @@ from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
 from offload_runtime.plan.search import place_layers, place_staged
-from offload_runtime.weights import (
-    DescribedModel,
-    ModelLayout,
-    Plain,
-    layer_layout,
-    load_weights,
-    open_checkpoint,
-    shared_layout,
-)
-from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights import DescribedModel, ModelLayout, layer_layout, load_weights, open_checkpoint
+from offload_runtime.weights.encoding import Fill, Plain
+from offload_runtime.weights.layout import shared_layout
 from tests.helpers.assembly import make_runner
 from tests.helpers.models import random_model, random_tokens
 from tests.helpers.planning import PROPERTY

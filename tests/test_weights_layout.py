@@ -8,14 +8,9 @@ import transformers
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import (
-    PackedLayout,
-    checkpoint_tensors,
-    layer_layout,
-    model_config_from_transformers,
-    packed_bytes,
-    shared_layout,
-)
+from offload_runtime.weights import checkpoint_tensors, layer_layout, packed_bytes
+from offload_runtime.weights.architectures import model_config_from_transformers
+from offload_runtime.weights.layout import PackedLayout, shared_layout
 from tests.helpers.models import rows_of
 
 SIZES = {

@@ -89,7 +89,7 @@ def test_large_tensors_are_converted_in_pieces(tmp_path):
 
 def test_blocks_are_locked_once_and_only_when_complete(directory):
     registrar = ReadingRegistrar()
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=[0, 2], blockwise=registrar)
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=[0, 2], registrar=registrar)
     assert [arena.pinned for arena in weights.layers] == [True, False, True] and not weights.shared.pinned
     complete = [bytes(weights.layers[index].buffer.numpy()) for index in (0, 2)]
     assert registrar.contents in (complete, complete[::-1])
@@ -102,7 +102,7 @@ def test_layers_that_may_not_be_locked_stay_pageable_and_are_not_asked_for_again
     config = open_checkpoint(directory).config()
     arena_bytes = -(-layer_layout(config, torch.bfloat16).total_bytes // PAGE_BYTES) * PAGE_BYTES
     registrar = LimitedRegistrar(allowed * arena_bytes)
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3), blockwise=registrar)
+    weights = load_weights(open_checkpoint(directory), torch.bfloat16, pin=range(3), registrar=registrar)
     assert sum(arena.pinned for arena in weights.layers) == allowed
     assert registrar.locked_bytes == allowed * arena_bytes
     assert registrar.num_calls == min(allowed + 1, 3)
@@ -120,7 +120,7 @@ def test_sources_of_other_tensors_are_refused(directory, moved_from, moved_to):
     if moved_to is not None:
         fills[moved_to] = fills["model.norm.weight"]
     with pytest.raises(CheckpointError, match=rf"1 tensors, .*\({moved_from or moved_to}\)"):
-        load_weights(replace(source, fills=fills), torch.bfloat16, pin=range(3), blockwise=registrar)
+        load_weights(replace(source, fills=fills), torch.bfloat16, pin=range(3), registrar=registrar)
     assert not registrar.locked
 
 
@@ -129,7 +129,7 @@ def test_file_cut_after_it_was_opened(directory):
     largest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"{largest.name}.*100 bytes are missing"):
-        load_weights(source, torch.bfloat16, pin=range(3), blockwise=registrar)
+        load_weights(source, torch.bfloat16, pin=range(3), registrar=registrar)
     assert not registrar.locked
 
 

@@ -76,7 +76,7 @@ def load_weights(
     *,
     layout: ModelLayout | None = None,
     pin: Collection[int] = (),
-    blockwise: Registrar | None = None,
+    registrar: Registrar | None = None,
     on_progress: Progress | None = None,
 ) -> HostWeights:
     """Read a checkpoint into packed host arenas.
@@ -86,14 +86,12 @@ def load_weights(
         dtype: That the model computes in; stored values are converted.
         layout: How its blocks are packed; by default plainly in `dtype`.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
-        blockwise: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
-            None locks with CUDA, everything or nothing.
+        registrar: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:
         CheckpointError: A file ended early, or the source reads other tensors than the model has.
-        BudgetError: Not enough memory, or the system refuses to lock that much (unless `blockwise`). Nothing stays
-            allocated.
+        BudgetError: Not enough memory. Nothing stays allocated.
     """
     started = time.perf_counter()
     layout = layout or ModelLayout.plain(source.config(), dtype)
@@ -102,7 +100,7 @@ def load_weights(
     layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
     weights = HostWeights(source.config(), layout, layers, shared)
     try:
-        _fill(weights, source, set(pin), blockwise, on_progress)
+        _fill(weights, source, set(pin), registrar, on_progress)
     except BaseException:
         weights.close()
         raise
@@ -113,7 +111,7 @@ def load_weights(
 
 
 def _fill(
-    weights: HostWeights, source: CheckpointSource, to_lock: set[int], blockwise: Registrar | None,
+    weights: HostWeights, source: CheckpointSource, to_lock: set[int], registrar: Registrar | None,
     on_progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete."""
@@ -140,10 +138,8 @@ def _fill(
                 done_bytes += weight.nbytes * (to.row_end - to.row_start) // weight.shape[0]
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
-                    arena = weights.layers[to.layer]
-                    if blockwise is None:
-                        arena.pin()
-                    elif not arena.pin_blocks(blockwise):
+                    assert registrar is not None
+                    if not weights.layers[to.layer].pin_blocks(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
                 if on_progress is not None:
                     on_progress(done_bytes, weights.total_bytes)

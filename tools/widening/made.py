@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from widening.shapes import WideShape
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, model_config_from_transformers
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.encoding import Fill
 
 _BLOCK_ELEMENTS = 1 << 20
