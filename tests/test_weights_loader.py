@@ -119,7 +119,7 @@ def test_sources_of_other_tensors_are_refused(directory, moved_from, moved_to):
     fills = {name: fill for name, fill in source.fills.items() if name != moved_from}
     if moved_to is not None:
         fills[moved_to] = fills["model.norm.weight"]
-    with pytest.raises(CheckpointError, match=rf"1 tensors, .*\({moved_from or moved_to}\)"):
+    with pytest.raises(AssertionError, match="reads other tensors than the model has"):
         load_weights(replace(source, fills=fills), torch.bfloat16, pin=range(3), registrar=registrar)
     assert not registrar.locked
 

@@ -215,7 +215,8 @@ def connect_model(
         engine = memory.to_device(queues.h2d)
         undo.callback(engine.close)
         streamer = LayerStreamer(
-            layers_host, dict(zip(kept, buffers, strict=True)), slots, make_views=layout.layer_views, engine=engine,
+            layers_host, dict(zip(kept, buffers, strict=True)), slots,
+            make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
             kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
         )  # fmt: skip
         runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)

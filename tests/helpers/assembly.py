@@ -133,7 +133,7 @@ def make_runner(
         layers,
         {index: layers[index].to(device) for index in staying},
         [torch.full((slot_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
-        make_views=layout.layer_views,
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer),
         engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
         kv_slots=kv_slots,

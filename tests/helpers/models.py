@@ -19,12 +19,19 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from offload_runtime.config import ModelConfig
 from offload_runtime.weights import Weight
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.layout import Destination
 
 VOCAB_SIZE = 101
 # Where `dynamic` and `longrope` change their frequencies in the models below.
 SHORT_LENGTH = 24
+
+
+def model_config_from_transformers(hf_config: Any) -> ModelConfig:
+    """Ours of a transformers configuration object."""
+    return model_config_from_json(hf_config.to_dict(), "config.json")
 
 
 def _sizes(**others: Any) -> dict[str, Any]:

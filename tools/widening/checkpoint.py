@@ -28,7 +28,7 @@ from widening.shapes import WideShape, check_architecture, check_fits, place_hea
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import model_config_from_transformers
+from offload_runtime.weights.architectures import model_config_from_json
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -82,7 +82,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
         self._small_fills = source.fills
         described = self._widened_config()
-        config = model_config_from_transformers(described)
+        config = model_config_from_json(described.to_dict(), "config.json")
         fills = {name: partial(self._fill, name) for name in checkpoint_tensors(config)}
         super().__init__(f"{source.reference} (widened)", described, config, source, fills)
         self._parts = self._make_parts()

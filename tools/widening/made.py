@@ -13,7 +13,7 @@ from widening.shapes import WideShape
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import model_config_from_transformers
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.encoding import Fill
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -97,7 +97,7 @@ class UntrainedLlama(MadeCheckpoint):
             eos_token_id=getattr(described, "eos_token_id", None),
             pad_token_id=getattr(described, "pad_token_id", None),
         )  # fmt: skip
-        config = model_config_from_transformers(hf_config)
+        config = model_config_from_json(hf_config.to_dict(), "config.json")
         fills = {name: partial(fill, name) for name in checkpoint_tensors(config)}
         super().__init__(reference, hf_config, config, words, fills)
 

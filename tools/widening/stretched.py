@@ -17,7 +17,7 @@ from widening.rope import frequencies
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
+from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_json
 from offload_runtime.weights.checkpoint import StoredTensor, shortened
 from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
 
@@ -67,7 +67,7 @@ def _stretched_config(
         elif rope is not None and rope["rope_type"] == "yarn":
             changes["max_position_embeddings"] = int(rope["factor"] * rope["original_max_position_embeddings"])
         described = type(hf_config).from_dict(copy.deepcopy(hf_config.to_dict() | changes))
-        config = model_config_from_transformers(described)
+        config = model_config_from_json(described.to_dict(), "config.json")
         if config.rope_parameters["rope_type"] != "default":
             frequencies(config)
     except Exception as error:  # transformers' validation raises errors of many libraries; each means the same here
