@@ -22,10 +22,10 @@ from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.model import RopeTable, Window
-from offload_runtime.weights import CheckpointSource, load_weights, open_checkpoint
+from offload_runtime.weights import CheckpointSource, open_checkpoint
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import byte_level_tokenizer
-from tests.helpers.models import all_logits, cached_logits, random_tokens
+from tests.helpers.models import all_logits, cached_logits, load_plain, random_tokens
 from tests.helpers.widening import WidenedCheckpoint, WideShape, rope, small_model, tensors_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,7 @@ def test_written_files_are_the_fine_tuned_model(source_dir, deltas, tmp_path):
 def test_host_arenas_are_filled_without_files(source_dir, deltas, tmp_path):
     stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=YARN)
     out = convert_to_safetensors(stretched, tmp_path / "out", dtype=torch.bfloat16)
-    direct, read = (load_weights(each, torch.bfloat16) for each in (stretched, open_checkpoint(out)))
+    direct, read = (load_plain(each, torch.bfloat16) for each in (stretched, open_checkpoint(out)))
     assert direct.config == read.config and direct.total_bytes == read.total_bytes
     for layer in (None, *range(direct.config.num_layers)):
         before, after = direct.views(layer), read.views(layer)

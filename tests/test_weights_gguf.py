@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from tests.helpers.models import rows_of
+from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from tests.helpers.models import load_plain, rows_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -92,7 +92,7 @@ def write(
 
 def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
     source = open_checkpoint(path)
-    weights = load_weights(source, dtype)
+    weights = load_plain(source, dtype)
     state = model.state_dict()
     table = checkpoint_tensors(source.config())
     assert set(table) == {name for name, _ in model.named_parameters()}
@@ -272,7 +272,7 @@ def test_fuzzed_headers_never_raise_anything_else(tmp_path):
         with contextlib.suppress(CheckpointError):
             describe_model(path)
         try:
-            load_weights(open_checkpoint(path), torch.float32).close()
+            load_plain(open_checkpoint(path), torch.float32).close()
         except CheckpointError:
             refused += 1
     assert refused > 150

@@ -18,9 +18,8 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
 from offload_runtime.model import Window
 from offload_runtime.weights import open_checkpoint
-from offload_runtime.weights.loader import load_weights
 from tests.helpers.assembly import make_runner
-from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, random_tokens
+from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, load_plain, random_tokens
 from tests.helpers.widening import (
     GQA,
     MHA,
@@ -227,7 +226,7 @@ def test_host_arenas_are_filled_without_files(device, tmp_path):
     source = opened(small_model(), tmp_path / "small")
     widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
     out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide")
-    direct, read = (load_weights(each, torch.float32) for each in (widened, open_checkpoint(out)))
+    direct, read = (load_plain(each, torch.float32) for each in (widened, open_checkpoint(out)))
     assert direct.config == read.config and direct.total_bytes == read.total_bytes
     for layer in (None, *range(GQA.num_layers)):
         before, after = direct.views(layer), read.views(layer)

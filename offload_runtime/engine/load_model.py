@@ -173,7 +173,7 @@ def load_model(
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     with ExitStack() as undo:
-        weights = load_weights(source, plan.dtype, layout=plan.layout, pin=pin, registrar=registrar, on_progress=report)
+        weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)
         undo.callback(weights.close)
         memory = lock_layers(weights, plan, registrar)
         undo.callback(memory.close)

@@ -71,9 +71,8 @@ class HostWeights:
 
 def load_weights(
     source: CheckpointSource,
-    dtype: torch.dtype,
+    layout: ModelLayout,
     *,
-    layout: ModelLayout | None = None,
     pin: Collection[int] = (),
     registrar: Registrar | None = None,
     on_progress: Progress | None = None,
@@ -82,8 +81,7 @@ def load_weights(
 
     Args:
         source: An opened checkpoint.
-        dtype: That the model computes in; stored values are converted.
-        layout: How its blocks are packed; by default plainly in `dtype`.
+        layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
         registrar: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
@@ -93,8 +91,6 @@ def load_weights(
         BudgetError: Not enough memory. Nothing stays allocated.
     """
     started = time.perf_counter()
-    layout = layout or ModelLayout.plain(source.config(), dtype)
-    assert layout.dtype == dtype, f"a layout for {layout.dtype} cannot hold a model in {dtype}"
     shared = HostArena(layout.shared.total_bytes, name="embedding and lm_head")
     layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
     weights = HostWeights(source.config(), layout, layers, shared)

@@ -102,7 +102,9 @@ def make_runner(
         hf_model.save_pretrained(directory)
     source = open_checkpoint(directory)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
-    weights = load_weights(source, dtype, layout=layout, pin=pin, registrar=make_registrar(device))
+    weights = load_weights(
+        source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=make_registrar(device)
+    )
     config = weights.config
     engine = engine or make_copy_engine(device)
     layout, slot_bytes = weights.layout, max(weights.layout.layer_bytes)
