@@ -418,5 +418,5 @@ def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPat
         rows = QueryRows(torch.tensor([[700 + step]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), CAPACITY)
         for layer in range(LAYERS):
             q = torch.ones(1, 1, 4, 4)
-            cache.attend(layer, q, rows, scale=0.5, sliding_window=None, prefill=False)
+            cache.attend(layer, q, rows, prefill=False)
         assert chosen == list(range(LAYERS)), "chosen by another step than the first"

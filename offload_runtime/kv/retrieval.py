@@ -220,7 +220,7 @@ class RetrievalCache:
         self._policy = make_policy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
-        self._source = source
+        self._source, self._config = source, config
         self._batch = batch
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
@@ -285,12 +285,10 @@ class RetrievalCache:
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
-        assert sliding_window is None and not prefill and q.shape[0] == len(self._rows)
-        first, count = self._rows.start, len(self._rows)
+        assert self._config.layer_windows[layer] is None and not prefill and q.shape[0] == len(self._rows)
+        scale, first, count = self._config.attention_scale, self._rows.start, len(self._rows)
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
@@ -359,12 +357,10 @@ class RetrievedDraftCache(RetrievalCache):
             self._reach[sequence] = max(self._reach[sequence], self.recent[sequence].start * BLOCK_TOKENS)
         return grown
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
-        whole = prefill or sliding_window is not None  # a window is close by, and no chunk stands for it
-        attend = self._source.attend if whole else super().attend
-        return attend(layer, q, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+        # A sliding window is close by, and no chunk stands for it.
+        whole = prefill or self._config.layer_windows[layer] is not None
+        return (self._source.attend if whole else super().attend)(layer, q, rows, prefill=prefill)
 
     def truncate(self, sequence: int, length: int) -> None:
         self._source.truncate(sequence, length)

@@ -40,10 +40,8 @@ def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
             message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
         elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
-        elif isinstance(error, OSError):
-            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
         else:
-            message = f"downloading {repo_id} failed ({error}): try again later"
+            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
         raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 
