@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,6 +181,11 @@ class ModelConfig:
             object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
         if not self.layer_rope:
             object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
+
+    @cached_property
+    def attention_scale(self) -> float:
+        """What the dot products of queries and keys are multiplied by."""
+        return float(self.head_dim**-0.5)
 
     @property
     def q_size(self) -> int:

@@ -17,7 +17,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.copy import ThreadCopyEngine
+from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedChunks, RetrievedDraftCache
@@ -418,5 +418,5 @@ def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPat
         rows = QueryRows(torch.tensor([[700 + step]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), CAPACITY)
         for layer in range(LAYERS):
             q = torch.ones(1, 1, 4, 4)
-            cache.attend(layer, q, rows, scale=0.5, sliding_window=None, prefill=False)
+            cache.attend(layer, q, rows, prefill=False)
         assert chosen == list(range(LAYERS)), "chosen by another step than the first"

@@ -18,8 +18,9 @@ import torch
 from common import options_from, peer_parser
 from measurement import measure, measure_peer
 from models import load_draft
+from widening.convert import convert_to_safetensors
 
-from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.widening import GQA, WidenedCheckpoint
 

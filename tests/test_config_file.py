@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import describe_model, model_config_from_transformers, open_checkpoint
-from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS
+from offload_runtime.weights import describe_model, open_checkpoint
+from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, model_config_from_transformers
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 NAMES = sorted(path.name for path in CONFIGS.iterdir())

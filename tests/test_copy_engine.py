@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy import make_copy_engine, measure_link_gbps
+from offload_runtime.copy.queue import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 

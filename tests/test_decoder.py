@@ -15,8 +15,7 @@ from offload_runtime.errors import ContextLengthError
 from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.runners.target import window_pass
-from offload_runtime.weights import PlainWeight
-from offload_runtime.weights.architectures import model_config_from_transformers
+from offload_runtime.weights.encoding import PlainWeight
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 from tests.helpers.models import (
@@ -25,6 +24,7 @@ from tests.helpers.models import (
     SHORT_LENGTH,
     all_logits,
     cached_logits,
+    model_config_from_transformers,
     random_model,
     random_tokens,
     tree_logits,

@@ -15,7 +15,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.kv import DeviceKVCache
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievedDraftCache, retrieved_draft_bytes
+from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedDraftCache, retrieved_draft_bytes
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs
@@ -89,7 +89,7 @@ class Attended:
     held: torch.Tensor  # the same
     out: torch.Tensor  # [T, H, D]
 
-    def choice(self, policy: ChunkPolicy) -> torch.Tensor:
+    def choice(self, policy: RetrievalPolicy) -> torch.Tensor:
         """[H_kv, K]: what its own queries choose."""
         available = self.first_recent // CHUNK
         return policy.select(

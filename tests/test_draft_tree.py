@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
-from offload_runtime.weights import PlainWeight
+from offload_runtime.weights.encoding import PlainWeight
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered

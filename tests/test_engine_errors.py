@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.copy import ThreadCopyEngine
+from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
 from offload_runtime.engine import load_model as assembly

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from widening.convert import convert_to_safetensors
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import write_noisy_copy
 from tests.helpers.sampling import sample
 
@@ -29,8 +31,9 @@ pytestmark = pytest.mark.timeout(600)  # the model may have to be downloaded
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    return fetch_demo_model()
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As transformers loads it too."""
+    return convert_to_safetensors(open_checkpoint(fetch_demo_model()), tmp_path_factory.mktemp("models") / "demo")
 
 
 @pytest.fixture(scope="module")

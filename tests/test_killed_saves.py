@@ -116,7 +116,6 @@ def test_a_noisy_copy(tmp_path: Path) -> None:
     kill_while(OF_A_NOISY_COPY, source, out)
     assert not out.exists() and len(list(tmp_path.iterdir())) == 2
     write_noisy_copy(source, out, noise=0.1)
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}, "what was left is gone"
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
     original, noisy = (load_file(directory / "model.safetensors") for directory in (source, out))
     assert noisy.keys() == original.keys()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy import ThreadCopyEngine
+from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv import host_io
 from offload_runtime.model import Window

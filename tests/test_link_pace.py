@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_runtime.copy import CopyEngine, ThreadCopyEngine, make_copy_engine, measure_link_gbps
-from offload_runtime.copy.queue import LinkPace, host_pace
+from offload_runtime.copy import CopyEngine, make_copy_engine, measure_link_gbps
+from offload_runtime.copy.queue import LinkPace, ThreadCopyEngine, host_pace
 
 CPU = torch.device("cpu")
 MS = 1_000_000

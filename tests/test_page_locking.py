@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import PAGE_BYTES, CudaRegistrar, HostArena, LockedPages, make_registrar
+from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar, make_registrar
 from tests.helpers.page_locking import REFUSED, LimitedRegistrar
 
 NO_LIMIT = 1 << 60
@@ -18,17 +18,17 @@ NO_LIMIT = 1 << 60
 def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None:
     """Five blocks, the last of them shorter."""
     registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=() if refuse_call is None else (refuse_call,))
-    pages = LockedPages(64 * PAGE_BYTES, 9 * PAGE_BYTES)
-    blocks = 5 if refuse_call is None else refuse_call
-    assert pages.lock(registrar, 2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
+    arena = HostArena(9 * PAGE_BYTES, name="layer 0")
+    start, blocks = arena.buffer.data_ptr(), 5 if refuse_call is None else refuse_call
+    assert arena.lock(registrar, 2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
     expected = min(2 * blocks, 9) * PAGE_BYTES
-    assert pages.locked_bytes == registrar.locked_bytes == expected
-    assert sorted(registrar.locked) == [(64 + 2 * block) * PAGE_BYTES for block in range(blocks)]
-    assert pages.lock(registrar, 2 * PAGE_BYTES) == 0  # it goes on where it was refused
-    assert pages.locked_bytes == registrar.locked_bytes == 9 * PAGE_BYTES
-    pages.unlock()
-    pages.unlock()
-    assert pages.locked_bytes == 0 and not registrar.locked
+    assert arena.pinned_bytes == registrar.locked_bytes == expected
+    assert sorted(registrar.locked) == [start + 2 * block * PAGE_BYTES for block in range(blocks)]
+    assert arena.lock(registrar, 2 * PAGE_BYTES) == 0  # it goes on where it was refused
+    assert arena.pinned_bytes == registrar.locked_bytes == 9 * PAGE_BYTES
+    arena.unpin()
+    arena.unpin()
+    assert arena.pinned_bytes == 0 and not registrar.locked
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
 
 def test_a_cpu_locks_nothing() -> None:
     assert make_registrar(torch.device("cpu")) is None
-    assert isinstance(make_registrar(torch.device("cuda")), CudaRegistrar)
+    assert isinstance(make_registrar(torch.device("cuda")), Registrar)
 
 
 @pytest.mark.gpu
 def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
-    registrar = CudaRegistrar()
+    registrar = Registrar()
     arena = HostArena(1 << 20, name="layer 0")
     arena.pin(registrar)
     assert registrar.register(arena.buffer.data_ptr(), arena.nbytes) != 0  # it is locked already
@@ -92,12 +92,12 @@ def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
 
 @pytest.mark.gpu
 def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload_runtime.copy import COPY_PIECE_BYTES, CudaCopyEngine
+    from offload_runtime.copy.queue import COPY_PIECE_BYTES, CudaCopyEngine
 
     monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
     arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
-    assert arena.pin_blocks(CudaRegistrar())
+    assert arena.pin_blocks(Registrar())
     gpu = torch.zeros(arena.nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     engine = CudaCopyEngine(torch.device("cuda"))

@@ -15,7 +15,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig, chunks_of_budget
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv.retrieval import (
-    ChunkPolicy,
     RetrievalPolicy,
     RetrievedChunks,
     retrieved_bytes,
@@ -50,7 +49,7 @@ def _keys(context: torch.Tensor, layer: int, sequence: int, head: int, count: in
     return context[layer, sequence, :, 0, head].flatten(0, 1)[:count].double().cpu()
 
 
-def _tell(policy: ChunkPolicy, context: torch.Tensor) -> None:
+def _tell(policy: RetrievalPolicy, context: torch.Tensor) -> None:
     """All blocks, through a ring of two that lies beside another sequence's, as a cache passes them on."""
     for layer in range(NUM_LAYERS):
         for sequence in range(context.shape[1]):
@@ -62,9 +61,9 @@ def _tell(policy: ChunkPolicy, context: torch.Tensor) -> None:
 
 
 def _policy(
-    kind: Callable[..., ChunkPolicy], config: ModelConfig, *, budget_tokens: int = 96, chunk_size: int = 8,
+    kind: Callable[..., RetrievalPolicy], config: ModelConfig, *, budget_tokens: int = 96, chunk_size: int = 8,
     budget: DeviceBudget | None = None,
-) -> ChunkPolicy:  # fmt: skip
+) -> RetrievalPolicy:  # fmt: skip
     return kind(
         config, torch.float32, budget_tokens=budget_tokens, chunk_size=chunk_size,
         capacity_tokens=NUM_BLOCKS * BLOCK_TOKENS - 5, batch=2, budget=budget or DeviceBudget(DEVICE, None),

@@ -14,10 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy import CudaCopyEngine, StagingWriteEngine, ThreadCopyEngine
+from offload_runtime.copy import StagingWriteEngine
+from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache, host_io
-from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
+from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV, StagedKV
@@ -332,7 +333,7 @@ def test_writing_to_pageable_memory_is_pipelined_on_the_gpu() -> None:
     gpu, nbytes, pieces, piece_bytes = torch.device("cuda"), 256 << 20, 8, 16 << 20
     host, ring = HostArena(nbytes, name="blocks"), HostArena(pieces * piece_bytes, name="ring")
     pageable = PageableMemory()
-    ring.pin(CudaRegistrar())
+    ring.pin(Registrar())
     pageable.enter(host.buffer)
     engine = StagingWriteEngine(
         CudaCopyEngine(gpu), list(ring.buffer.view(pieces, -1)), pageable, num_threads=4

@@ -14,7 +14,7 @@ from offload_runtime.copy import StagingCopyEngine, StagingWriteEngine
 from offload_runtime.engine import Runtime, staged_layers
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.memory import CudaRegistrar
+from offload_runtime.memory import Registrar
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, staging_rings
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
@@ -302,7 +302,7 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
     for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
         weights_bytes = (NUM_LAYERS - resident) * plan.target.host_bytes_of_layers([0])
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
-        registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=CudaRegistrar()))
+        registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=Registrar()))
         with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from offload_runtime.config import GB, GIB, RuntimeConfig
-from offload_runtime.copy import CudaCopyEngine, StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.copy import StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.copy.queue import CudaCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
@@ -22,7 +23,7 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.memory import CudaRegistrar, HostArena, PageableMemory
+from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import common_figures, limits_here, machine_figures, pass_time, plan_run
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.weights import describe_model
@@ -330,7 +331,7 @@ def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int, monkeypatch: p
     options: dict[str, Any] = {"device": "cuda", "resident_layers": 0, "draft": "none", "dtype": "bf16"}
     seen = []
     for count in (NUM_LAYERS, NUM_LAYERS // 2, 2):
-        registrar = LimitedRegistrar(count * layer_bytes, real=CudaRegistrar())
+        registrar = LimitedRegistrar(count * layer_bytes, real=Registrar())
         lock_with(monkeypatch, registrar)
         with Runtime.load(target, **options) as runtime:
             assert (not staged_of(runtime)) == (count == NUM_LAYERS)
@@ -349,7 +350,7 @@ def test_staged_streaming_reaches_8_gbps() -> None:
         arena.buffer.fill_(index + 1)
     shape = ring_shape(nbytes)
     ring = HostArena(shape.nbytes, name="ring")
-    ring.pin(CudaRegistrar())
+    ring.pin(Registrar())
     pageable = PageableMemory()
     for arena in arenas:
         pageable.enter(arena.buffer)

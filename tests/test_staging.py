@@ -13,14 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy import (
-    MOST_THREADS,
-    CopyEngine,
-    StagingCopyEngine,
-    ThreadCopyEngine,
-    ring_shape,
-    staging_threads,
-)
+from offload_runtime.copy import MOST_THREADS, CopyEngine, StagingCopyEngine, ring_shape, staging_threads
+from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory

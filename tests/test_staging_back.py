@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.copy import StagingWriteEngine, ThreadCopyEngine
+from offload_runtime.copy import StagingWriteEngine
+from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
 from tests.helpers.copy_hooks import before_each_copy

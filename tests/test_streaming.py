@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.copy import CopyEngine, CudaCopyEngine, ThreadCopyEngine
+from offload_runtime.copy import CopyEngine
+from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy

@@ -16,15 +16,16 @@ import widen_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from widen_model import parse_rope
+from widening.convert import convert_to_safetensors
 from widening.shapes import SHAPES
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.model import RopeTable, Window
-from offload_runtime.weights import CheckpointSource, convert_to_safetensors, load_weights, open_checkpoint
+from offload_runtime.weights import CheckpointSource, open_checkpoint
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import byte_level_tokenizer
-from tests.helpers.models import all_logits, cached_logits, random_tokens
+from tests.helpers.models import all_logits, cached_logits, load_plain, random_tokens
 from tests.helpers.widening import WidenedCheckpoint, WideShape, rope, small_model, tensors_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +124,7 @@ def test_written_files_are_the_fine_tuned_model(source_dir, deltas, tmp_path):
 def test_host_arenas_are_filled_without_files(source_dir, deltas, tmp_path):
     stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=YARN)
     out = convert_to_safetensors(stretched, tmp_path / "out", dtype=torch.bfloat16)
-    direct, read = (load_weights(each, torch.bfloat16) for each in (stretched, open_checkpoint(out)))
+    direct, read = (load_plain(each, torch.bfloat16) for each in (stretched, open_checkpoint(out)))
     assert direct.config == read.config and direct.total_bytes == read.total_bytes
     for layer in (None, *range(direct.config.num_layers)):
         before, after = direct.views(layer), read.views(layer)
@@ -132,16 +133,16 @@ def test_host_arenas_are_filled_without_files(source_dir, deltas, tmp_path):
     read.close()
 
 
-def widened(source: CheckpointSource, out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def widened(source: CheckpointSource, out: Path) -> Path:
     """Written with heads of 128 channels in fp32."""
-    return write(WidenedCheckpoint(source, HEADS_OF_128), out, monkeypatch)
+    return write(WidenedCheckpoint(source, HEADS_OF_128), out)
 
 
-def test_widened_logits_are_the_fine_tuned_models_at_any_length(source_dir, deltas, tmp_path, monkeypatch):
+def test_widened_logits_are_the_fine_tuned_models_at_any_length(source_dir, deltas, tmp_path):
     """Before, at and far behind the length that the model had before; at once, and token by token across it."""
     expected = tuned_model(source_dir, deltas, YARN, 1024)
     stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=YARN)
-    out = widened(stretched, tmp_path / "wide", monkeypatch)
+    out = widened(stretched, tmp_path / "wide")
     wide = AutoModelForCausalLM.from_pretrained(out)
     for length in (40, 64, 65, 400):
         tokens = random_tokens(length)
@@ -153,11 +154,11 @@ def test_widened_logits_are_the_fine_tuned_models_at_any_length(source_dir, delt
     assert error(cached_logits(wide, pieces), cached_logits(expected, pieces)) < 1e-5
 
 
-def test_widened_logits_are_the_fine_tuned_models_up_to_128k(source_dir, deltas, tmp_path, monkeypatch):
+def test_widened_logits_are_the_fine_tuned_models_up_to_128k(source_dir, deltas, tmp_path):
     long = rope("yarn", factor=16.0, original_max_position_embeddings=8192) | {"rope_theta": 1e5}
     expected = tuned_model(source_dir, deltas, long, 131072)
     stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=long)
-    wide = AutoModelForCausalLM.from_pretrained(widened(stretched, tmp_path / "wide", monkeypatch))
+    wide = AutoModelForCausalLM.from_pretrained(widened(stretched, tmp_path / "wide"))
     tokens = random_tokens(96)
     for last in (8191, 8192, 131071):
         near, spread = torch.arange(last - 95, last + 1), torch.linspace(0, last, 96).long()
@@ -205,7 +206,7 @@ def test_what_is_left_out_stays_the_sources(source_dir):
     asked = StretchedCheckpoint(source, rope=YARN, max_position_embeddings=512).config()
     assert asked.max_position_embeddings == 512
     assert source.config().rope_parameters["rope_type"] == "default"  # nothing of the source was touched
-    assert source.hf_config().max_position_embeddings == 64
+    assert source.hf_config.max_position_embeddings == 64
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"

@@ -4,9 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -14,10 +11,10 @@ import pytest
 import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
+from widening.convert import atomic_directory, convert_to_safetensors
 
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.weights import convert_to_safetensors, open_checkpoint
-from offload_runtime.weights.convert import atomic_directory
+from offload_runtime.weights import open_checkpoint
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
@@ -134,30 +131,6 @@ def test_interrupted_run_leaves_nothing(model_dir, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out", on_progress=interrupt)
     assert entries(tmp_path) == {"source"}
-
-
-KILLED = """
-import os, signal, sys
-from offload_runtime.weights import convert_to_safetensors, open_checkpoint
-convert_to_safetensors(open_checkpoint(sys.argv[1]), sys.argv[2],
-                       on_progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL there")
-def test_killed_run_is_cleaned_up_by_the_next(model_dir, tmp_path):
-    root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", KILLED, str(model_dir), str(tmp_path / "out")], cwd=root, check=False)
-    assert len(entries(tmp_path)) == 2 and not (tmp_path / "out").exists()  # the source and the remains
-    # A live process of this host however old its directory; another host's until it has been still for a day.
-    elsewhere, forgotten = tmp_path / ".out.partial-0badc0de-999999999-b", tmp_path / ".out.partial-0badc0de-1-c"
-    with atomic_directory(tmp_path / "out", 0) as running:
-        for path, age_s in ((running, 1e6), (elsewhere, 80_000), (forgotten, 90_000)):
-            path.mkdir(exist_ok=True)
-            os.utime(path, (time.time() - age_s,) * 2)
-        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
-        assert entries(tmp_path) == {"source", "out", running.name, elsewhere.name}
-        shutil.rmtree(tmp_path / "out")
 
 
 def test_parents_that_cannot_be_made_are_told_with_the_free_space(tmp_path, monkeypatch):

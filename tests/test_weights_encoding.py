@@ -21,18 +21,11 @@ from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
 from offload_runtime.plan.search import place_layers, place_staged
-from offload_runtime.weights import (
-    DescribedModel,
-    ModelLayout,
-    Plain,
-    layer_layout,
-    load_weights,
-    open_checkpoint,
-    shared_layout,
-)
-from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights import DescribedModel, ModelLayout, layer_layout, load_weights, open_checkpoint
+from offload_runtime.weights.encoding import Fill, Plain
+from offload_runtime.weights.layout import shared_layout
 from tests.helpers.assembly import make_runner
-from tests.helpers.models import random_model, random_tokens
+from tests.helpers.models import load_plain, random_model, random_tokens
 from tests.helpers.planning import PROPERTY
 
 MACHINE = MachineFigures("some", 200 * GB, GB, 25.0, 1000.0, 900 * GB, {"bf16": 165.0, "fp32": 80.0})
@@ -135,8 +128,8 @@ def test_bits_do_not_depend_on_how_a_layer_is_stored(
 def test_loading_fills_and_counts_what_is_stored(checkpoint: Path) -> None:
     source = open_checkpoint(checkpoint)
     layout, seen = mixed(source.config(), HALVED), list[tuple[int, int]]()
-    plain = load_weights(source, torch.float32)
-    weights = load_weights(source, torch.float32, layout=layout, on_progress=lambda *pair: seen.append(pair))
+    plain = load_plain(source, torch.float32)
+    weights = load_weights(source, layout, on_progress=lambda *pair: seen.append(pair))
     assert seen[-1] == (layout.total_bytes,) * 2 and seen == sorted(seen) and layout.total_bytes < plain.total_bytes
     for layer in (None, *range(source.config().num_layers)):
         stored = weights.views(layer)
@@ -163,7 +156,7 @@ def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
     plan = place_layers(replace(plan, limits=replace(plan.limits, device_bytes=None)))
     assert (plan.placement.resident_layers, plan.placement.num_slots) == ((1, 3), 2)
     budget, engine = DeviceBudget(CPU, None), make_copy_engine(CPU)
-    weights = load_weights(source, torch.float32, layout=layout)
+    weights = load_weights(source, layout)
     model = connect_model(
         weights, plan.target, budget, CopyQueues(engine), name="target", memory=StagedMemory(plan.target.placement)
     )

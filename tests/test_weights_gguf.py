@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from tests.helpers.models import rows_of
+from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from tests.helpers.models import load_plain, rows_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -92,7 +92,7 @@ def write(
 
 def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
     source = open_checkpoint(path)
-    weights = load_weights(source, dtype)
+    weights = load_plain(source, dtype)
     state = model.state_dict()
     table = checkpoint_tensors(source.config())
     assert set(table) == {name for name, _ in model.named_parameters()}
@@ -148,7 +148,7 @@ def test_same_as_transformers_own_reader(tmp_path):
         tmp_path / "m.gguf", "llama", build("llama"), kind="Q8_0", extra=lambda w: w.add_rope_dimension_count(16)
     )
     oracle = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
-    ours = open_checkpoint(path).hf_config()
+    ours = open_checkpoint(path).hf_config
     for name in COMPARED:
         assert getattr(ours, name) == getattr(oracle, name), name
 
@@ -180,7 +180,7 @@ def test_rope_scaling_gives_the_frequencies_of_the_original(tmp_path, kind):
     tensors = {"rope_freqs.weight": (plain / wanted).numpy()} if kind == "llama3" else {}
     path = write(tmp_path / "m.gguf", "llama", model, extra=add, tensors=tensors)
     assert describe_model(path).config() == open_checkpoint(path).config()
-    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config())
+    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config)
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(found, plain)
     assert found_scaling == pytest.approx(scaling)
@@ -272,7 +272,7 @@ def test_fuzzed_headers_never_raise_anything_else(tmp_path):
         with contextlib.suppress(CheckpointError):
             describe_model(path)
         try:
-            load_weights(open_checkpoint(path), torch.float32).close()
+            load_plain(open_checkpoint(path), torch.float32).close()
         except CheckpointError:
             refused += 1
     assert refused > 150

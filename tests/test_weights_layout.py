@@ -8,15 +8,9 @@ import transformers
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import (
-    PackedLayout,
-    checkpoint_tensors,
-    layer_layout,
-    model_config_from_transformers,
-    packed_bytes,
-    shared_layout,
-)
-from tests.helpers.models import rows_of
+from offload_runtime.weights import checkpoint_tensors, layer_layout, packed_bytes
+from offload_runtime.weights.layout import PackedLayout, shared_layout
+from tests.helpers.models import model_config_from_transformers, rows_of
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5,

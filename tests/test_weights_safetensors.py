@@ -15,9 +15,9 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, load_weights, open_checkpoint
+from offload_runtime.weights import checkpoint_tensors, open_checkpoint
 from tests.helpers.engine import write_checkpoint
-from tests.helpers.models import rows_of
+from tests.helpers.models import load_plain, rows_of
 
 
 def save_tiny(directory: Path, *, shard: str = "5GB", **overrides) -> torch.nn.Module:
@@ -63,7 +63,7 @@ def test_shards_and_single_file_load_the_same(tmp_path):
     for name in ("one", "many"):
         source = open_checkpoint(str(tmp_path / name))
         assert source.native_dtype == torch.bfloat16
-        weights = load_weights(source, torch.bfloat16)
+        weights = load_plain(source, torch.bfloat16)
         state = model.state_dict()
         for key, destination in checkpoint_tensors(source.config()).items():
             assert torch.equal(rows_of(destination, weights.views(destination.layer)), state[key]), (name, key)
@@ -162,7 +162,7 @@ def test_tied_embeddings_with_and_without_a_stored_head(tmp_path):
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")
     assert open_checkpoint(directory).config().tie_word_embeddings
     rewrite(directory / "model.safetensors", lm_head__weight=torch.zeros(64, 32, dtype=torch.bfloat16))
-    weights = load_weights(open_checkpoint(directory), torch.bfloat16)
+    weights = load_plain(open_checkpoint(directory), torch.bfloat16)
     assert "lm_head" not in weights.views(None)
 
 
@@ -210,7 +210,7 @@ def test_fuzzed_headers_never_raise_anything_else(single):
             del damaged[rng.randrange(len(damaged)) :]
         file.write_bytes(damaged)
         try:
-            load_weights(open_checkpoint(single), torch.float32).close()
+            load_plain(open_checkpoint(single), torch.float32).close()
         except CheckpointError:
             refused += 1
     assert refused > 200

@@ -18,9 +18,8 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
 from offload_runtime.model import Window
 from offload_runtime.weights import open_checkpoint
-from offload_runtime.weights.loader import load_weights
 from tests.helpers.assembly import make_runner
-from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, random_tokens
+from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, load_plain, random_tokens
 from tests.helpers.widening import (
     GQA,
     MHA,
@@ -58,9 +57,9 @@ def our_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shape", [MHA, GQA, SAME_HEADS])
-def test_the_logits_are_the_small_models(shape, tied, tmp_path, monkeypatch):
+def test_the_logits_are_the_small_models(shape, tied, tmp_path):
     model = small_model(tie_word_embeddings=tied)
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), shape), tmp_path / "wide", monkeypatch)
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), shape), tmp_path / "wide")
     expected = all_logits(model, TOKENS)
     wide = AutoModelForCausalLM.from_pretrained(out)
     assert {name: getattr(wide.config, name) for name in ("hidden_size", "intermediate_size", "head_dim")} == {
@@ -73,10 +72,10 @@ def test_the_logits_are_the_small_models(shape, tied, tmp_path, monkeypatch):
     assert error(our_logits(out, TOKENS), expected) < 1e-5
 
 
-def test_multi_head_source_into_grouped_heads(tmp_path, monkeypatch):
+def test_multi_head_source_into_grouped_heads(tmp_path):
     """One query head per KV head goes into groups of four of which three say nothing."""
     model = small_model(num_attention_heads=3, num_key_value_heads=3)
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), GQA), tmp_path / "wide", monkeypatch)
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), GQA), tmp_path / "wide")
     assert error(all_logits(AutoModelForCausalLM.from_pretrained(out), TOKENS), all_logits(model, TOKENS)) < 1e-5
 
 
@@ -97,9 +96,9 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_rotary_embeddings(name, tmp_path, monkeypatch):
+def test_scaled_rotary_embeddings(name, tmp_path):
     model = small_model(rope_parameters=SCALINGS[name])
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), MHA), tmp_path / "wide", monkeypatch)
+    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), MHA), tmp_path / "wide")
     wide = AutoModelForCausalLM.from_pretrained(out)
     # longrope's frequencies change behind token 24: in one pass over all tokens, and while they come one by one.
     assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
@@ -108,12 +107,12 @@ def test_scaled_rotary_embeddings(name, tmp_path, monkeypatch):
     assert error(our_logits(out, TOKENS[:24]), all_logits(model, TOKENS[:24])) < 1e-5
 
 
-def test_a_stretched_model_is_the_small_model_under_yarn(tmp_path, monkeypatch):
+def test_a_stretched_model_is_the_small_model_under_yarn(tmp_path):
     model = small_model()
     source = opened(model, tmp_path / "small")
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
     widened = WidenedCheckpoint(StretchedCheckpoint(source, rope=yarn), MHA)
-    out = write(widened, tmp_path / "wide", monkeypatch)
+    out = write(widened, tmp_path / "wide")
     stretched = small_model(rope_parameters=yarn, max_position_embeddings=2048)
     wide = AutoModelForCausalLM.from_pretrained(out)
     assert widened.config().max_position_embeddings == wide.config.max_position_embeddings == 2048
@@ -204,14 +203,14 @@ def test_every_tensor_is_seeded_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_noise_is_the_small_models_and_moderate(tied, tmp_path, monkeypatch):
+def test_noise_is_the_small_models_and_moderate(tied, tmp_path):
     """The shape does not matter to the noise, more noise moves the logits further, and a tied head stays tied."""
     model = small_model(tie_word_embeddings=tied)
     source = opened(model, tmp_path / "small")
     expected, found = all_logits(model, TOKENS), {}
     for noise in (0.001, 0.02):
         for name, shape in (("mha", MHA), ("gqa", GQA)):
-            out = write(WidenedCheckpoint(source, shape, noise), tmp_path / f"{name}-{noise}", monkeypatch)
+            out = write(WidenedCheckpoint(source, shape, noise), tmp_path / f"{name}-{noise}")
             found[name, noise] = all_logits(AutoModelForCausalLM.from_pretrained(out), TOKENS)
         assert error(found["mha", noise], found["gqa", noise]) < 1e-5
     assert 1e-4 < error(found["mha", 0.001], expected) < 0.05
@@ -222,12 +221,12 @@ def test_noise_is_the_small_models_and_moderate(tied, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
+def test_host_arenas_are_filled_without_files(device, tmp_path):
     """What `load_weights` reads from the object has the logits of what is written, wherever the surplus is drawn."""
     source = opened(small_model(), tmp_path / "small")
     widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
-    out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide", monkeypatch)
-    direct, read = (load_weights(each, torch.float32) for each in (widened, open_checkpoint(out)))
+    out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide")
+    direct, read = (load_plain(each, torch.float32) for each in (widened, open_checkpoint(out)))
     assert direct.config == read.config and direct.total_bytes == read.total_bytes
     for layer in (None, *range(GQA.num_layers)):
         before, after = direct.views(layer), read.views(layer)
@@ -235,7 +234,7 @@ def test_host_arenas_are_filled_without_files(device, tmp_path, monkeypatch):
             if device == "cpu" or name in ("embedding", "o", "down"):
                 assert torch.equal(before[name].dense, after[name].dense), (layer, name)
     if device == "cuda":
-        redrawn = write(widened, tmp_path / "redrawn", monkeypatch)
+        redrawn = write(widened, tmp_path / "redrawn")
         logits = [all_logits(AutoModelForCausalLM.from_pretrained(path), TOKENS) for path in (out, redrawn)]
         assert error(*logits) < 1e-5
     direct.close()

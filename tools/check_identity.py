@@ -22,9 +22,11 @@ import harness
 import torch
 from harness import check_out, emit, leading_agreement, provenance
 from widening.checkpoint import write_noisy_copy
+from widening.convert import convert_to_safetensors
 
 from offload_runtime.engine import GenerationResult, Runtime, fetch_demo_model
 from offload_runtime.memory import resolve_device
+from offload_runtime.weights import open_checkpoint
 
 PROMPTS = {
     "prose": "The history of the steam engine began when",
@@ -130,10 +132,13 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
     check_out(arguments.out)
-    model = arguments.model or fetch_demo_model(on_progress=print)
     # Before the run: the tree may change while it goes on.
     where = provenance(resolve_device(arguments.device), commit=arguments.commit)
     with tempfile.TemporaryDirectory() as scratch:
+        model = arguments.model
+        if model is None:
+            demo = fetch_demo_model(on_progress=print)
+            model = convert_to_safetensors(open_checkpoint(demo), Path(scratch) / demo.stem)
         noisy = write_noisy_copy(model, Path(scratch) / "noisy", noise=arguments.noise)
         rows = run(model, noisy, arguments)
     exact = all(row["identical"] for row in rows)

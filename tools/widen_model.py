@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import harness
 from harness import DTYPES
 from widening.checkpoint import WidenedCheckpoint
+from widening.convert import convert_to_safetensors
 from widening.made import random_llama
 from widening.shapes import SHAPES, shape_named
 from widening.stretched import StretchedCheckpoint
@@ -33,7 +34,7 @@ from widening.stretched import StretchedCheckpoint
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.weights import CheckpointSource, convert_to_safetensors, fetch_demo_model, open_checkpoint
+from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
 
 _WAY_OUT = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 

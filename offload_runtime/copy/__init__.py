@@ -8,15 +8,7 @@ On CUDA the queue is a stream and the events are CUDA events. On the CPU the que
 schedule, with real concurrency, runs and is tested anywhere.
 """
 
-from offload_runtime.copy.queue import (
-    COPY_PIECE_BYTES,
-    CopyEngine,
-    CopyQueues,
-    CudaCopyEngine,
-    ThreadCopyEngine,
-    make_copy_engine,
-    measure_link_gbps,
-)
+from offload_runtime.copy.queue import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.copy.staging import (
     FEWEST_PIECES,
     MOST_THREADS,

@@ -312,11 +312,10 @@ class CudaCopyEngine:
                 start.record(self._stream)
                 if self._pace is not None:
                     self._pace(0)
-                for offset in range(0, src.nbytes, COPY_PIECE_BYTES):
-                    piece = slice(offset, offset + COPY_PIECE_BYTES)
-                    dst[piece].copy_(src[piece], non_blocking=True)
+                for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
+                    target.copy_(piece, non_blocking=True)
                     if self._pace is not None:
-                        self._pace(src[piece].nbytes)
+                        self._pace(piece.nbytes)
                 end.record(self._stream)
                 ready.record(self._stream)
                 if source_free is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +99,7 @@ class _StagingQueue:
         self.log = self.engine.log
         self.new_event, self.compute_record = self.engine.new_event, self.engine.compute_record
         self._piece_bytes = self.ring[0].nbytes
-        self._pieces = deque(_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring)
+        self._pieces = cycle([_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring])
         self._movers = ThreadPoolExecutor(self.num_threads, _THREADS)
         self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
         self._below = threading.Lock()  # the queue below is asked by one thread at a time
@@ -131,11 +131,6 @@ class _StagingQueue:
         for threads in (self._movers, self._link):
             threads.shutdown()
         self.engine.close()
-
-    def _next_piece(self) -> _Piece:
-        """The piece whose turn it is."""
-        self._pieces.rotate(-1)
-        return self._pieces[-1]
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` to the beginning of `dst`: uint8 [n], host."""
@@ -183,6 +178,7 @@ class StagingCopyEngine(_StagingQueue):
     """
 
     failing = "staging from pageable memory"
+    _nothing: Future[None] = field(init=False, default_factory=finished)
     _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
@@ -204,7 +200,7 @@ class StagingCopyEngine(_StagingQueue):
             if start < locked_bytes:
                 self._last = self._link.submit(self._issue, self._last, partial(enqueue, src[start:end]))
                 continue
-            piece = self._next_piece()
+            piece = next(self._pieces)
             filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
             self.pageable.begin_read(filled)
             staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
@@ -226,30 +222,27 @@ class StagingCopyEngine(_StagingQueue):
             enqueue()
 
     def compute_wait(self, ready: Any) -> None:
-        self._wait_until_issued(ready)
+        self._wait(self._issued_with(ready))
         self.engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
-        issued = self._issued.get(id(ready))
-        if issued is not None:
-            if not issued.done():
-                return False
-            self._wait(issued)
+        issued = self._issued_with(ready)
+        if not issued.done():
+            return False
+        self._wait(issued)
         return self.engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
-        self._wait_until_issued(ready)
+        self._wait(self._issued_with(ready))
         self.engine.wait(ready)
 
     def drain(self) -> None:
         self._wait(self._last)
         self.engine.drain()
 
-    def _wait_until_issued(self, ready: Any) -> None:
+    def _issued_with(self, ready: Any) -> Future[None]:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        issued = self._issued.get(id(ready))
-        if issued is not None:
-            self._wait(issued)
+        return self._issued.get(id(ready), self._nothing)
 
 
 @dataclass(eq=False)
@@ -283,7 +276,7 @@ class StagingWriteEngine(_StagingQueue):
             return
         assert locked_bytes == 0, "a target is pageable wholly or not at all"
         for target, source in zip(dst.split(self._piece_bytes), src.split(self._piece_bytes), strict=True):
-            piece = self._next_piece()
+            piece = next(self._pieces)
             self._wait(piece.user)
             into = piece.buffer[: source.nbytes]
             self.engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)

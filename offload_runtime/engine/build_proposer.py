@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalCache, RetrievalPolicy
+from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import VerifierPlan
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
@@ -35,7 +35,7 @@ from offload_runtime.trace import TraceRecorder
 def make_proposer(
     draft: str, models: LoadedModels, verifier: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
     recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
-    make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
+    make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
@@ -47,7 +47,7 @@ def make_proposer(
         batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
         link: How long it is busy with passes, and behind them; None for nothing streamed.
-        make_policy: Makes what chooses the chunks of the retrieval verifier; takes the arguments of `RetrievalPolicy`.
+        make_policy: What chooses the chunks of the retrieval verifier.
     """
     link = link or LinkTimes()
     if verifier is not None:
@@ -74,7 +74,7 @@ def make_proposer(
 
 def _make_triforce(
     models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
-    make_policy: Callable[..., ChunkPolicy],
+    make_policy: type[RetrievalPolicy],
 ) -> Proposer:  # fmt: skip
     options, target, batch = plan.options, models.target.runner, plan.batch
     layers, source = target.streamer.resident_layers(), target.cache

@@ -173,7 +173,7 @@ def load_model(
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     with ExitStack() as undo:
-        weights = load_weights(source, plan.dtype, layout=plan.layout, pin=pin, blockwise=registrar, on_progress=report)
+        weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)
         undo.callback(weights.close)
         memory = lock_layers(weights, plan, registrar)
         undo.callback(memory.close)
@@ -215,7 +215,8 @@ def connect_model(
         engine = memory.to_device(queues.h2d)
         undo.callback(engine.close)
         streamer = LayerStreamer(
-            layers_host, dict(zip(kept, buffers, strict=True)), slots, make_views=layout.layer_views, engine=engine,
+            layers_host, dict(zip(kept, buffers, strict=True)), slots,
+            make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
             kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
         )  # fmt: skip
         runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)

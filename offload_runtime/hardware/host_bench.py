@@ -23,7 +23,7 @@ import psutil
 
 from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.memory import CudaRegistrar, HostArena, LockedPages
+from offload_runtime.memory import HostArena, Registrar
 
 # --- what the system says
 
@@ -293,15 +293,14 @@ def measure_pin_gbps(nbytes: int) -> float:
         BudgetError: It refuses to give it.
     """
     arena = _written_arena(nbytes)
-    pages = LockedPages(arena.buffer.data_ptr(), nbytes)
     times_s = []
     for _ in range(_TRIALS):
         started_s = time.perf_counter()
-        code = pages.lock(CudaRegistrar(), nbytes)
+        code = arena.lock(Registrar(), nbytes)
         times_s.append(time.perf_counter() - started_s)
         if code != 0:
             raise CannotMeasureError(f"the system refuses to lock {format_bytes(nbytes)} (CUDA error {code})")
-        pages.unlock()
+        arena.unpin()
     return nbytes / min(times_s) / GB
 
 
@@ -341,7 +340,7 @@ def try_pinnable_bytes(host: HostInfo, *, on_progress: OnProgress) -> int:
     try:
         for _ in counted(range(blocks), "pinning all", on_progress):
             arenas.append(_written_arena(GIB))
-            if not arenas[-1].pin_blocks(CudaRegistrar()):
+            if not arenas[-1].pin_blocks(Registrar()):
                 break
         locked_bytes = sum(arena.pinned_bytes for arena in arenas)
     finally:

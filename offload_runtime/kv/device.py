@@ -22,14 +22,13 @@ from offload_runtime.memory import DeviceBudget, upload
 
 
 class LayerCache(Protocol):
-    """What a decoder layer needs: a place for new keys and values, and attention over all that its queries see."""
+    """What a decoder layer needs: a place for new keys and values, and attention over all that its queries see, within
+    the layer's sliding window."""
 
     def store(self, layer: int) -> KVBlocks:
         """Where the rows of the running pass write their keys and values."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
@@ -109,6 +108,7 @@ class DeviceKVCache:
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
+        self._config = config
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
@@ -124,10 +124,9 @@ class DeviceKVCache:
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._data[layer, self._rows])
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
-        return attention(q, self.store(layer), rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
+        return attention(q, self.store(layer), rows, scale=scale, sliding_window=window, prefill=prefill)
 
     def length(self, sequence: int) -> int:
         return self._lengths[sequence]

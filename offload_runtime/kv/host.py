@@ -165,31 +165,28 @@ class HostKVCache:
             running.begin_layer(layer, self._passing(layer), ring[running.sequence], first)
         return KVBlocks(running.workspace)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
         running = None if layer in self._resident else self._prefill
         if layer in self._ring and running is None:
-            return self._attend_window(layer, q, rows, scale=scale, sliding_window=sliding_window)
-        kv = self.store(layer)
-        out = attention(q, kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+            return self._attend_window(layer, q, rows)
+        kv, scale, window = self.store(layer), self._config.attention_scale, self._config.layer_windows[layer]
+        out = attention(q, kv, rows, scale=scale, sliding_window=window, prefill=prefill)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.sequence]):
             self._notify(layer, running.sequence, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
 
-    def _attend_window(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None
-    ) -> torch.Tensor:
+    def _attend_window(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention of a decoding pass: of each sequence to its blocks on the host, as they come over the link, and
         then to those in the ring."""
         if self._views is None or self._views[0] is not rows:  # the same in every layer of a pass
             self._views = rows, [self._own_rows(rows, row, sequence) for row, sequence in enumerate(self._window)]
         views, state = self._views[1], AttentionState.empty(q)
+        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
 
         def attend(sequence: int, kv: KVBlocks, blocks: range) -> None:
             row = self._window.index(sequence)
             part = slice(row, row + 1)
-            attend_blocks(q[part], kv, views[row], blocks, state[part], scale=scale, sliding_window=sliding_window)
+            attend_blocks(q[part], kv, views[row], blocks, state[part], scale=scale, sliding_window=window)
 
         for run, piece in self._passing(layer):
             if run.sequence in self._window:

@@ -1,15 +1,14 @@
 """Attention to a few chunks of the far context, chosen by the current queries (TriForce, arXiv 2404.11912).
 
-Of every layer and KV head `RetrievedChunks` holds the chunks that a `ChunkPolicy` selects, fetched from the blocks that
-a cache keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for.
-What is recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so is a
-`RetrievedDraftCache`.
+Of every layer and KV head `RetrievedChunks` holds the chunks that a `RetrievalPolicy` selects, fetched from the blocks
+that a cache keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated
+for. What is recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so
+is a `RetrievedDraftCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
@@ -20,14 +19,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
-from offload_runtime.kv.device import (
-    BlockObserver,
-    DeviceKVCache,
-    allocate_blocks,
-    block_shape,
-    kv_cache_bytes,
-    num_blocks,
-)
+from offload_runtime.kv.device import DeviceKVCache, allocate_blocks, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.memory import DeviceBudget, overwrite
 
@@ -122,36 +114,6 @@ class RetrievedChunks:
         resident.masked_fill_(resident >= kept_chunks, -1)
 
 
-class ChunkPolicy(BlockObserver, Protocol):
-    """Chooses the chunks. It observes every block of a sequence's far context."""
-
-    def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
-        """Choose chunks by queries.
-
-        Args:
-            layer: Whose.
-            q: [B, R, H, D], rotated queries of B sequences, R at most 32.
-            available: How many chunks there are to choose from, those before the recent part: one number of each
-                sequence, on the host or [B] int32 on the device.
-            scale: Of the attention logits.
-            held: [B, H_kv, K] int32 on the device: the chunks that are at hand, -1 for none; they may be preferred.
-            rows_used: [B] int32 on the device: only so many of a sequence's first queries count. None: all.
-            sequence: The first row's; the others follow it.
-            most: Where the numbers are on the device: none of them is larger.
-
-        Returns:
-            [B, H_kv, K] int32 on the device: min(K, available) chunks of each head in ascending order, then -1.
-
-        Enqueues on the current stream and never synchronises.
-        """
-
-    def warm_up(self) -> None:
-        """Compile what chooses, however many chunks there are to choose from."""
-
-
 class RetrievalPolicy:
     """Chunks whose keys promise the largest softmax score, and the first chunk (TriForce, arXiv 2404.11912).
 
@@ -185,6 +147,7 @@ class RetrievalPolicy:
         ]
 
     def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """As of a `BlockObserver`: of every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
         here = self._summaries[layer].rows(sequence, sequence + 1)
         chunk_summaries(one, blocks, here, chunk_size=self._chunk_size)
@@ -193,6 +156,24 @@ class RetrievalPolicy:
         self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
         held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
+        """Choose chunks by queries.
+
+        Args:
+            layer: Whose.
+            q: [B, R, H, D], rotated queries of B sequences, R at most 32.
+            available: How many chunks there are to choose from, those before the recent part: one number of each
+                sequence, on the host or [B] int32 on the device.
+            scale: Of the attention logits.
+            held: [B, H_kv, K] int32 on the device: the chunks that are at hand, -1 for none; they may be preferred.
+            rows_used: [B] int32 on the device: only so many of a sequence's first queries count. None: all.
+            sequence: The first row's; the others follow it.
+            most: Where the numbers are on the device: none of them is larger.
+
+        Returns:
+            [B, H_kv, K] int32 on the device: min(K, available) chunks of each head in ascending order, then -1.
+
+        Enqueues on the current stream and never synchronises.
+        """
         counts = row_counts(available, q.shape[0], q.device)
         most = most if isinstance(available, torch.Tensor) else max(available)
         here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(most)
@@ -202,6 +183,7 @@ class RetrievalPolicy:
         )
 
     def warm_up(self) -> None:
+        """Compile what chooses, however many chunks there are to choose from."""
         codes = self._summaries[0].codes
         for count in different_counts(codes.shape[2]):
             scores = torch.zeros(1, codes.shape[1], count, device=codes.device)
@@ -221,7 +203,7 @@ class RetrievalCache:
         batch: Sequences of all of them.
         budget: Ledger to reserve from; see `retrieved_bytes` and `summaries_bytes`.
         name: What to call the chunks in the ledger.
-        make_policy: Makes what chooses chunks by the queries of a pass; takes the arguments of `RetrievalPolicy`.
+        make_policy: What chooses chunks by the queries of a pass.
 
     Raises:
         OptionError: The retrieval budget or the chunk size makes no sense.
@@ -231,14 +213,14 @@ class RetrievalCache:
     def __init__(
         self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
         chunk_size: int, batch: int, budget: DeviceBudget, name: str = "retrieved KV",
-        make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
+        make_policy: type[RetrievalPolicy] = RetrievalPolicy,
     ) -> None:  # fmt: skip
         sizes = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
         self.chunks = RetrievedChunks(config, dtype, **sizes, budget=budget, name=name)
         self._policy = make_policy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
-        self._source = source
+        self._source, self._config = source, config
         self._batch = batch
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
@@ -303,12 +285,10 @@ class RetrievalCache:
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
-        assert sliding_window is None and not prefill and q.shape[0] == len(self._rows)
-        first, count = self._rows.start, len(self._rows)
+        assert self._config.layer_windows[layer] is None and not prefill and q.shape[0] == len(self._rows)
+        scale, first, count = self._config.attention_scale, self._rows.start, len(self._rows)
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
@@ -377,12 +357,10 @@ class RetrievedDraftCache(RetrievalCache):
             self._reach[sequence] = max(self._reach[sequence], self.recent[sequence].start * BLOCK_TOKENS)
         return grown
 
-    def attend(
-        self, layer: int, q: torch.Tensor, rows: QueryRows, *, scale: float, sliding_window: int | None, prefill: bool
-    ) -> torch.Tensor:
-        whole = prefill or sliding_window is not None  # a window is close by, and no chunk stands for it
-        attend = self._source.attend if whole else super().attend
-        return attend(layer, q, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+        # A sliding window is close by, and no chunk stands for it.
+        whole = prefill or self._config.layer_windows[layer] is not None
+        return (self._source.attend if whole else super().attend)(layer, q, rows, prefill=prefill)
 
     def truncate(self, sequence: int, length: int) -> None:
         self._source.truncate(sequence, length)

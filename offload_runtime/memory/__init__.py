@@ -5,9 +5,7 @@ The lowest room: it knows bytes and devices, and nothing of what lies in them.
 
 from offload_runtime.memory.arena import (
     PAGE_BYTES,
-    CudaRegistrar,
     HostArena,
-    LockedPages,
     PageableMemory,
     Registrar,
     check_host_memory,

@@ -15,7 +15,6 @@ from bisect import bisect_right, insort
 from concurrent.futures import CancelledError, Future
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
@@ -32,22 +31,8 @@ LOCK_BLOCK_BYTES = 1 << 30
 # --- page-locking
 
 
-class Registrar(Protocol):
-    """Locks pages for full-speed asynchronous copies. Addresses and sizes are multiples of the page size."""
-
-    @property
-    def locked_bytes(self) -> int:
-        """What it has locked at the moment."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Lock `nbytes` from `address` on; returns CUDA's error code, 0 for success."""
-
-    def unregister(self, address: int) -> None:
-        """Unlock what was locked from `address` on, in one piece."""
-
-
-class CudaRegistrar:
-    """Locks pages for all GPUs of this process."""
+class Registrar:
+    """Locks pages for full-speed asynchronous copies to and from all GPUs of this process."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}  # bytes by address
@@ -58,6 +43,7 @@ class CudaRegistrar:
         return sum(self._blocks.values())
 
     def register(self, address: int, nbytes: int) -> int:
+        """Lock `nbytes` from `address` on, multiples of the page size; returns CUDA's error code, 0 for success."""
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code == 0:
             self._blocks[address] = nbytes
@@ -68,47 +54,21 @@ class CudaRegistrar:
         return code
 
     def unregister(self, address: int) -> None:
+        """Unlock what was locked from `address` on, in one piece."""
         del self._blocks[address]
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def make_registrar(device: torch.device) -> Registrar | None:
     """What locks pages for copies to `device`; None for a CPU, which reads any memory as fast."""
-    return CudaRegistrar() if device.type == "cuda" else None
+    return Registrar() if device.type == "cuda" else None
 
 
-class LockedPages:
-    """The locked blocks of one range of memory; they lie side by side from its beginning on.
-
-    Args:
-        address: Of the range, a multiple of the page size.
-        nbytes: Its size, a multiple of the page size.
-    """
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.locked_bytes = 0
-        self._address = address
-        self._nbytes = nbytes
-        self._blocks: list[tuple[Registrar, int]] = []  # who locked each, and its address
-
-    def lock(self, registrar: Registrar, block_bytes: int) -> int:
-        """Lock what is not locked yet in blocks of `block_bytes`; returns the code of a refusal, or 0."""
-        while self.locked_bytes < self._nbytes:
-            address = self._address + self.locked_bytes
-            nbytes = min(block_bytes, self._nbytes - self.locked_bytes)
-            code = registrar.register(address, nbytes)
-            if code != 0:
-                return code
-            self._blocks.append((registrar, address))
-            self.locked_bytes += nbytes
-        return 0
-
-    def unlock(self) -> None:
-        """Unlock all blocks."""
-        while self._blocks:
-            registrar, address = self._blocks.pop()
-            registrar.unregister(address)
-        self.locked_bytes = 0
+def _unlock(blocks: list[tuple[Registrar, int]]) -> None:
+    """Unlock blocks by who locked each and its address."""
+    while blocks:
+        registrar, address = blocks.pop()
+        registrar.unregister(address)
 
 
 # --- arenas
@@ -136,20 +96,34 @@ class HostArena:
             with contextlib.suppress(OSError):  # a kernel built without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
-        self._locked = LockedPages(self.buffer.data_ptr(), self.nbytes)
+        self.pinned_bytes = 0  # from the beginning on
+        self._locked: list[tuple[Registrar, int]] = []  # blocks side by side: who locked each, and its address
         # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
-        weakref.finalize(self, self._locked.unlock)
+        weakref.finalize(self, _unlock, self._locked)
+
+    def lock(self, registrar: Registrar, block_bytes: int) -> int:
+        """Page-lock what is not locked yet in blocks of `block_bytes`, a multiple of the page size, until the system
+        refuses; no copy may reach across two blocks. Returns CUDA's code of the refusal, or 0."""
+        while self.pinned_bytes < self.nbytes:
+            address = self.buffer.data_ptr() + self.pinned_bytes
+            nbytes = min(block_bytes, self.nbytes - self.pinned_bytes)
+            code = registrar.register(address, nbytes)
+            if code != 0:
+                return code
+            self._locked.append((registrar, address))
+            self.pinned_bytes += nbytes
+        return 0
 
     def pin(self, registrar: Registrar | None = None) -> None:
         """Page-lock the arena, as one block, for full-speed asynchronous copies.
 
         Args:
-            registrar: Who locks; None for CUDA.
+            registrar: Who locks; None for a `Registrar` of its own.
 
         Raises:
             BudgetError: The system does not let this process lock that much memory.
         """
-        code = self._locked.lock(registrar or CudaRegistrar(), self.nbytes)
+        code = self.lock(registrar or Registrar(), self.nbytes)
         if code != 0:
             self.unpin()
             raise BudgetError(
@@ -163,12 +137,7 @@ class HostArena:
 
         No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
         """
-        return self._locked.lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes from the beginning on whose pages are locked."""
-        return self._locked.locked_bytes
+        return self.lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
 
     @property
     def pinned(self) -> bool:
@@ -177,7 +146,8 @@ class HostArena:
 
     def unpin(self) -> None:
         """Unlock the pages."""
-        self._locked.unlock()
+        _unlock(self._locked)
+        self.pinned_bytes = 0
 
     def close(self) -> None:
         """Unlock the pages. They are returned to the system when the last tensor that views them is gone."""

@@ -134,19 +134,17 @@ def device_memory_used_by_others(index: int) -> int | None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no driver library: nothing to measure by
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            used_by_uuid = {
+                # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
+                pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
+                for handle in handles
+            }
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no driver library, or one that does not say: nothing to measure by
         return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        used_by_uuid = {
-            # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
-            pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
-            for handle in handles
-        }
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
     return used_by_uuid.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 

@@ -43,7 +43,6 @@ class Decoder:
         self.embedding = shared["embedding"].dense
         self.lm_head = shared.get("lm_head", shared["embedding"])
         self._final_norm = RowNorm(shared["final_norm"].dense, config.rms_norm_eps)
-        self._attention_scale = config.head_dim**-0.5
 
     def embed(self, rows: PassRows, tile_rows: int) -> torch.Tensor:
         """The residual stream at the bottom: [N padded to tiles, H]; padding rows are zero."""
@@ -144,11 +143,8 @@ class Decoder:
         if config.qk_norm:
             norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, config.rms_norm_eps)
         q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, cache.store(index), norm)
-        out = cache.attend(
-            index, q.view(*rows.shape, config.num_heads, config.head_dim), rows.query,
-            scale=self._attention_scale, sliding_window=config.layer_windows[index], prefill=rows.prefill,
-        )  # fmt: skip
-        mixed = out.reshape(rows.num_rows, -1)
+        q = q.view(*rows.shape, config.num_heads, config.head_dim)
+        mixed = cache.attend(index, q, rows.query, prefill=rows.prefill).reshape(rows.num_rows, -1)
         return _padded(mixed, qkv.shape[0] - rows.num_rows)
 
 

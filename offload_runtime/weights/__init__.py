@@ -1,21 +1,12 @@
-"""Weights: checkpoints are opened and validated, described, converted, and loaded into packed host arenas.
+"""Weights: checkpoints are opened and validated, described, and loaded into packed host arenas.
 
 How a matrix is stored is known here alone: others see a `Weight`, which multiplies rows, and bytes per layer. The room
 knows nothing of devices, copies and plans.
 """
 
-from offload_runtime.weights.architectures import model_config_from_transformers
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
-from offload_runtime.weights.convert import convert_to_safetensors
-from offload_runtime.weights.encoding import Encoding, Plain, PlainWeight, Weight
+from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.hub import fetch_demo_model
-from offload_runtime.weights.layout import (
-    ModelLayout,
-    PackedLayout,
-    checkpoint_tensors,
-    layer_layout,
-    packed_bytes,
-    shared_layout,
-)
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout, packed_bytes
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import describe_model, open_checkpoint

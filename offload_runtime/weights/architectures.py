@@ -23,7 +23,6 @@ ARCHITECTURES = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
-ACTIVATIONS = ("silu", "swish")  # two names of one function
 # transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 4096,
@@ -208,7 +207,7 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
 
     hidden, num_layers, num_heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
     head_dim = size("head_dim", hidden // num_heads)
-    if values["hidden_act"] not in ACTIVATIONS:
+    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
         raise UnsupportedArchitectureError(
             f"hidden activation {values['hidden_act']!r} is not supported: only silu is; choose another model"
         )
@@ -241,12 +240,6 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         )
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error
-
-
-def model_config_from_transformers(hf_config: Any) -> ModelConfig:
-    """Translate a transformers (5.17 to 5.23) configuration object: LlamaConfig, MistralConfig, Qwen2Config,
-    Qwen3Config or SmolLM3Config. Raises as `model_config_from_json`."""
-    return model_config_from_json(hf_config.to_dict(), "config.json")
 
 
 def read_configuration(settings: Mapping[str, Any], where: Path) -> tuple[Any, ModelConfig]:

@@ -22,7 +22,6 @@ from offload_runtime.weights.architectures import token_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.layout import checkpoint_tensors
 
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 5  # names listed in a message before "..."
 
 
@@ -45,36 +44,21 @@ class CheckpointSource(DescribedModel):
 
     Attributes:
         reference: What the user named, for messages.
-        transformers_config: The transformers configuration object.
+        hf_config: The transformers configuration object.
         fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
-        read_tokenizer: Reads transformers' tokenizer with its chat template.
+        tokenizer: Reads transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none.
         generation: The content of `generation_config.json`; None where there is none.
     """
 
     reference: str
-    transformers_config: Any
+    hf_config: Any
     fills: Mapping[str, Fill]
-    read_tokenizer: Callable[[], Any]
+    tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
-
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        return self.transformers_config
-
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none to be read."""
-        return self.read_tokenizer()
-
-    def generation_settings(self) -> dict[str, Any]:
-        """The content of `generation_config.json`, or the token ids that would be in it."""
-        if self.generation is not None:
-            return self.generation
-        ids = {name: getattr(self.transformers_config, name, None) for name in _TOKEN_IDS}
-        return {name: value for name, value in ids.items() if value is not None}
 
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        return token_ids(self.generation_settings().get("eos_token_id")) or self.model_config.eos_token_ids
+        return token_ids((self.generation or {}).get("eos_token_id")) or self.model_config.eos_token_ids
 
 
 # --- what the readers of both formats share

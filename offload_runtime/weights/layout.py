@@ -110,10 +110,6 @@ class ModelLayout:
         nbytes = {spec.name: spec.nbytes for spec in self.shared.tensors}
         return nbytes.get("lm_head", nbytes["embedding"])
 
-    def layer_views(self, layer: int, buffer: torch.Tensor) -> dict[str, Weight]:
-        """The weights of a layer in `buffer`: see `PackedLayout.views`."""
-        return self.layers[layer].views(buffer)
-
     def block(self, layer: int | None) -> PackedLayout:
         """The block of a layer, or with None the shared one."""
         return self.shared if layer is None else self.layers[layer]

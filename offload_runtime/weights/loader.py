@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from offload_runtime.config import GB, ModelConfig
-from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights.checkpoint import CheckpointSource, shortened
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.layout import Destination, ModelLayout, checkpoint_tensors
 
@@ -72,37 +71,31 @@ class HostWeights:
 
 def load_weights(
     source: CheckpointSource,
-    dtype: torch.dtype,
+    layout: ModelLayout,
     *,
-    layout: ModelLayout | None = None,
     pin: Collection[int] = (),
-    blockwise: Registrar | None = None,
+    registrar: Registrar | None = None,
     on_progress: Progress | None = None,
 ) -> HostWeights:
     """Read a checkpoint into packed host arenas.
 
     Args:
         source: An opened checkpoint.
-        dtype: That the model computes in; stored values are converted.
-        layout: How its blocks are packed; by default plainly in `dtype`.
+        layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
-        blockwise: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
-            None locks with CUDA, everything or nothing.
+        registrar: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
 
     Raises:
-        CheckpointError: A file ended early, or the source reads other tensors than the model has.
-        BudgetError: Not enough memory, or the system refuses to lock that much (unless `blockwise`). Nothing stays
-            allocated.
+        CheckpointError: A file ended early.
+        BudgetError: Not enough memory. Nothing stays allocated.
     """
     started = time.perf_counter()
-    layout = layout or ModelLayout.plain(source.config(), dtype)
-    assert layout.dtype == dtype, f"a layout for {layout.dtype} cannot hold a model in {dtype}"
     shared = HostArena(layout.shared.total_bytes, name="embedding and lm_head")
     layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
     weights = HostWeights(source.config(), layout, layers, shared)
     try:
-        _fill(weights, source, set(pin), blockwise, on_progress)
+        _fill(weights, source, set(pin), registrar, on_progress)
     except BaseException:
         weights.close()
         raise
@@ -113,17 +106,12 @@ def load_weights(
 
 
 def _fill(
-    weights: HostWeights, source: CheckpointSource, to_lock: set[int], blockwise: Registrar | None,
+    weights: HostWeights, source: CheckpointSource, to_lock: set[int], registrar: Registrar | None,
     on_progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete."""
     destinations = checkpoint_tensors(weights.config)
-    wrong = destinations.keys() ^ source.fills.keys()
-    if wrong:
-        raise CheckpointError(
-            f"{source.reference} lacks {len(wrong)} tensors, or has some that the model does not "
-            f"({shortened(sorted(wrong))}): the source is broken"
-        )
+    assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
     done_bytes = 0
@@ -140,10 +128,8 @@ def _fill(
                 done_bytes += weight.nbytes * (to.row_end - to.row_start) // weight.shape[0]
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
-                    arena = weights.layers[to.layer]
-                    if blockwise is None:
-                        arena.pin()
-                    elif not arena.pin_blocks(blockwise):
+                    assert registrar is not None
+                    if not weights.layers[to.layer].pin_blocks(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
                 if on_progress is not None:
                     on_progress(done_bytes, weights.total_bytes)

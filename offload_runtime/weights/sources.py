@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
-from offload_runtime.weights.hub import download_model
+from offload_runtime.weights.hub import CHECKPOINT_FILES, download_model
 from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
 _SUFFIXES = (".gguf", ".safetensors")
@@ -35,7 +34,7 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """
     name = str(reference)
     with _readable(name):
-        path = _locate(reference, download_model)
+        path = _locate(reference)
         return open_gguf(path, reference=name) if path.is_file() else open_safetensors(path, reference=name)
 
 
@@ -50,7 +49,7 @@ def describe_model(reference: str | Path) -> DescribedModel:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _readable(str(reference)):
-        path = _locate(reference, partial(download_model, wanted=("config.json",)))
+        path = _locate(reference, wanted=("config.json",))
         if path.is_file():
             raw = config_from_gguf(read_gguf_header(path))
             return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
@@ -71,12 +70,12 @@ def _readable(name: str) -> Iterator[None]:
         ) from error
 
 
-def _locate(reference: str | Path, download: Callable[[str], Path]) -> Path:
+def _locate(reference: str | Path, wanted: Sequence[str] = CHECKPOINT_FILES) -> Path:
     """The GGUF file that a reference means, or the directory of a checkpoint of transformers.
 
     Args:
         reference: What the user named.
-        download: Called with the model of the hub that is meant where the name is no path; returns a directory.
+        wanted: What to download of a model of the hub, where the name is no path.
 
     Raises:
         CheckpointError: It means neither, or several.
@@ -95,7 +94,7 @@ def _locate(reference: str | Path, download: Callable[[str], Path]) -> Path:
             raise CheckpointError(
                 f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
             )
-        path = download(name)
+        path = download_model(name, wanted)
     found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if len(found) > 1:
         raise CheckpointError(f"{path} holds {len(found)} GGUF files ({found[0].name}, ...): name the one to load")

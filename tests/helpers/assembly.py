@@ -102,7 +102,9 @@ def make_runner(
         hf_model.save_pretrained(directory)
     source = open_checkpoint(directory)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
-    weights = load_weights(source, dtype, layout=layout, pin=pin)
+    weights = load_weights(
+        source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=make_registrar(device)
+    )
     config = weights.config
     engine = engine or make_copy_engine(device)
     layout, slot_bytes = weights.layout, max(weights.layout.layer_bytes)
@@ -133,7 +135,7 @@ def make_runner(
         layers,
         {index: layers[index].to(device) for index in staying},
         [torch.full((slot_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
-        make_views=layout.layer_views,
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer),
         engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
         kv_slots=kv_slots,

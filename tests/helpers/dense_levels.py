@@ -1,7 +1,7 @@
 """Speculation by the book, for small models: every level is dense attention over what the level is said to see.
 
 Nothing of the runtime's caches, windows, graphs or rounds is used; what is shared is the published way of choosing
-chunks (a `ChunkPolicy`) and the shared-noise `sample`.
+chunks (a `RetrievalPolicy`) and the shared-noise `sample`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv.retrieval import ChunkPolicy
+from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.speculation import Acceptance
 from tests.helpers.sampling import sample
 
@@ -123,7 +123,7 @@ class DenseMiddle:
     """
 
     def __init__(
-        self, full: DenseLlama, model: DenseLlama, policy: ChunkPolicy, *, chunk_size: int, refresh_steps: int,
+        self, full: DenseLlama, model: DenseLlama, policy: RetrievalPolicy, *, chunk_size: int, refresh_steps: int,
         params: SamplingParams,
     ) -> None:  # fmt: skip
         self._full, self._model, self._policy, self._params = full, model, policy, params

@@ -19,12 +19,24 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from offload_runtime.weights import Weight
+from offload_runtime.config import ModelConfig
+from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, Weight, load_weights
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.layout import Destination
 
 VOCAB_SIZE = 101
 # Where `dynamic` and `longrope` change their frequencies in the models below.
 SHORT_LENGTH = 24
+
+
+def model_config_from_transformers(hf_config: Any) -> ModelConfig:
+    """Ours of a transformers configuration object."""
+    return model_config_from_json(hf_config.to_dict(), "config.json")
+
+
+def load_plain(source: CheckpointSource, dtype: torch.dtype, **options: Any) -> HostWeights:
+    """Weights stored in the dtype that they are computed in; options of `load_weights`."""
+    return load_weights(source, ModelLayout.plain(source.config(), dtype), **options)
 
 
 def _sizes(**others: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import accelerate_offload
 import torch
 from common import options_from, peer_parser
+from widening.convert import convert_to_safetensors
 
-from offload_runtime.weights import convert_to_safetensors, open_checkpoint
+from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import write_checkpoint
 from tests.helpers.widening import GQA, WidenedCheckpoint
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from widening.checkpoint import WidenedCheckpoint
+from widening.convert import convert_to_safetensors
 from widening.shapes import WideShape
 
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, convert_to_safetensors, open_checkpoint
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 from tests.helpers.models import VOCAB_SIZE
 
 MHA = WideShape(96, 160, 4, 12, 12, 32)
@@ -58,10 +58,13 @@ class _NothingToSave:
         """These models have no tokenizer."""
 
 
-def write(widened: WidenedCheckpoint, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write(widened: WidenedCheckpoint, directory: Path) -> Path:
     """Write several fp32 shards, without a tokenizer."""
-    monkeypatch.setattr(WidenedCheckpoint, "tokenizer", lambda self: _NothingToSave())
-    return convert_to_safetensors(widened, directory, dtype=torch.float32, max_shard_bytes=200_000)
+    source = CheckpointSource(
+        widened.config(), widened.native_dtype, widened.reference, widened.hf_config, widened.fills, _NothingToSave,
+        widened.generation,
+    )  # fmt: skip
+    return convert_to_safetensors(source, directory, dtype=torch.float32, max_shard_bytes=200_000)
 
 
 def tensors_of(source: CheckpointSource) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from timing import graph_times_ms
 from triton.runtime.errors import OutOfResources
 
 from offload_runtime.config import GB
-from offload_runtime.weights import PlainWeight
+from offload_runtime.weights.encoding import PlainWeight
 
 _EPS = 1e-5
 _COMPILING_THREADS = 8

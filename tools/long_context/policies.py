@@ -16,7 +16,7 @@ from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 
 
-class TopKPolicy:
+class TopKPolicy(RetrievalPolicy):
     """Chunks whose keys get the most attention from the queries, exactly: what every other policy is measured against.
 
     The score is the softmax mass of a chunk's keys among all far keys. All keys stay on the device for it, half of the
@@ -58,7 +58,7 @@ class TopKPolicy:
             select_chunks(scores, count, budget_chunks=self._budget_chunks)
 
 
-class StreamingPolicy:
+class StreamingPolicy(RetrievalPolicy):
     """The first chunks and the most recent ones, whatever the queries (StreamingLLM, arXiv 2309.17453).
 
     Arguments as of `RetrievalPolicy`, most of which it has no use for. As many of the first tokens are kept as a draft
@@ -96,13 +96,12 @@ def far_keys_bytes(config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: 
     return kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch) // 2
 
 
-ChunkPolicy = RetrievalPolicy | TopKPolicy | StreamingPolicy
-CHUNK_POLICIES: dict[str, type[ChunkPolicy]] = {
+CHUNK_POLICIES: dict[str, type[RetrievalPolicy]] = {
     "retrieval": RetrievalPolicy, "topk": TopKPolicy, "streaming": StreamingPolicy,
 }  # fmt: skip
 
 
-def chunk_policy(name: str) -> type[ChunkPolicy]:
+def chunk_policy(name: str) -> type[RetrievalPolicy]:
     """The policy of this name. Raises `OptionError`."""
     if name not in CHUNK_POLICIES:
         raise OptionError(f"policy must be {', '.join(CHUNK_POLICIES)}, not {name!r}")

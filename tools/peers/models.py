@@ -113,7 +113,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def transformers_config(source: CheckpointSource, dtype: torch.dtype) -> Any:
     """The model's configuration, with torch's fused attention."""
-    config = copy.deepcopy(source.hf_config())
+    config = copy.deepcopy(source.hf_config)
     config.dtype = dtype
     config._attn_implementation = "sdpa"
     return config

@@ -82,8 +82,8 @@ class ReadOnce(CheckpointSource):
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__(
-            source.config(), source.native_dtype, source.reference, source.hf_config(), source.fills,
-            cache(source.tokenizer), source.generation_settings(),
+            source.config(), source.native_dtype, source.reference, source.hf_config, source.fills,
+            cache(source.tokenizer), source.generation,
         )  # fmt: skip
 
 

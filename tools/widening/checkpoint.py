@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from widening.convert import atomic_directory
 from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import model_config_from_transformers
-from offload_runtime.weights.convert import atomic_directory
+from offload_runtime.weights.architectures import model_config_from_json
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -82,13 +82,13 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
         self._small_fills = source.fills
         described = self._widened_config()
-        config = model_config_from_transformers(described)
+        config = model_config_from_json(described.to_dict(), "config.json")
         fills = {name: partial(self._fill, name) for name in checkpoint_tensors(config)}
         super().__init__(f"{source.reference} (widened)", described, config, source, fills)
         self._parts = self._make_parts()
 
     def _widened_config(self) -> LlamaConfig:
-        small, shape, described = self._small, self._shape, self._source.hf_config()
+        small, shape, described = self._small, self._shape, self._source.hf_config
         return LlamaConfig(
             vocab_size=small.vocab_size,
             hidden_size=shape.hidden_size,

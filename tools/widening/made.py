@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from widening.shapes import WideShape
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, model_config_from_transformers
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.encoding import Fill
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -57,15 +58,17 @@ class MadeCheckpoint(CheckpointSource):
         config: Shape and flags.
         words: Gives the tokenizer, the dtype and the tokens that end an answer; without it there is no text and no end.
         fills: As of `CheckpointSource`.
+        tokenizer: Where it is not that of `words`.
     """
 
     def __init__(
         self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None,
-        fills: Mapping[str, Fill],
+        fills: Mapping[str, Fill], *, tokenizer: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         dtype = torch.bfloat16 if words is None else words.native_dtype
-        settings = {} if words is None else words.generation_settings()
-        super().__init__(config, dtype, reference, hf_config, fills, words.tokenizer if words else Wordless, settings)
+        settings = {} if words is None else words.generation
+        tokenizer = tokenizer or (words.tokenizer if words else Wordless)
+        super().__init__(config, dtype, reference, hf_config, fills, tokenizer, settings)
 
 
 class UntrainedLlama(MadeCheckpoint):
@@ -84,7 +87,7 @@ class UntrainedLlama(MadeCheckpoint):
         self, shape: WideShape, fill: Callable[[str, torch.Tensor], None], *, vocab_size: int, context_tokens: int,
         reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
-        described = None if words is None else words.hf_config()
+        described = None if words is None else words.hf_config
         hf_config = LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
@@ -94,7 +97,7 @@ class UntrainedLlama(MadeCheckpoint):
             eos_token_id=getattr(described, "eos_token_id", None),
             pad_token_id=getattr(described, "pad_token_id", None),
         )  # fmt: skip
-        config = model_config_from_transformers(hf_config)
+        config = model_config_from_json(hf_config.to_dict(), "config.json")
         fills = {name: partial(fill, name) for name in checkpoint_tensors(config)}
         super().__init__(reference, hf_config, config, words, fills)
 

@@ -17,7 +17,7 @@ from widening.rope import frequencies
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_transformers
+from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_json
 from offload_runtime.weights.checkpoint import StoredTensor, shortened
 from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
 
@@ -57,7 +57,7 @@ def _stretched_config(
     source: CheckpointSource, rope: Mapping[str, Any] | None, max_position_embeddings: int | None
 ) -> tuple[Any, ModelConfig]:
     """transformers' configuration and ours with another rotary embedding and length."""
-    hf_config, changes = source.hf_config(), dict[str, Any]()
+    hf_config, changes = source.hf_config, dict[str, Any]()
     if rope is not None:
         _check_words(rope)
         changes["rope_parameters"] = {"rope_theta": source.config().rope_parameters["rope_theta"], **rope}
@@ -67,7 +67,7 @@ def _stretched_config(
         elif rope is not None and rope["rope_type"] == "yarn":
             changes["max_position_embeddings"] = int(rope["factor"] * rope["original_max_position_embeddings"])
         described = type(hf_config).from_dict(copy.deepcopy(hf_config.to_dict() | changes))
-        config = model_config_from_transformers(described)
+        config = model_config_from_json(described.to_dict(), "config.json")
         if config.rope_parameters["rope_type"] != "default":
             frequencies(config)
     except Exception as error:  # transformers' validation raises errors of many libraries; each means the same here
@@ -139,9 +139,12 @@ class StretchedCheckpoint(MadeCheckpoint):
         self._source = source
         replaced = {name: partial(fill_from_file, stored) for name, stored in _find_deltas(deltas, source).items()}
         described, config = _stretched_config(source, rope, max_position_embeddings)
-        super().__init__(f"{source.reference} (stretched)", described, config, source, {**source.fills, **replaced})
+        super().__init__(
+            f"{source.reference} (stretched)", described, config, source, {**source.fills, **replaced},
+            tokenizer=self._longer_tokenizer,
+        )  # fmt: skip
 
-    def tokenizer(self) -> Any:
+    def _longer_tokenizer(self) -> Any:
         """The source's tokenizer, which no longer warns of texts that fit now."""
         tokenizer = self._source.tokenizer()
         tokenizer.model_max_length = max(tokenizer.model_max_length, self.config().max_position_embeddings)

@@ -1,24 +1,20 @@
 """Write any readable checkpoint as a safetensors directory that transformers loads too.
 
-All or nothing: everything goes to a hidden directory beside the target, is flushed to the disk, and is renamed last.
+All or nothing: everything goes to a hidden directory beside the target, which is renamed last.
 """
 
 from __future__ import annotations
 
 import copy
 import errno
-import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
@@ -26,50 +22,11 @@ from safetensors.torch import save_file
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 
-_ABANDONED_AFTER_S = 86_400.0  # a day without a new file, for runs whose process we cannot look up
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
-
-
-def _partial_prefix(target: Path) -> str:
-    return f".{target.name}.partial-"
-
-
-def _host_mark() -> str:
-    """Eight characters for this host (a container counts as one), fit for a file name."""
-    return hashlib.sha256(platform.node().encode("utf-8", "replace")).hexdigest()[:8]
-
-
-def remove_abandoned(target: Path) -> None:
-    """Delete what killed runs left beside `target`; directories of running processes stay.
-
-    A process number means something on its own host only (containers may share the disk), so what another host left
-    goes only once nothing has been added to it for a day.
-    """
-    prefix = _partial_prefix(target)
-    for path in [path for path in target.parent.iterdir() if path.name.startswith(prefix)]:
-        host, pid, *_ = (path.name.removeprefix(prefix) + "-").split("-")
-        with suppress(FileNotFoundError):  # it was finished or removed just now
-            if host == _host_mark() and pid.isdigit():
-                abandoned = not psutil.pid_exists(int(pid))
-            else:
-                abandoned = time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S
-            if abandoned:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
-    if path.is_dir() and os.name == "nt":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _storage_error(error: Exception, target: Path, needed_bytes: int) -> StorageError:
@@ -101,19 +58,14 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise OptionError(f"{target} exists already: choose a new directory or remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(target)
         if shutil.disk_usage(target.parent).free < needed_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        prefix = f"{_partial_prefix(target)}{_host_mark()}-{os.getpid()}-"
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
         if target.exists():
             target.rmdir()
         temporary.chmod(0o755)  # mkdtemp makes it private
         temporary.rename(target)
-        _flush(target.parent)
     except (OSError, SafetensorError) as error:  # the library says so what the disk refuses
         raise _storage_error(error, target, needed_bytes) from error
     finally:
@@ -123,12 +75,15 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.dtype) -> None:
     """Configuration, generation settings, tokenizer and chat template."""
-    hf_config = copy.deepcopy(source.hf_config())
+    hf_config = copy.deepcopy(source.hf_config)
     hf_config.dtype = dtype
     hf_config.architectures = [source.config().architecture]
     hf_config.save_pretrained(directory)
-    settings = json.dumps(source.generation_settings(), indent=2)
-    (directory / "generation_config.json").write_text(settings, encoding="utf-8")
+    settings = source.generation
+    if settings is None:
+        ids = {name: getattr(source.hf_config, name, None) for name in _TOKEN_IDS}
+        settings = {name: value for name, value in ids.items() if value is not None}
+    (directory / "generation_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     source.tokenizer().save_pretrained(directory)
 
 
