@@ -220,7 +220,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(
 
     options = SpeculationOptions("triforce", **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
-        assert runtime.plan.verifier is not None
+        assert runtime.plan.has_verifier
     with monkeypatch.context() as patch:
         patch.setattr(assembly, "load_weights", never)
         with pytest.raises(BudgetError) as caught:
@@ -239,7 +239,7 @@ def test_auto_does_without_triforce_and_says_why(
     options = SpeculationOptions("auto", cache, **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=limit) as runtime:
         placed = runtime.plan
-        assert placed.verifier is None and placed.placement.staged_kv_layers
+        assert not placed.has_verifier and placed.placement.staged_kv_layers
         assert placed.draft is not None
         assert (placed.draft.cache == "streaming") == (cache == "streaming")
         assert "not TriForce: it reads keys and values where they lie in host memory" in runtime.placement

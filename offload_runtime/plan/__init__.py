@@ -14,7 +14,7 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
 )
-from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, VerifierPlan
+from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     MachineFigures,

@@ -221,9 +221,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
     and fetching chunks; 0 without one."""
     target = plan.target
-    if plan.verifier is None:
+    if not plan.has_verifier:
         return 0.0
-    options, batch = plan.verifier.options, target.batch
+    options, batch = plan.request.speculation, target.batch
     token_bytes = batch * target.config.num_layers * _kv_token_bytes(target)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     scored_bytes = summaries_bytes(
@@ -265,7 +265,7 @@ def drafting_s(
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
         return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
-    if plan.verifier is None:
+    if not plan.has_verifier:
         return gamma * draft_s
     if verifier_steps is None:
         verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
@@ -285,12 +285,12 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
 
 def gamma_draft(plan: RunPlan) -> int:
     """Tokens that the draft proposes to a step of the retrieval verifier; 0 without either."""
-    return 0 if plan.verifier is None or plan.draft is None else plan.verifier.options.gamma_draft
+    return plan.request.speculation.gamma_draft if plan.has_verifier and plan.draft is not None else 0
 
 
 def tree_nodes(plan: RunPlan) -> int:
     """Nodes of the trees that are proposed; 0 for chains."""
-    if plan.draft is None or plan.verifier is not None:
+    if plan.draft is None or plan.has_verifier:
         return 0
     return min(plan.draft.tree_nodes, max(0, plan.target.context_tokens - 2))
 
@@ -298,7 +298,7 @@ def tree_nodes(plan: RunPlan) -> int:
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
     request = plan.request
-    if plan.proposer == "none" and plan.verifier is None:
+    if plan.proposer == "none" and not plan.has_verifier:
         return 0
     if request.gamma is not None:
         chosen = request.gamma
@@ -306,7 +306,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.max_gamma
     elif plan.request.device == "cpu":
         chosen = _CPU_DEFAULT_GAMMA
-    elif plan.verifier is not None:
+    elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
     else:
         chosen = _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
@@ -396,7 +396,7 @@ def predict_step(
         verify: What `verification` says, if it is known already.
     """
     if acceptance is None:
-        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
+        acceptance = USUAL_ACCEPTANCE["verifier"] if plan.has_verifier else usual_acceptance(plan.draft)
     verify = verification(plan, machine) if verify is None else verify
     nodes, depth = tree_nodes(plan), gamma(plan)
     tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)

@@ -269,57 +269,19 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class VerifierPlan:
-    """The retrieval verifier between draft and target, in bytes of the device: retrieved chunks, what they are
-    chosen by, and what steps need."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    options: SpeculationOptions
-    context_tokens: int
-    batch: int
-
-    @property
-    def nbytes(self) -> int:
-        """All of it but the graphs of its steps."""
-        options = self.options
-        return self.step_bytes + retrieved_bytes(
-            self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-            batch=self.batch,
-        ) + summaries_bytes(
-            self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
-        )  # fmt: skip
-
-    @property
-    def step_bytes(self) -> int:
-        """The window and what a step computes on its way, of all sequences."""
-        options = self.options
-        far_chunks = self.context_tokens // options.chunk_size
-        return verifier_step_bytes(
-            self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1, far_chunks=far_chunks
-        )
-
-    @property
-    def borrowable_bytes(self) -> int:
-        """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
-        if self.batch > 1:
-            return 0
-        return kv.kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """A run as it was asked for and as it is placed: what lives where, in bytes.
 
-    `verifier` is None where the draft proposes to the target itself; `reason` says why, when `auto` decided it. Trees
-    of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
+    A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
+    `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
+    why there is none where there could be.
     """
 
     request: RuntimeConfig
     limits: MemoryLimits
     target: ModelPlan
     draft: ModelPlan | None = None
-    verifier: VerifierPlan | None = None
+    has_verifier: bool = False
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
@@ -355,7 +317,7 @@ class RunPlan:
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
-            MemoryPart("retrieval cache", 0 if self.verifier is None else self.verifier.nbytes),
+            MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
         ]
         if draft is not None:
             parts += [
@@ -390,12 +352,32 @@ class RunPlan:
         """CUDA graphs of the draft's and the verifier's steps."""
         if self.request.device == "cpu":
             return 0
-        nbytes = 0 if self.verifier is None else step_graph_bytes(self.target.config)
+        nbytes = step_graph_bytes(self.target.config) if self.has_verifier else 0
         draft = self.draft
         if draft is None:
             return nbytes
         trees = draft.tree_slots > 0
         return nbytes + draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+
+    @property
+    def verifier_bytes(self) -> int:
+        """Of a retrieval verifier: retrieved chunks, what they are chosen by, and what steps need but for graphs."""
+        target, options = self.target, self.request.speculation
+        return self.verifier_step_bytes + retrieved_bytes(
+            target.config, target.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+            batch=target.batch,
+        ) + summaries_bytes(
+            target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=target.batch
+        )  # fmt: skip
+
+    @property
+    def verifier_step_bytes(self) -> int:
+        """Of these, the window and what a step computes on its way, of all sequences."""
+        target, options = self.target, self.request.speculation
+        return verifier_step_bytes(
+            target.config, target.dtype.itemsize, batch=target.batch, rows=options.gamma_draft + 1,
+            far_chunks=target.context_tokens // options.chunk_size,
+        )  # fmt: skip
 
     # --- of the host
 

@@ -22,7 +22,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
 from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv import block_bytes
+from offload_runtime.kv import block_bytes, kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
@@ -30,7 +30,6 @@ from offload_runtime.plan.memory import (
     ModelPlan,
     Placement,
     RunPlan,
-    VerifierPlan,
     all_resident,
     make_plan,
     with_streaming_cache,
@@ -135,7 +134,7 @@ def _with_tree_room(
         return planned(request.tree_nodes)
     lean = planned(0)
     copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
-    if request.gamma is not None or (copies and (lean.verifier is not None or lean.proposer == "none")):
+    if request.gamma is not None or (copies and (lean.has_verifier or lean.proposer == "none")):
         return lean
     # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
     most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
@@ -157,10 +156,10 @@ def _with_tree_room(
     best = max(found, key=lambda plan: tok_per_s(plan, machine))
     if best.tree_room:
         reason = lean.reason
-        if lean.verifier is not None:
+        if lean.has_verifier:
             reason = f"predicted to be slower: {_comparison(lean, best, machine)}"
         return replace(best, reason=reason)
-    if best.verifier is not None:
+    if best.has_verifier:
         return best
     return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
 
@@ -294,14 +293,11 @@ def _staged(plan: RunPlan) -> RunPlan:
 
 def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], tuple[str, OffloadError] | None]:
     """Ways with a retrieval verifier, and what kept the last of the others from having one, as of `_obstacle`."""
-    target, found = plan.target, list[RunPlan]()
+    found: list[RunPlan] = []
     obstacle: tuple[str, OffloadError] | None = None
-    verifier = VerifierPlan(
-        target.config, target.dtype, plan.request.speculation, target.context_tokens, target.batch
-    )  # fmt: skip
-    for way in _ways(replace(plan, verifier=verifier)):
+    for way in _ways(replace(plan, has_verifier=True)):
         if isinstance(way, BudgetError):
-            obstacle = f"its {format_bytes(verifier.nbytes)} do not fit the device", way
+            obstacle = f"its {format_bytes(plan.verifier_bytes)} do not fit the device", way
         elif (kept_out := _obstacle(way)) is not None:
             obstacle = kept_out
         else:
@@ -388,12 +384,15 @@ def _evenly(resident: int, layers: int, slots: int) -> Placement:
 def _with_kv_on_host(plan: RunPlan) -> list[RunPlan]:
     """The ways to share the device between layers of weights and of the KV cache; beside a retrieval verifier the first
     one, in which weights come before keys and values. Errors as of `place_layers`."""
-    borrowable_bytes = 0 if plan.verifier is None else plan.verifier.borrowable_bytes
-    target = replace(plan.target, cache="host", borrowable_bytes=borrowable_bytes)
+    target, borrowable_bytes = plan.target, 0
+    if plan.has_verifier and target.batch == 1:  # else another sequence may be decoding
+        budget_tokens = plan.request.speculation.budget_tokens
+        borrowable_bytes = kv_cache_bytes(target.config, target.dtype, capacity_tokens=budget_tokens, batch=1)
+    target = replace(target, cache="host", borrowable_bytes=borrowable_bytes)
     plan = place_layers(replace(plan, target=target))
     limit_bytes, placement = plan.limits.device_bytes, plan.placement
     ways = [placement]
-    if limit_bytes is not None and plan.request.resident_layers is None and plan.verifier is None:
+    if limit_bytes is not None and plan.request.resident_layers is None and not plan.has_verifier:
         # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
         # case), so fewer resident layers of weights may be better.
         slots = placement.num_slots or min(RING_SLOTS, placement.num_layers)
@@ -433,7 +432,7 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
     ways = ["raise --vram", "lower --context"]
-    if plan.verifier is not None:
+    if plan.has_verifier:
         ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
     elif plan.draft is not None:
         ways.append("use a smaller draft or --draft ngram")
@@ -528,7 +527,7 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     """Page-locked memory without which a plan cannot be: all that it streams, or rings to stage that through. A
     retrieval verifier reads keys and values where they lie, so they cannot be staged."""
     target = plan.target
-    if plan.verifier is not None:
+    if plan.has_verifier:
         return target.host_kv_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
     return min(all_bytes, staging_rings(target, 0).nbytes) if all_bytes else 0
