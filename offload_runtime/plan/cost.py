@@ -22,7 +22,6 @@ from types import MappingProxyType
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB
-from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
 from offload_runtime.plan.memory import ModelPlan, RunPlan
@@ -126,51 +125,43 @@ class PassTime:
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
     ring of copies running across passes."""
-    target, placement = plan.target, plan.placement
-    config, batch = target.config, target.batch
+    target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     tile = target.shape.window_rows
     height = padded_rows(batch * rows, tile)
-    on_device, staged = set(placement.resident_layers), set(placement.staged_layers)
-    kv_on_host, staged_kv = set(target.kv_layers_on_host), set(placement.staged_kv_layers)
-    kinds = Counter(  # layers are alike but for a few kinds
-        (reach, nbytes, layer not in on_device, layer in staged, layer in kv_on_host, layer in staged_kv)
-        for layer, (reach, nbytes) in enumerate(zip(config.layer_windows, target.layout.layer_bytes, strict=True))
-    )
-    weight_bytes = kv_bytes = staged_bytes = launches = 0
-    hbm_s = arithmetic_s = compute_s = 0.0
-    layer_operations = 2 * target.layer_elements * height
-    for (reach, layer_bytes, streams, stages, streams_kv, stages_kv), count in kinds.items():
-        matrices = height // tile * layer_bytes / attained_hbm, layer_operations / flops
-        blocks = target.streamed_kv_blocks(reach, length_tokens) if streams_kv else 0
-        streamed_kv_bytes = batch * blocks * block_bytes(config, target.dtype)
-        pieces = batch * -(-blocks * block_bytes(config, target.dtype) // target.kv_piece_bytes)
-        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
-        weight_bytes += count * streams * layer_bytes
-        kv_bytes += count * streamed_kv_bytes
-        staged_bytes += count * (stages * layer_bytes + stages_kv * streamed_kv_bytes)
-        launches += count * (_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * pieces)
-        operations = batch * _attention_operations(target, queries=rows, keys=keys)
-        attention = (
-            batch * keys * _kv_token_bytes(target) / attained_hbm, operations / (_WINDOW_ATTENTION_SHARE * flops)
-        )  # fmt: skip
-        hbm_s += count * (matrices[0] + attention[0])
-        arithmetic_s += count * (matrices[1] + attention[1])
-        compute_s += count * (max(matrices) + max(attention))
-    head_bytes, head_operations = _head(target, height)
-    head = head_bytes / attained_hbm, head_operations / flops
+    # What crosses the link.
+    weight_bytes, kv_bytes, pieces = target.bytes_of_layers(placement.streamed_layers), 0, 0
+    staged_bytes = target.bytes_of_layers(placement.staged_layers)
+    for layer in target.kv_layers_on_host:
+        streamed = target.streamed_kv_bytes(layer, length_tokens)
+        kv_bytes += streamed
+        staged_bytes += streamed if layer in placement.staged_kv_layers else 0
+        pieces += batch * -(-streamed // (batch * target.kv_piece_bytes))
     link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    launch_s = config.num_layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
-    lookahead_s = 0.0
-    if weight_bytes + kv_bytes:
-        # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
-        lookahead_s = max(link_s, staging_s) * (lookahead_bytes / (weight_bytes + kv_bytes))
+    # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
+    lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
+    # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
+    head_bytes, head_operations = _head(target, height)
+    stages = [(1, head_bytes / attained_hbm, head_operations / flops)]
+    matrix_s = 2 * target.layer_elements * height / flops
+    for (reach, layer_bytes), count in Counter(
+        zip(target.config.layer_windows, target.layout.layer_bytes, strict=True)  # layers are of a few kinds
+    ).items():
+        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
+        attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
+        stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))
+        stages.append((count, batch * keys * _kv_token_bytes(target) / attained_hbm, attention_s))
+    layers = target.config.num_layers
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * height // tile) + _PIECE_LAUNCHES * pieces
     return PassTime(
-        weight_bytes, kv_bytes, staged_bytes, link_s, hbm_s + head[0], arithmetic_s + head[1], compute_s + max(head),
-        launch_s, staging_s, lookahead_s,
+        weight_bytes, kv_bytes, staged_bytes, link_s,
+        hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
+        arithmetic_s=sum(count * arithmetic_s for count, _, arithmetic_s in stages),
+        compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
+        launch_s=layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s, lookahead_s=lookahead_s,
     )  # fmt: skip
 
 
@@ -484,7 +475,7 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     compute_s = max(hbm_s, arithmetic_s)
-    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
     staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
     link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes

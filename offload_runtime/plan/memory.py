@@ -21,7 +21,6 @@ from offload_runtime.kv.retrieval import retrieved_bytes, retrieved_draft_bytes,
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
-    KV_PLACES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -70,10 +69,10 @@ class Placement:
         """Layers whose weights cross the link in every pass."""
         return self.num_layers - len(self.resident_layers)
 
-    @property
+    @cached_property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""
-        return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)
+        return tuple(sorted({*range(self.num_layers)} - {*self.resident_layers}))
 
 
 def all_resident(num_layers: int) -> Placement:
@@ -146,17 +145,22 @@ class ModelPlan:
 
     # --- keys and values
 
-    @property
+    @cached_property
     def kv_layers_on_host(self) -> tuple[int, ...]:
         """Layers whose keys and values are in host memory."""
         if not self.on_host:
             return ()
-        return tuple(i for i in range(self.config.num_layers) if i not in self.placement.resident_kv_layers)
+        return tuple(sorted({*range(self.config.num_layers)} - {*self.placement.resident_kv_layers}))
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """A block of keys and values of one sequence in one layer."""
+        return kv.block_bytes(self.config, self.dtype)
 
     @property
     def kv_layer_bytes(self) -> int:
         """Keys and values of one layer, of the whole context."""
-        return self.batch * kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+        return self.batch * kv.num_blocks(self.context_tokens) * self.kv_block_bytes
 
     @property
     def host_kv_bytes(self) -> int:
@@ -166,7 +170,7 @@ class ModelPlan:
     @property
     def open_kv_bytes(self) -> int:
         """On the device, of a layer whose cache is on the host: its newest blocks."""
-        return self.batch * kv.ring_blocks(self.window_tokens) * kv.block_bytes(self.config, self.dtype)
+        return self.batch * kv.ring_blocks(self.window_tokens) * self.kv_block_bytes
 
     @property
     def kv_piece_bytes(self) -> int:
@@ -181,14 +185,15 @@ class ModelPlan:
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+        needed_bytes = kv.num_blocks(self.context_tokens) * self.kv_block_bytes
         return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
 
     @property
     def whole_kv_bytes(self) -> int:
-        """The KV cache of the whole context, wherever it is."""
+        """The KV cache of all that is kept of the context, wherever it is."""
+        kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
         return kv.kv_cache_bytes(
-            self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
+            self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch, spare_slots=self.tree_slots
         )
 
     @property
@@ -199,8 +204,14 @@ class ModelPlan:
     @property
     def kv_parts(self) -> tuple[MemoryPart, ...]:
         """The same part by part."""
+        if self.cache == "retrieval":
+            retrieved = retrieved_draft_bytes(
+                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=self.options.budget_tokens,
+                chunk_size=self.options.chunk_size, batch=self.batch,
+            )  # fmt: skip
+            return (MemoryPart("KV cache", retrieved),)
         if not self.on_host:
-            return (MemoryPart("KV cache", self._device_kv_bytes),)
+            return (MemoryPart("KV cache", self.whole_kv_bytes),)
         parts = [MemoryPart("KV of resident layers", len(self.placement.resident_kv_layers) * self.kv_layer_bytes)]
         if streamed := len(self.kv_layers_on_host):
             parts += [
@@ -209,21 +220,6 @@ class ModelPlan:
                 MemoryPart("prefill workspace", self.prefill_workspace_bytes),
             ]
         return tuple(parts)
-
-    @property
-    def _device_kv_bytes(self) -> int:
-        options = self.options
-        if self.cache == "streaming":
-            return kv.kv_cache_bytes(
-                self.config, self.dtype, capacity_tokens=self.streaming_tokens, batch=self.batch,
-                spare_slots=self.tree_slots,
-            )  # fmt: skip
-        if self.cache == "retrieval":
-            return retrieved_draft_bytes(
-                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=options.budget_tokens,
-                chunk_size=options.chunk_size, batch=self.batch,
-            )  # fmt: skip
-        return self.whole_kv_bytes
 
     @property
     def recent_tokens(self) -> int:
@@ -243,16 +239,12 @@ class ModelPlan:
         window_tokens = self.streaming_window_tokens
         return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
 
-    def streamed_kv_blocks(self, reach: int | None, length_tokens: int) -> int:
-        """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
-        host: the full ones that its window of `reach` tokens reaches."""
+    def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
+        """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
+        the full blocks that its window reaches."""
+        reach = self.config.layer_windows[layer]
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
-        return length_tokens // BLOCK_TOKENS - first
-
-    def kv_blocks_by_layer(self) -> list[int]:
-        """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
-        length = self.context_tokens - 1
-        return [self.streamed_kv_blocks(reach, length) for reach in self.config.layer_windows]
+        return self.batch * (length_tokens // BLOCK_TOKENS - first) * self.kv_block_bytes
 
     # --- both, and what passes take
 
@@ -421,9 +413,8 @@ class RunPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that a pass at the full context brings over the link."""
-        target, blocks = self.target, self.target.kv_blocks_by_layer()
-        streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
-        kv_bytes = target.batch * streamed * kv.block_bytes(target.config, target.dtype)
+        target, length = self.target, self.target.context_tokens - 1
+        kv_bytes = sum(target.streamed_kv_bytes(layer, length) for layer in target.kv_layers_on_host)
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property
@@ -448,8 +439,6 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | st
     Raises:
         OptionError, ContextLengthError: Of the request's element type, context, window or caches.
     """
-    if request.kv not in KV_PLACES:
-        raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {request.kv!r}")
     config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
     device_type = device_type_of(request)
     dtype = resolve_dtype(request.dtype, request.target, device_type)

@@ -27,7 +27,6 @@ from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
 from offload_runtime.weights import DescribedModel, describe_model
 
-KV_PLACES = ("auto", "gpu", "host")
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.
 TREE_ROOMS = (32, 256, 512, 1024)

@@ -22,7 +22,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
 from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv import block_bytes, kv_cache_bytes
+from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
@@ -417,14 +417,17 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
         count = layers  # nothing is streamed, and what streaming takes is not needed
     else:
         count = layers if each <= 0 else max(0, min(layers - 1, spare_bytes // each))
-    return replace(placement, resident_kv_layers=_layers_to_keep(count, target.kv_blocks_by_layer()))
+    return replace(placement, resident_kv_layers=_layers_to_keep(target, range(layers), count))
 
 
-def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
-    """`count` layers, those first that stream the most `blocks`, evenly spread among equals."""
+def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
+    """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
+    equals: of a sliding window a pass brings little, however long the text is."""
+    by_bytes: dict[int, list[int]] = {}
+    for layer in layers:
+        by_bytes.setdefault(target.streamed_kv_bytes(layer, target.context_tokens - 1), []).append(layer)
     kept: list[int] = []
-    for most in sorted(set(blocks), reverse=True):
-        equals = [layer for layer, streamed in enumerate(blocks) if streamed == most]
+    for _, equals in sorted(by_bytes.items(), reverse=True):
         kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
     return tuple(sorted(kept))
 
@@ -470,7 +473,7 @@ def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Stag
     if not on_host:
         return StagingRings(ring_shape(largest, available_bytes), RingShape(0, 0))
     # A prompt's blocks are written as they become full, piece by piece of the prompt.
-    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
+    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
     d2h = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
     if available_bytes is not None:
@@ -534,11 +537,8 @@ def least_pinned_bytes(plan: RunPlan) -> int:
 
 
 def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left.
-
-    Those that stream the most are locked first: of a sliding window a pass brings little, however long the text is.
-    """
-    layers, blocks = target.kv_layers_on_host, target.kv_blocks_by_layer()
+    """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left."""
+    layers = target.kv_layers_on_host
     count = min(available_bytes // target.kv_layer_bytes, len(layers) - 1)
-    kept = {layers[index] for index in _layers_to_keep(count, [blocks[layer] for layer in layers])}
+    kept = _layers_to_keep(target, layers, count)
     return tuple(layer for layer in layers if layer not in kept), available_bytes - count * target.kv_layer_bytes
