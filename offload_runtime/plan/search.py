@@ -13,7 +13,7 @@ beside the rings that staging takes, and then what is left locks weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -174,8 +174,16 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         BudgetError: Nothing fits the device or what can be page-locked; says for how many sequences something would.
         OptionError: TriForce was asked for and cannot be here.
     """
-    chains, with_verifier, obstacle = _of_batch(plan)
-    triforce, chain = _fastest(with_verifier, machine), _fastest(chains, machine)
+    try:
+        ways, obstacle = find_candidates(plan)
+    except (BudgetError, OptionError) as error:
+        batch = plan.target.batch
+        fitting = bisect_left(range(1, batch), True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
+        if not fitting:
+            raise
+        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
+    triforce = _fastest([way for way in ways if way.has_verifier], machine)
+    chain = _fastest([way for way in ways if not way.has_verifier], machine)
     if triforce is None or chain is None:
         one = chain or triforce
         assert one is not None
@@ -189,24 +197,12 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     return replace(chain, reason=f"predicted to be slower: {compared}")
 
 
-def _of_batch(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
-    """What fits, or for how many sequences there is room."""
-
-    def fails(sequences: int) -> bool:
-        try:
-            find_candidates(plan.of_batch(sequences))
-        except (BudgetError, OptionError):
-            return True
-        return False
-
-    batch = plan.target.batch
+def _refuses(plan: RunPlan) -> bool:
     try:
-        return find_candidates(plan)
-    except (BudgetError, OptionError) as error:
-        fitting = bisect_left(range(1, batch), True, key=fails)
-        if not fitting:
-            raise
-        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
+        find_candidates(plan)
+    except (BudgetError, OptionError):
+        return True
+    return False
 
 
 def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan | None:
@@ -228,31 +224,40 @@ def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
 # --- all ways
 
 
-def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
+def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
     """All ways to place a plan that fit, within device and page-locked memory; at least one.
 
     Returns:
-        Ways without and with a retrieval verifier, and why there is none of these.
+        Ways without and with a retrieval verifier, and why there is none with one.
 
     Raises:
         BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
-    chains = () if mode == "triforce" else _chains(plan)
+    chains = [] if mode == "triforce" else _chains(plan)
+    if mode in ("none", "chain") or (mode == "auto" and draft is None):
+        return chains, ""
     if mode == "auto" and draft is not None and draft.tree_slots:
-        return chains, (), "the draft was asked for trees"
-    if mode != "triforce" and (mode != "auto" or draft is None):
-        return chains, (), ""
-    ways, obstacle = _triforce(plan)
-    if ways or obstacle is None:
-        return chains, ways, ""
+        return chains, "the draft was asked for trees"
+    error: OffloadError | None
+    ways, error = _ways(replace(plan, has_verifier=True))
+    found: list[RunPlan] = []
+    reason = f"its {format_bytes(plan.verifier_bytes)} do not fit the device"
+    for way in ways:
+        if (obstacle := _obstacle(way)) is None:
+            found.append(way)  # nothing has to be staged
+        else:
+            reason, error = obstacle
+    if found:
+        return [*chains, *found], ""
     if mode == "triforce":
-        raise obstacle[1]
-    return chains, ways, obstacle[0]
+        assert error is not None
+        raise error
+    return chains, reason
 
 
-def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
-    """Every way to place the layers beside each cache that the draft may get, or why there is none.
+def _ways(plan: RunPlan) -> tuple[list[RunPlan], BudgetError | None]:
+    """Every way to place the layers beside each cache that the draft may get, and why the last of the others is none.
 
     Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
     layers or the KV cache of the target could have. Whatever fits a budget is among the ways of a larger one as well,
@@ -265,20 +270,21 @@ def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
     is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_slots
     if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
         plans.append(replace(plan, draft=with_streaming_cache(draft)))
+    found: list[RunPlan] = []
+    refused: BudgetError | None = None
     for one in plans:
         for place in ("gpu", "host") if kv == "auto" else (kv,):
             try:
-                yield from [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
+                found += [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
             except BudgetError as error:
-                yield error
+                refused = error
+    return found, refused
 
 
-def _chains(plan: RunPlan) -> Sequence[RunPlan]:
-    ways = list(_ways(plan))
-    placed = [way for way in ways if isinstance(way, RunPlan)]
+def _chains(plan: RunPlan) -> list[RunPlan]:
+    placed, refused = _ways(plan)
     if not placed:
-        refused = ways[-1]
-        assert isinstance(refused, BudgetError)
+        assert refused is not None
         raise refused
     staged: list[RunPlan] = []
     for way in placed:
@@ -289,20 +295,6 @@ def _chains(plan: RunPlan) -> Sequence[RunPlan]:
 
 def _staged(plan: RunPlan) -> RunPlan:
     return plan.with_placement(place_staged(plan.target, plan.limits.pinned_bytes, plan.limits.pinned_name))
-
-
-def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], tuple[str, OffloadError] | None]:
-    """Ways with a retrieval verifier, and what kept the last of the others from having one, as of `_obstacle`."""
-    found: list[RunPlan] = []
-    obstacle: tuple[str, OffloadError] | None = None
-    for way in _ways(replace(plan, has_verifier=True)):
-        if isinstance(way, BudgetError):
-            obstacle = f"its {format_bytes(plan.verifier_bytes)} do not fit the device", way
-        elif (kept_out := _obstacle(way)) is not None:
-            obstacle = kept_out
-        else:
-            found.append(way)  # nothing has to be staged
-    return found, obstacle
 
 
 def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:

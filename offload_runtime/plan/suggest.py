@@ -254,8 +254,7 @@ def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callab
     """
     limits, nodes = limits_of(machine, request), request.tree_nodes or 0
     plan = make_plan(request, limits, context=request.context, tree_nodes=nodes)
-    chains, triforce, _ = find_candidates(plan)
-    return min(map(needed_bytes, [*chains, *triforce]))
+    return min(map(needed_bytes, find_candidates(plan)[0]))
 
 
 # --- what would make it faster
