@@ -343,8 +343,7 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
-    return max(copies_s, verify.busy_s + drafting_s)
+    return max(verify.copies_s + drafting_s - hidden_s(verify, drafting_s), verify.busy_s + drafting_s)
 
 
 def hidden_s(verify: PassTime, drafting_s: float) -> float:
@@ -375,21 +374,17 @@ def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
     return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
 
 
-def predict_step(
-    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
-) -> StepPrediction:
+def predict_step(plan: RunPlan, machine: MachineFigures, acceptance: float | None = None) -> StepPrediction:
     """How fast tokens come at the full context, all sequences of a batch together.
 
     Args:
         plan: What proposes, and where everything lives.
         machine: Where it runs.
         acceptance: By the target, of each proposal; None for what is usual of who proposes.
-        verify: What `verification` says, if it is known already.
     """
     if acceptance is None:
         acceptance = USUAL_ACCEPTANCE["verifier"] if plan.has_verifier else usual_acceptance(plan.draft)
-    verify = verification(plan, machine) if verify is None else verify
-    nodes, depth = tree_nodes(plan), gamma(plan)
+    verify, nodes, depth = verification(plan, machine), tree_nodes(plan), gamma(plan)
     tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
     proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
     seconds = step_time(verify, proposing_s)

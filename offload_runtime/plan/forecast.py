@@ -55,8 +55,8 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
     return RunForecast(
         length, proposed, cost.tree_nodes(plan), plain, verify, cost.prefill_time(plan, machine, length),
         cost.draft_step_s(plan, machine), cost.verifier_step_s(plan, machine) if has_verifier else None,
-        plan.target.batch / plain.seconds, cost.predict_step(plan, machine, verify=verify),
-        tuple(cost.predict_step(plan, machine, acceptance, verify=verify) for acceptance in acceptances),
+        plan.target.batch / plain.seconds, cost.predict_step(plan, machine),
+        tuple(cost.predict_step(plan, machine, acceptance) for acceptance in acceptances),
         cost.usual_acceptance(plan.draft) if has_verifier and plan.draft is not None else None,
     )  # fmt: skip
 

@@ -212,14 +212,13 @@ class ModelPlan:
             return (MemoryPart("KV cache", retrieved),)
         if not self.on_host:
             return (MemoryPart("KV cache", self.whole_kv_bytes),)
-        parts = [MemoryPart("KV of resident layers", len(self.placement.resident_kv_layers) * self.kv_layer_bytes)]
-        if streamed := len(self.kv_layers_on_host):
-            parts += [
-                MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
-                MemoryPart("ring of KV pieces", self.kv_ring_bytes),
-                MemoryPart("prefill workspace", self.prefill_workspace_bytes),
-            ]
-        return tuple(parts)
+        resident, streamed = len(self.placement.resident_kv_layers), len(self.kv_layers_on_host)
+        return (
+            MemoryPart("KV of resident layers", resident * self.kv_layer_bytes),
+            MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
+            MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
+            MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
+        )
 
     @property
     def recent_tokens(self) -> int:
@@ -303,20 +302,18 @@ class RunPlan:
     def device(self) -> tuple[MemoryPart, ...]:
         """Device memory, part by part."""
         target, draft, placement = self.target, self.draft, self.placement
-        parts = [
+        parts = (
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.layout.shared.total_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
             MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
-        ]
-        if draft is not None:
-            parts += [
-                MemoryPart("draft weights", draft.layout.total_bytes),
-                MemoryPart("draft KV cache", draft.kv_bytes),
-            ]
-        parts += [MemoryPart("CUDA graphs", self.graph_bytes), MemoryPart("workspace", self.workspace_bytes)]
+            MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
+            MemoryPart("draft KV cache", 0 if draft is None else draft.kv_bytes),
+            MemoryPart("CUDA graphs", self.graph_bytes),
+            MemoryPart("workspace", self.workspace_bytes),
+        )
         return tuple(part for part in parts if part.nbytes)
 
     @property
@@ -344,12 +341,11 @@ class RunPlan:
         """CUDA graphs of the draft's and the verifier's steps."""
         if self.request.device == "cpu":
             return 0
-        nbytes = step_graph_bytes(self.target.config) if self.has_verifier else 0
-        draft = self.draft
-        if draft is None:
-            return nbytes
-        trees = draft.tree_slots > 0
-        return nbytes + draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+        draft, nbytes = self.draft, step_graph_bytes(self.target.config) if self.has_verifier else 0
+        if draft is not None:
+            trees = draft.tree_slots > 0
+            nbytes += draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+        return nbytes
 
     @property
     def verifier_bytes(self) -> int:
@@ -380,17 +376,17 @@ class RunPlan:
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
-        parts = [
+        parts = (
             MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),
             MemoryPart("staging ring", placement.staging_bytes, pinned),
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
-        ]
-        if self.request.device == "cpu":  # whose memory is the host's
-            parts.append(MemoryPart("all that is on the device", self.device_bytes))
-        parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
+            # Of a CPU, whose memory is the host's.
+            MemoryPart("all that is on the device", self.device_bytes if self.request.device == "cpu" else 0),
+            MemoryPart("Python and libraries", PROCESS_BYTES),
+        )
         return tuple(part for part in parts if part.nbytes)
 
     @property
