@@ -15,7 +15,7 @@ from offload_runtime.engine import Runtime, staged_layers
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import CudaRegistrar
-from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, staging_rings
+from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar
@@ -76,7 +76,7 @@ def on_host(target: Path, **options: Any) -> Runtime:
 
 
 def least(plan: RunPlan) -> int:
-    return staging_rings(plan.target, 0).nbytes
+    return with_staging_rings(plan.target, 0).ring_bytes
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import psutil
 
 from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.memory import CudaRegistrar, HostArena, LockedPages
+from offload_runtime.memory import CudaRegistrar, HostArena, LockedPages, host_memory
 
 # --- what the system says
 
@@ -49,17 +49,7 @@ class HostInfo:
 
 def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostInfo:
     """Ask the system; `proc` and `cgroup` are where Linux tells it."""
-    memory = psutil.virtual_memory()
-    ram_bytes, available_bytes = int(memory.total), int(memory.available)
-    try:
-        limit_bytes = int((cgroup / "memory.max").read_text())
-        used_bytes = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        pass  # no limit ("max"), not Linux, or another kind of control group
-    else:
-        ram_bytes = min(ram_bytes, limit_bytes)
-        available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
-    return HostInfo(read_cpu(proc), ram_bytes, available_bytes, _locked_limit_bytes(), is_wsl(proc))
+    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl(proc))
 
 
 def read_cpu(proc: Path) -> CpuFigures:
@@ -139,12 +129,10 @@ class HostReader:
     Args:
         nbytes: Of the array; far more than the caches hold.
         threads: Most threads that will read.
-        reduce: Reads a part; numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
     """
 
-    def __init__(self, nbytes: int, threads: int, *, reduce: Callable[[np.ndarray], object] = np.max) -> None:
+    def __init__(self, nbytes: int, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
-        self._reduce = reduce
         # Pages are placed beside the core that first writes them, so each thread writes the part it will read.
         self._words = np.empty(nbytes // 4, dtype=np.float32)
         list(self._pool.map(lambda part: part.fill(1.0), np.array_split(self._words, threads)))
@@ -152,7 +140,8 @@ class HostReader:
 
     def read(self, threads: int) -> None:
         """Read the whole array once with this many threads."""
-        list(self._pool.map(self._reduce, np.array_split(self._words, threads)))
+        # numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
+        list(self._pool.map(np.max, np.array_split(self._words, threads)))
 
     def by_threads(self, counts: Sequence[int], *, budget_s: float) -> tuple[dict[int, float], float]:
         """Reading in GB/s for each number of threads, and the best of these."""

@@ -119,7 +119,8 @@ class PassTime:
     def bound_by(self) -> str:
         """What takes all of it."""
         causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
-        return _longest({**causes, _slower(self.hbm_s, self.arithmetic_s): self.compute_s})
+        causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
+        return max(causes, key=causes.__getitem__)  # the first of equals
 
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
@@ -180,15 +181,6 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
 def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
     """Bytes of the head, and operations of its product with `rows` rows."""
     return model.layout.head_bytes, 2 * model.config.vocab_size * model.config.hidden_size * rows
-
-
-def _slower(hbm_s: float, arithmetic_s: float) -> str:
-    return "HBM" if hbm_s >= arithmetic_s else "arithmetic"
-
-
-def _longest(causes: Mapping[str, float]) -> str:
-    """The name of what takes the most seconds; the first of equals."""
-    return max(causes, key=lambda cause: causes[cause])
 
 
 # --- drafting
@@ -421,14 +413,11 @@ def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tu
     """
     length = plan.target.context_tokens - 1
 
-    def passed(rows: int) -> PassTime:
-        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
-
     def slack_s(rows: int) -> float:
-        time = passed(rows)
+        time = pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
         return time.busy_s - time.copies_s
 
-    one = passed(1)
+    one = pass_time(plan, machine, length_tokens=length, rows=1)
     widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
     # Windows of sizes like these are what is proposed.
     rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
@@ -479,6 +468,8 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    causes = {_slower(hbm_s, arithmetic_s): compute_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
+    causes = {
+        "HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s,
+    }  # fmt: skip
     seconds = growth_s + max(compute_s, link_s, staging_s)
-    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, _longest(causes), staging_s)
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)

@@ -15,6 +15,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
 from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, retrieved_draft_bytes, summaries_bytes
@@ -36,6 +37,9 @@ from offload_runtime.runners.target import draft_shape, target_shape, workspace_
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import ModelLayout, packed_bytes
 
+# Where nothing is staged.
+NO_RING = RingShape(0, 0)
+
 
 @dataclass(frozen=True)
 class MemoryPart:
@@ -50,19 +54,24 @@ class MemoryPart:
 class Placement:
     """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
 
-    `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
-    of page-locked memory on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the
-    host, which crosses `writeback_bytes` on its way there.
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
+    on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which crosses the
+    `d2h_ring` on its way there (of no pieces where nothing goes there).
     """
 
     resident_layers: tuple[int, ...]
     num_slots: int
     num_layers: int
     staged_layers: tuple[int, ...] = ()
-    staging_bytes: int = 0
     resident_kv_layers: tuple[int, ...] = ()
     staged_kv_layers: tuple[int, ...] = ()
-    writeback_bytes: int = 0
+    h2d_ring: RingShape = NO_RING
+    d2h_ring: RingShape = NO_RING
+
+    @property
+    def ring_bytes(self) -> int:
+        """Page-locked memory that staging takes."""
+        return self.h2d_ring.nbytes + self.d2h_ring.nbytes
 
     @property
     def num_streamed(self) -> int:
@@ -379,10 +388,10 @@ class RunPlan:
         parts = (
             MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),
-            MemoryPart("staging ring", placement.staging_bytes, pinned),
+            MemoryPart("staging ring", placement.h2d_ring.nbytes, pinned),
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
-            MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
+            MemoryPart("pieces to write KV through", placement.d2h_ring.nbytes, pinned),
             # Of a CPU, whose memory is the host's.
             MemoryPart("all that is on the device", self.device_bytes if self.request.device == "cpu" else 0),
             MemoryPart("Python and libraries", PROCESS_BYTES),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -26,6 +26,7 @@ from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
+    NO_RING,
     MemoryPart,
     ModelPlan,
     Placement,
@@ -443,36 +444,23 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 # --- one way: in host memory
 
 
-@dataclass(frozen=True)
-class StagingRings:
-    """Page-locked memory that staging takes: what is read crosses `h2d`, keys and values on the way to the host cross
-    `d2h` (of no pieces where they never go there)."""
-
-    h2d: RingShape
-    d2h: RingShape
-
-    @property
-    def nbytes(self) -> int:
-        """Of both."""
-        return self.h2d.nbytes + self.d2h.nbytes
-
-
-def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> StagingRings:
-    """The rings that a target is staged through, within `available_bytes` of page-locked memory or, at least, two
-    pieces each; None for their full size."""
+def with_staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Placement:
+    """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
+    memory or, at least, two pieces each; None for their full size."""
     on_host = bool(target.kv_layers_on_host)
     largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
-    if not on_host:
-        return StagingRings(ring_shape(largest, available_bytes), RingShape(0, 0))
-    # A prompt's blocks are written as they become full, piece by piece of the prompt.
-    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
-    piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
-    d2h = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
-    if available_bytes is not None:
-        left = available_bytes - ring_shape(largest, 0).nbytes
-        d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, left // piece_bytes)))
-        available_bytes -= d2h.nbytes
-    return StagingRings(ring_shape(largest, available_bytes), d2h)
+    d2h = NO_RING
+    if on_host:
+        # A prompt's blocks are written as they become full, piece by piece of the prompt.
+        written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
+        d2h = RingShape(
+            min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES), _MOST_WRITEBACK_PIECES
+        )
+        if available_bytes is not None:
+            fitting = (available_bytes - ring_shape(largest, 0).nbytes) // d2h.piece_bytes
+            d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
+            available_bytes -= d2h.nbytes
+    return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
 
 
 def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Placement:
@@ -489,33 +477,31 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     placement, kv_bytes = target.placement, target.host_kv_bytes
     streamed = placement.streamed_layers
     if limit_bytes is None or kv_bytes + target.host_bytes_of_layers(streamed) <= limit_bytes:
-        return replace(placement, staged_layers=(), staging_bytes=0, staged_kv_layers=(), writeback_bytes=0)
-    least = staging_rings(target, 0)
-    if least.nbytes > limit_bytes:
-        parts = [MemoryPart("a ring to stage layers through", least.h2d.nbytes)]
+        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
+    least = with_staging_rings(target, 0)
+    if least.ring_bytes > limit_bytes:
+        parts = [MemoryPart("a ring to stage layers through", least.h2d_ring.nbytes)]
         ways = ["raise --vram or keep all layers resident"] if streamed else []
-        if least.d2h.num_pieces:
-            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h.nbytes))
+        if least.d2h_ring.num_pieces:
+            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h_ring.nbytes))
             ways.insert(0, "take --kv gpu")
         raise BudgetError(
             f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
-            f"{format_bytes_up(least.nbytes - limit_bytes)} ({_listed(parts)}): "
+            f"{format_bytes_up(least.ring_bytes - limit_bytes)} ({_listed(parts)}): "
             f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
         )
-    rings = staging_rings(target, limit_bytes - kv_bytes)
+    ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
-    left_bytes = limit_bytes - rings.nbytes - kv_bytes
+    left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
     if left_bytes < 0 or not placement.num_streamed:
-        rings = staging_rings(target, limit_bytes // _RINGS_SHARE)
-        staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
+        ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
+        staged_kv, left_bytes = _stage_kv(target, limit_bytes - ringed.ring_bytes)
     most = placement.num_streamed if staged_kv else placement.num_streamed - 1
     # Spread, so that they and staged ones alternate.
     choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
-    return replace(
-        placement, staged_layers=tuple(index for index in streamed if index not in pinned),
-        staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.d2h.nbytes,
-    )  # fmt: skip
+    staged = tuple(index for index in streamed if index not in pinned)
+    return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
 def least_pinned_bytes(plan: RunPlan) -> int:
@@ -525,7 +511,7 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     if plan.has_verifier:
         return target.host_kv_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
-    return min(all_bytes, staging_rings(target, 0).nbytes) if all_bytes else 0
+    return min(all_bytes, with_staging_rings(target, 0).ring_bytes) if all_bytes else 0
 
 
 def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:
