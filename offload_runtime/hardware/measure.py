@@ -157,18 +157,16 @@ def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: 
 
 def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None:
     """The disk, by the file that was named or by one of our own."""
-    file = options.disk_file
 
-    def own_file() -> float:
+    def reading() -> float:
+        if options.disk_file is not None:
+            return host_bench.measure_disk_gbps(options.disk_file, most_bytes=4 * nbytes)
+        if options.quick:
+            raise CannotMeasureError("left out of --quick: name a file with --disk-file")
         with host_bench.temporary_disk_file(_cache_directory(), nbytes) as own:
             return host_bench.measure_disk_gbps(own, most_bytes=nbytes)
 
-    if file is not None:
-        found.take("disk", "disk_gbps", lambda: host_bench.measure_disk_gbps(file, most_bytes=4 * nbytes))
-    elif options.quick:
-        found.miss(("disk_gbps",), "left out of --quick: name a file with --disk-file")
-    else:
-        found.take("disk", "disk_gbps", own_file)
+    found.take("disk", "disk_gbps", reading)
 
 
 def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_progress) -> MachineReport:
