@@ -161,7 +161,7 @@ class ModelPlan:
             return ()
         return tuple(sorted({*range(self.config.num_layers)} - {*self.placement.resident_kv_layers}))
 
-    @property
+    @cached_property
     def kv_block_bytes(self) -> int:
         """A block of keys and values of one sequence in one layer."""
         return kv.block_bytes(self.config, self.dtype)
@@ -181,7 +181,7 @@ class ModelPlan:
         """On the device, of a layer whose cache is on the host: its newest blocks."""
         return self.batch * kv.ring_blocks(self.window_tokens) * self.kv_block_bytes
 
-    @property
+    @cached_property
     def kv_piece_bytes(self) -> int:
         """A slot of the ring that a cache on the host is streamed through."""
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)

@@ -102,9 +102,12 @@ def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[tuple[
 
 def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence[int]) -> int | None:
     """The least of ascending limits of device memory whose plan fits, as it is taken to for all larger ones."""
-    index = bisect_left(
-        sizes, True, key=lambda size: _plan_or_none(replace(request, vram_bytes=size), machine) is not None
-    )
+
+    def fits(size: int) -> bool:
+        return _plan_or_none(replace(request, vram_bytes=size), machine) is not None
+
+    # The first is likely where what is short is another memory.
+    index = 0 if sizes and fits(sizes[0]) else bisect_left(sizes, True, key=fits)
     return sizes[index] if index < len(sizes) else None
 
 
