@@ -492,6 +492,7 @@ class RuntimeConfig:
         for name, what in wanted.items():
             value = getattr(self, name)
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
+        require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         require_positive("max_batch", self.max_batch)
         check_options(
             self.proposed_by, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,

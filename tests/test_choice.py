@@ -93,7 +93,7 @@ LARGE = replace(
 
 def chosen(plan: RunPlan) -> tuple[bool, str, bool]:
     """Whether there is a middle level, the draft's cache, whether the target's is in host memory."""
-    return plan.verifier is not None, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
+    return plan.has_verifier, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
 
 
 def asked_for(target: str, draft: str, context: int, **changes: Any) -> RuntimeConfig:
@@ -171,7 +171,7 @@ def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
     triforce = plan_run(request, LARGE)
     less = replace(LARGE, ram_bytes=triforce.host_bytes - GB)
     plan = plan_run(request, less)
-    assert triforce.verifier is not None and plan.verifier is None
+    assert triforce.has_verifier and not plan.has_verifier
     assert plan.reason == "it takes 1.0 GB more than the 70.7 GB of host memory"
 
 

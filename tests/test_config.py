@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import (
     GenerationParams,
     ModelConfig,
+    RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
     format_bytes,
@@ -52,6 +53,11 @@ def test_a_formatted_size_reads_back_within_its_last_digit(size_bytes: int) -> N
 def test_sampling_that_makes_no_sense(values: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         SamplingParams(**values)
+
+
+def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
+    with pytest.raises(OptionError, match="kv must be auto, gpu or host, not 'disk'"):
+        RuntimeConfig("a model", kv="disk")
 
 
 def test_sampling_knows_what_it_is() -> None:

@@ -129,8 +129,8 @@ def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
 
 def test_a_middle_level_takes_the_steps_that_it_took() -> None:
     plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
-    draft, middle = plan.draft, plan.verifier
-    assert draft is not None and middle is not None
+    draft = plan.draft
+    assert draft is not None and plan.has_verifier
     inner = Acceptance("draft", "middle", 2000, 8000, 3000)
     answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "middle")))
     predicted = Expectation(plan, CARD).seconds_per_pass([answer])
@@ -138,7 +138,7 @@ def test_a_middle_level_takes_the_steps_that_it_took() -> None:
     hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
     assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + 10 * step_s - hidden_s)
     alone = _plan("llama-2-7b-128k", "none", context=131072, mode="triforce")
-    assert alone.verifier is not None
+    assert alone.has_verifier
     without = replace(answer, acceptance=(_verified(200, 4800, "middle"),))
     step_s = verifier_step_s(alone, CARD)
     expected = _pass_s(alone, length=120_500, rows=25) + 24 * step_s - hidden_s
@@ -174,7 +174,7 @@ def test_a_step_serves_all_answers_of_a_batch() -> None:
 
 def test_a_step_of_the_middle_level_serves_all_answers_of_a_batch() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", context=32768, batch=3, mode="triforce", kv="host")
-    assert plan.verifier is not None
+    assert plan.has_verifier
     config, target = plan.target.config, plan.target
     weight_bytes = config.num_layers * target.layer_bytes + config.vocab_size * config.hidden_size * 2
     slow_memory = replace(CARD, hbm_gbps=1.0, launch_us=0.0, link_gbps=1e9)

@@ -104,7 +104,7 @@ def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
         more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
         assert more is not None
         enough_bytes = vram_bytes + parse_bytes(more[1])
-        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).verifier is not None
+        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).has_verifier
         with pytest.raises(OptionError):
             plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
 

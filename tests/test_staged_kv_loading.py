@@ -15,7 +15,7 @@ from offload_runtime.engine import Runtime, staged_layers
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import Registrar
-from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, staging_rings
+from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
 from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar
@@ -76,7 +76,7 @@ def on_host(target: Path, **options: Any) -> Runtime:
 
 
 def least(plan: RunPlan) -> int:
-    return staging_rings(plan.target, 0).nbytes
+    return with_staging_rings(plan.target, 0).ring_bytes
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(
 
     options = SpeculationOptions("triforce", **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
-        assert runtime.plan.verifier is not None
+        assert runtime.plan.has_verifier
     with monkeypatch.context() as patch:
         patch.setattr(assembly, "load_weights", never)
         with pytest.raises(BudgetError) as caught:
@@ -239,7 +239,7 @@ def test_auto_does_without_triforce_and_says_why(
     options = SpeculationOptions("auto", cache, **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=limit) as runtime:
         placed = runtime.plan
-        assert placed.verifier is None and placed.placement.staged_kv_layers
+        assert not placed.has_verifier and placed.placement.staged_kv_layers
         assert placed.draft is not None
         assert (placed.draft.cache == "streaming") == (cache == "streaming")
         assert "not TriForce: it reads keys and values where they lie in host memory" in runtime.placement

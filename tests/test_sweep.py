@@ -267,7 +267,7 @@ def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtim
     start, params = [TOKENS[:700]], SamplingParams(0.6, seed=3)
     session = Session(runtime)
     expected = session.decode(start, proposer_of(runtime), params, gamma=8, count=24)
-    rig = Rig(runtime, "model")
+    rig = Rig(runtime)
     others = [
         (replace(OPTIONS, chunk_size=16), "topk"),
         (OPTIONS, "streaming"),
@@ -310,7 +310,7 @@ def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
 
 
 def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
-    session, rig, params = Session(runtime), Rig(runtime, "model"), SamplingParams(1.0, seed=5)
+    session, rig, params = Session(runtime), Rig(runtime), SamplingParams(1.0, seed=5)
     proposer = rig.build(OPTIONS)
     # At and off the ends of blocks, forth again, and another text that begins alike.
     texts = [TOKENS[:800], TOKENS[:513], TOKENS[:256], TOKENS[:700], [*TOKENS[:300], *TOKENS[100:400]]]
@@ -323,7 +323,7 @@ def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
     loaded = weakref.ref(proposer_of(runtime))
     policies = [weakref.ref(observer) for observer in target_cache(runtime).observers]
     before = runtime._parts.budget.reserved_bytes
-    rig = Rig(runtime, "model")
+    rig = Rig(runtime)
     gc.collect()
     assert not any(ref() for ref in (loaded, *policies))
     without = runtime._parts.budget.reserved_bytes
@@ -386,6 +386,6 @@ def test_longer_contexts_come_first() -> None:
 def test_agreement_with_itself_is_full(runtime: Runtime) -> None:
     """A needle's middle level that holds everything says what the full target says."""
     setting = Setting(replace(OPTIONS, budget_tokens=768, gamma_draft=3), 0.6, 800, 9, 8, depth=0.5)
-    row = NeedleTest(Session(runtime), Rig(runtime, "model"), TOKENS).measure(setting)
+    row = NeedleTest(Session(runtime), Rig(runtime), TOKENS).measure(setting)
     assert row["policies"]["retrieval"]["agreement"] == 1.0 == row["policies"]["streaming"]["agreement"]
     assert torch.isfinite(torch.tensor(row["answer_log_probability"])) and row["identical_to_plain"]

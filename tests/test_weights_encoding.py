@@ -202,4 +202,4 @@ def test_unlike_layers_fill_a_budget_and_no_more(halved: list[tuple[str, ...]], 
         limit = sum(pages[layer] for layer in placement.streamed_layers) - 1
         staged = place_staged(placed.target, limit, "the test")
         locked = sum(pages[layer] for layer in placement.streamed_layers if layer not in staged.staged_layers)
-        assert staged.staged_layers and locked + staged.staging_bytes <= limit
+        assert staged.staged_layers and locked + staged.ring_bytes <= limit

@@ -172,7 +172,7 @@ def table_row(row: Row, context: int, profile: str) -> str:
         predicted.verify.bound_by,
         f"{predicted.prefill.seconds:.1f}",
         f"{predicted.plain_tok_per_s:.2f}",
-        f"{predicted.usual.tok_per_s:.1f}" + (" (TriForce)" if outcome.verifier is not None else ""),
+        f"{predicted.usual.tok_per_s:.1f}" + (" (TriForce)" if outcome.has_verifier else ""),
     ]
     return head + " | ".join(cells) + " |"
 

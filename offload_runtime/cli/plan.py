@@ -284,8 +284,8 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         },
         "prefill_attention": plan.prefill_attention,
         "draft_cache": None if plan.draft is None else plan.draft.cache,
-        "middle_level": plan.verifier is not None,
-        "why_no_middle_level": None if plan.verifier is not None else plan.reason or None,
+        "middle_level": plan.has_verifier,
+        "why_no_middle_level": None if plan.has_verifier else plan.reason or None,
     }
 
 

@@ -10,7 +10,7 @@ from offload_runtime.engine.load_model import LoadedModels
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.plan import VerifierPlan
+from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import grows_trees
@@ -33,28 +33,26 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    draft: str, models: LoadedModels, verifier: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
-    recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
-    make_policy: type[RetrievalPolicy] = RetrievalPolicy,
+    models: LoadedModels, plan: RunPlan, budget: DeviceBudget, *, recorder: TraceRecorder | None = None,
+    link: LinkTimes | None = None, make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
     Args:
-        draft: `none`, `ngram`, or anything else for the draft model.
         models: What was loaded.
-        verifier: The retrieval verifier to put on top; None for a chain.
+        plan: Who proposes, and whether there is a retrieval verifier on top.
         budget: Of the device.
-        batch: Sequences.
         recorder: Of a trace that steps are told; None: none.
         link: How long it is busy with passes, and behind them; None for nothing streamed.
         make_policy: What chooses the chunks of the retrieval verifier.
     """
     link = link or LinkTimes()
-    if verifier is not None:
-        hierarchy = _make_triforce(models, verifier, budget, recorder, make_policy)
+    batch = plan.target.batch
+    if plan.has_verifier:
+        hierarchy = _make_triforce(models, plan, budget, recorder, make_policy)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if link.most_rows > 1 else hierarchy
     if models.draft is None:
-        return NoProposer() if draft == "none" else NgramProposer()
+        return NoProposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams = models.draft.runner, NgramProposer()
     vocab_size, draft_vocab_size = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
     chains = DraftProposer(runner, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
@@ -73,20 +71,21 @@ def make_proposer(
 
 
 def _make_triforce(
-    models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
+    models: LoadedModels, plan: RunPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
     make_policy: type[RetrievalPolicy],
 ) -> Proposer:  # fmt: skip
-    options, target, batch = plan.options, models.target.runner, plan.batch
+    options, target = plan.request.speculation, models.target.runner
+    config, batch = plan.target.config, plan.target.batch
     layers, source = target.streamer.resident_layers(), target.cache
     assert layers is not None, "refused when it was planned"
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
-        source, plan.config, plan.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+        source, config, plan.target.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
         batch=batch, budget=budget, make_policy=make_policy,
     )  # fmt: skip
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
-    budget.reserve("steps of the retrieval verifier", plan.step_bytes)
+    budget.reserve("steps of the retrieval verifier", plan.verifier_step_bytes)
     gamma = 0 if models.draft is None else options.gamma_draft
     window = DeviceWindow(budget.device, batch=batch)
     verifier = RetrievalVerifier(
@@ -98,7 +97,7 @@ def _make_triforce(
         draft = models.draft.runner
         has_all = draft.cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft, vocab_size=plan.config.vocab_size, draft_vocab_size=draft.decoder.config.vocab_size, batch=batch,
+            draft, vocab_size=config.vocab_size, draft_vocab_size=draft.decoder.config.vocab_size, batch=batch,
             window=window, max_tokens_with_draft=draft.cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(

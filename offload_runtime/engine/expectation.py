@@ -74,7 +74,7 @@ def _asked_per_pass(answer: Request, mode: str) -> tuple[float, float]:
 def _drafting_s(plan: RunPlan, answer: Request, machine: MachineFigures) -> float:
     """Seconds of proposing for one pass, by the steps that one answer of the batch took; n-grams take none."""
     steps = _proposed_per_pass(answer)
-    if not steps or plan.verifier is None:
+    if not steps or not plan.has_verifier:
         trees, nodes = _asked_per_pass(answer, "tree")
         _, chains = _asked_per_pass(answer, "chain") if answer.windows else (0.0, steps)
         if nodes + chains > steps:  # less was proposed than asked for

@@ -170,7 +170,7 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, 
     parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved"]
     parts += [describe_draft_cache(plan), describe_speculation(plan)]
     if emulation is not None:
-        unpaced = plan.verifier is not None and plan.target.on_host
+        unpaced = plan.has_verifier and plan.target.on_host
         parts.append(
             f"emulating {emulation.name}: link paced to {emulation.link_gbps:g} GB/s, "
             f"{emulation.link_back_gbps:g} back" + (" (but not the gathers of retrieved chunks)" if unpaced else "")
@@ -241,7 +241,7 @@ def load_runtime(
         recorder = TraceRecorder(make_clock(device)) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-        branches = kind == "ngram" or ((kind != "none" or plan.verifier is not None) and config.tree_nodes != 0)
+        branches = kind == "ngram" or ((kind != "none" or plan.has_verifier) and config.tree_nodes != 0)
         models = assembly.load_models(
             target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
         )
@@ -250,7 +250,7 @@ def load_runtime(
             figures = replace(figures, link_gbps=target.link_peak_gbps)
             machine = None if machine is None else replace(machine, link_gbps=target.link_peak_gbps)
             link = LinkTimes(*link_times(plan, figures, widest=config.max_gamma + 1))
-        proposer = make_proposer(kind, models, plan.verifier, budget, batch=batch, recorder=recorder, link=link)
+        proposer = make_proposer(models, plan, budget, recorder=recorder, link=link)
         free = max(0, min(config.max_gamma, link.most_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         expected = Expectation(plan.with_placement(target.placement), machine)

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offload_runtime.config import format_bytes
-from offload_runtime.copy import FEWEST_PIECES, CopyEngine, StagingCopyEngine, StagingWriteEngine, staging_threads
+from offload_runtime.copy import (
+    FEWEST_PIECES,
+    CopyEngine,
+    RingShape,
+    StagingCopyEngine,
+    StagingWriteEngine,
+    staging_threads,
+)
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import usable_cores
 from offload_runtime.kv import BlockLocking
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.plan import ModelPlan, Placement, place_staged, staging_rings
+from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
 from offload_runtime.weights import HostWeights
 
 
@@ -24,10 +31,14 @@ class Ring:
     piece_bytes: int
 
     @property
+    def shape(self) -> RingShape:
+        """What of it is page-locked."""
+        return RingShape(self.piece_bytes, self.arena.pinned_bytes // self.piece_bytes)
+
+    @property
     def pieces(self) -> list[torch.Tensor]:
         """Its buffers: uint8 [piece_bytes] each, host, page-locked."""
-        count = self.arena.pinned_bytes // self.piece_bytes
-        return list(self.arena.buffer[: count * self.piece_bytes].view(count, -1))
+        return list(self.arena.buffer[: self.shape.nbytes].view(self.shape.num_pieces, -1))
 
 
 @dataclass(frozen=True)
@@ -95,14 +106,14 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
     if _refused(weights, placement):
         locked_bytes = sum(arena.pinned_bytes for arena in weights.layers)
         # Where not even a layer was locked a ring may be: it is smaller.
-        placement = place_staged(plan, max(locked_bytes, staging_rings(plan, 0).nbytes), "the system")
+        placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes), "the system")
     elif not placement.staged_layers and not placement.staged_kv_layers:
         return StagedMemory(placement, registrar)
-    shapes, d2h = staging_rings(plan), None
-    h2d = Ring(HostArena(placement.staging_bytes, name="the ring to stage layers through"), shapes.h2d.piece_bytes)
-    if shapes.d2h.num_pieces:
-        arena = HostArena(placement.writeback_bytes, name="the pieces to write the KV cache through")
-        d2h = Ring(arena, shapes.d2h.piece_bytes)
+    shape, d2h = placement.h2d_ring, None
+    h2d = Ring(HostArena(shape.nbytes, name="the ring to stage layers through"), shape.piece_bytes)
+    if placement.d2h_ring.num_pieces:
+        shape = placement.d2h_ring
+        d2h = Ring(HostArena(shape.nbytes, name="the pieces to write the KV cache through"), shape.piece_bytes)
     memory = StagedMemory(placement, registrar, h2d, d2h)
     try:
         _move_locks(weights, placement, memory.rings, registrar)
@@ -114,11 +125,8 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
     for index in staged:
         arena = weights.layers[index]
         memory.pageable.enter(arena.buffer[arena.pinned_bytes :])
-    settled = replace(
-        placement, staged_layers=tuple(staged), staging_bytes=h2d.arena.pinned_bytes,
-        writeback_bytes=0 if d2h is None else d2h.arena.pinned_bytes,
-    )  # fmt: skip
-    return replace(memory, placement=settled)
+    settled = replace(placement, staged_layers=tuple(staged), h2d_ring=h2d.shape)
+    return replace(memory, placement=settled if d2h is None else replace(settled, d2h_ring=d2h.shape))
 
 
 def _refused(weights: HostWeights, placement: Placement) -> list[int]:

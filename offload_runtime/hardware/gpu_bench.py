@@ -6,7 +6,6 @@ That NVML is missing or refuses costs a reason, no more.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from offload_runtime.config import GB, format_bytes
-from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, OnProgress, best_time_s, counted
+from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
 
 # GB/s of one lane by PCIe generation, after line coding and before packet headers.
@@ -50,17 +48,17 @@ class NvmlAnswer:
     reason: str
 
 
-def read_nvml(uuid: str, load: Callable[[], Any] | None = None) -> NvmlAnswer:
+def read_nvml(uuid: str) -> NvmlAnswer:
     """Ask NVML about one card.
 
     An idle link drops to a lower generation: ask while copies run.
 
     Args:
         uuid: Of the card as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
-        load: Gives what stands for the module `pynvml`.
     """
     try:
-        nvml: Any = importlib.import_module("pynvml") if load is None else load()
+        import pynvml as nvml
+
         nvml.nvmlInit()
     except Exception as error:  # without a driver the library itself is missing; its errors have many types
         return NvmlAnswer(None, None, f"NVML is not available: {error}")
@@ -136,13 +134,11 @@ class LinkBench:
         """Enqueue the whole buffer to the host on the current stream, in copies of `piece_bytes`."""
         _copy(self._sink_pinned, self._source_gpu, piece_bytes)
 
-    def by_copy_mib(
-        self, sizes_mib: Sequence[float], *, budget_s: float, on_progress: OnProgress
-    ) -> tuple[dict[float, float], float]:
+    def by_copy_mib(self, sizes_mib: Sequence[float], *, budget_s: float) -> tuple[dict[float, float], float]:
         """Host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not over
         one cached place."""
         rates = {}
-        for size_mib in counted(sizes_mib, "link, to the device", on_progress):
+        for size_mib in sizes_mib:
             piece_bytes = int(size_mib * MIB)
             if piece_bytes <= self.nbytes:
                 seconds = _event_time_s(self.device, partial(self.copy_in, piece_bytes), budget_s=budget_s)
@@ -234,7 +230,7 @@ def measure_beside_link(bench: LinkBench, reader: HostReader, threads: int, *, b
     return passes * reader.nbytes / seconds / GB, copied_bytes / seconds / GB
 
 
-def measure_hbm_gbps(device: torch.device, *, most_bytes: int, budget_s: float) -> float:
+def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) -> float:
     """Copying within the device's memory, bytes read and written together, in GB/s."""
     free_bytes = torch.cuda.mem_get_info(device)[0]
     nbytes = min(most_bytes, free_bytes // 4)
@@ -244,13 +240,11 @@ def measure_hbm_gbps(device: torch.device, *, most_bytes: int, budget_s: float) 
     return 2 * nbytes / _event_time_s(device, lambda: sink.copy_(source), budget_s=budget_s) / GB
 
 
-def measure_tflops(
-    device: torch.device, dtypes: Sequence[str], *, budget_s: float, on_progress: OnProgress
-) -> dict[str, float]:
+def measure_tflops(device: torch.device, dtypes: Sequence[str], *, budget_s: float) -> dict[str, float]:
     """Dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
     size = 8192 if torch.cuda.mem_get_info(device)[0] > 2 * GB else 4096
     rates = {}
-    for name in counted(dtypes, "matrix products", on_progress):
+    for name in dtypes:
         # Products of zeros draw less power and run at higher clocks than any model's.
         left, right = (torch.randn(size, size, device=device).to(_TORCH_DTYPES[name]) for _ in range(2))  # [n, n], GPU
         product = torch.empty_like(left)

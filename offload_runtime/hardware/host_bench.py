@@ -1,6 +1,6 @@
 """The host: what the system says of its processor and memory; measurements of memory, disk and page-locking.
 
-Also what all measurements share: how long one may take, how it shows progress, and how it says that it cannot be made.
+Also what all measurements share: how long one may take, and how it says that it cannot be made.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import psutil
 
 from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.memory import HostArena, Registrar
+from offload_runtime.memory import HostArena, Registrar, host_memory
 
 # --- what the system says
 
@@ -50,17 +49,7 @@ class HostInfo:
 
 def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostInfo:
     """Ask the system; `proc` and `cgroup` are where Linux tells it."""
-    memory = psutil.virtual_memory()
-    ram_bytes, available_bytes = int(memory.total), int(memory.available)
-    try:
-        limit_bytes = int((cgroup / "memory.max").read_text())
-        used_bytes = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        pass  # no limit ("max"), not Linux, or another kind of control group
-    else:
-        ram_bytes = min(ram_bytes, limit_bytes)
-        available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
-    return HostInfo(read_cpu(proc), ram_bytes, available_bytes, _locked_limit_bytes(), is_wsl(proc))
+    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl(proc))
 
 
 def read_cpu(proc: Path) -> CpuFigures:
@@ -109,21 +98,9 @@ def _locked_limit_bytes() -> int | None:
 
 # --- measurements
 
-Item = TypeVar("Item")
-# Called with (stage, done steps, steps).
-OnProgress = Callable[[str, int, int], None]
-
 
 class CannotMeasureError(Exception):
     """A figure cannot be had on this machine; the text is the reason. Becomes part of the report, never an end."""
-
-
-def counted(items: Sequence[Item], stage: str, on_progress: OnProgress) -> Iterator[Item]:
-    """Go through the steps of a stage and report each as it begins and the last as it ends."""
-    for done, item in enumerate(items):
-        on_progress(stage, done, len(items))
-        yield item
-    on_progress(stage, len(items), len(items))
 
 
 def best_time_s(action: Callable[[], object], *, budget_s: float, least: int = 3) -> float:
@@ -152,12 +129,10 @@ class HostReader:
     Args:
         nbytes: Of the array; far more than the caches hold.
         threads: Most threads that will read.
-        reduce: Reads a part; numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
     """
 
-    def __init__(self, nbytes: int, threads: int, *, reduce: Callable[[np.ndarray], object] = np.max) -> None:
+    def __init__(self, nbytes: int, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
-        self._reduce = reduce
         # Pages are placed beside the core that first writes them, so each thread writes the part it will read.
         self._words = np.empty(nbytes // 4, dtype=np.float32)
         list(self._pool.map(lambda part: part.fill(1.0), np.array_split(self._words, threads)))
@@ -165,7 +140,16 @@ class HostReader:
 
     def read(self, threads: int) -> None:
         """Read the whole array once with this many threads."""
-        list(self._pool.map(self._reduce, np.array_split(self._words, threads)))
+        # numpy lets other threads run meanwhile, and the maximum is what memory limits soonest.
+        list(self._pool.map(np.max, np.array_split(self._words, threads)))
+
+    def by_threads(self, counts: Sequence[int], *, budget_s: float) -> tuple[dict[int, float], float]:
+        """Reading in GB/s for each number of threads, and the best of these."""
+        rates = {
+            threads: self.nbytes / best_time_s(partial(self.read, threads), budget_s=budget_s) / GB
+            for threads in counts
+        }
+        return rates, max(rates.values())
 
     def close(self) -> None:
         """End the threads and give the array back."""
@@ -179,18 +163,7 @@ def thread_counts(cores: int, *, quick: bool) -> list[int]:
     return sorted({*powers, cores})
 
 
-def measure_host_by_threads(
-    reader: HostReader, counts: list[int], *, budget_s: float, on_progress: OnProgress
-) -> tuple[dict[int, float], float]:
-    """Reading of host memory in GB/s for each number of threads, and the best of these."""
-    rates = {
-        threads: reader.nbytes / best_time_s(partial(reader.read, threads), budget_s=budget_s) / GB
-        for threads in counted(counts, "host memory", on_progress)
-    }
-    return rates, max(rates.values())
-
-
-def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -> float:
+def measure_disk_gbps(file: Path, *, most_bytes: int) -> float:
     """Sequential reading of a file's first `most_bytes` past the page cache, in GB/s.
 
     Raises:
@@ -205,7 +178,7 @@ def measure_disk_gbps(file: Path, *, most_bytes: int, on_progress: OnProgress) -
     with _opened_past_cache(file) as descriptor, mmap.mmap(-1, _DISK_BLOCK_BYTES) as block:
         block.write(bytes(_DISK_BLOCK_BYTES))  # page faults are not the disk's time
         started_s = time.perf_counter()
-        for offset in counted(range(0, total_bytes, _DISK_BLOCK_BYTES), "disk, reading", on_progress):
+        for offset in range(0, total_bytes, _DISK_BLOCK_BYTES):
             if os.preadv(descriptor, [block], offset) != _DISK_BLOCK_BYTES:
                 raise CannotMeasureError(f"{file} became shorter while it was read")
         return total_bytes / (time.perf_counter() - started_s) / GB
@@ -228,7 +201,7 @@ def _opened_past_cache(file: Path) -> Iterator[int]:
 
 
 @contextmanager
-def temporary_disk_file(directory: Path, nbytes: int, *, on_progress: OnProgress) -> Iterator[Path]:
+def temporary_disk_file(directory: Path, nbytes: int) -> Iterator[Path]:
     """A file of `nbytes` of noise (file systems compress zeros) in `directory`, on the disk and gone afterwards.
 
     Raises:
@@ -242,7 +215,7 @@ def temporary_disk_file(directory: Path, nbytes: int, *, on_progress: OnProgress
         raise CannotMeasureError(f"{directory} has only {format_bytes(free_bytes)} free: name a file with --disk-file")
     block = np.random.default_rng(0).bytes(min(nbytes, _DISK_BLOCK_BYTES))
     with tempfile.NamedTemporaryFile(dir=directory, prefix="offload-runtime-", suffix=".tmp") as file:
-        for _ in counted(range(0, nbytes, len(block)), "disk, writing a file", on_progress):
+        for _ in range(0, nbytes, len(block)):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -328,7 +301,7 @@ def estimate_pinnable_bytes(host: HostInfo, *, sample_locked: bool) -> int:
     return spare_bytes
 
 
-def try_pinnable_bytes(host: HostInfo, *, on_progress: OnProgress) -> int:
+def try_pinnable_bytes(host: HostInfo) -> int:
     """Lock memory in blocks of 1 GiB until the system refuses or only its own share is free; in bytes.
 
     Raises:
@@ -338,7 +311,7 @@ def try_pinnable_bytes(host: HostInfo, *, on_progress: OnProgress) -> int:
     blocks = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB
     arenas: list[HostArena] = []
     try:
-        for _ in counted(range(blocks), "pinning all", on_progress):
+        for _ in range(blocks):
             arenas.append(_written_arena(GIB))
             if not arenas[-1].pin_blocks(Registrar()):
                 break

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload_runtime.config import GIB
-from offload_runtime.errors import BudgetError, DeviceError, OptionError
+from offload_runtime.config import GIB, user_directory
+from offload_runtime.errors import BudgetError, DeviceError, OptionError, StorageError
 from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
-from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, OnProgress, printable
+from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
 from offload_runtime.hardware.profile import DTYPES, MachineProfile
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 from offload_runtime.memory import resolve_device
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _LINK_KEYS = tuple(key for key in _GPU_KEYS if "link" in key or key.startswith("pcie"))
+# Called with (stage, done steps, steps).
+OnProgress = Callable[[str, int, int], None]
+# What may end a measurement; torch and CUDA raise RuntimeErrors.
+_FAILURES = (CannotMeasureError, BudgetError, StorageError, OSError, RuntimeError)
 # The card's clocks, and with them the link, need a moment of work to rise.
 _WAKING_S = 0.3
 
@@ -58,21 +60,17 @@ class Findings:
     figures: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def take(self, keys: str | tuple[str, ...], measure: Callable[[], Any]) -> None:
+    def take(self, stage: str, keys: str | tuple[str, ...], measure: Callable[[], Any]) -> None:
         """Enter what `measure` returns, one figure for each of several keys; or why there is nothing."""
         names = (keys,) if isinstance(keys, str) else keys
+        self.on_progress(stage, 0, 1)
         try:
             value = measure()
-        except (CannotMeasureError, BudgetError, OSError, RuntimeError) as error:  # torch and CUDA raise RuntimeErrors
+            figures = (value,) if isinstance(keys, str) else value
+            self.figures |= {name: _rounded(figure) for name, figure in zip(names, figures, strict=True)}
+        except _FAILURES as error:
             self.miss(names, str(error).strip() or type(error).__name__)
-            return
-        for name, figure in zip(names, (value,) if isinstance(keys, str) else value, strict=True):
-            self.figures[name] = _rounded(figure)
-
-    def take_each(self, stage: str, measurements: Mapping[str | tuple[str, ...], Callable[[], Any]]) -> None:
-        """Take one figure after another as the steps of a stage."""
-        for keys in host_bench.counted(list(measurements), stage, self.on_progress):
-            self.take(keys, measurements[keys])
+        self.on_progress(stage, 1, 1)
 
     def miss(self, keys: Iterable[str], reason: str) -> None:
         """Enter why there is nothing: the first line of `reason`."""
@@ -96,33 +94,41 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     """Everything that one GPU has to itself."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    name = names[device.index]
+    name, budget_s = names[device.index], effort.budget_s
     found.figures |= {"gpus": names.count(name), "gpu_name": printable(name), "vram_bytes": total_bytes}
     answer = _measure_link(found, effort, device, reader)
-    budget_s = effort.budget_s
-    found.take_each(
-        "HBM and launches",
-        {
-            "hbm_gbps": partial(gpu_bench.measure_hbm_gbps, device, most_bytes=effort.hbm_bytes, budget_s=budget_s),
-            "launch_us": partial(gpu_bench.measure_launch_us, device, budget_s=budget_s),
-            "graph_launch_us": partial(gpu_bench.measure_graph_launch_us, device, budget_s=budget_s),
-        },
-    )
-    products = partial(gpu_bench.measure_tflops, device, DTYPES, budget_s=budget_s, on_progress=found.on_progress)
-    found.take("tflops", products)
+    found.take("HBM", "hbm_gbps", lambda: gpu_bench.measure_hbm_gbps(device, effort.hbm_bytes, budget_s=budget_s))
+    found.take("launches", "launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s))
+    found.take("CUDA graphs", "graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s))
+    found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, DTYPES, budget_s=budget_s))
     # Only now all modules are loaded that a runtime loads as well.
-    found.take("vram_reserved_bytes", partial(_reserved_bytes, device))
+    found.take("reserved VRAM", "vram_reserved_bytes", lambda: _reserved_bytes(device))
     return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)
 
 
 def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader: HostReader) -> NvmlAnswer:
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    """The link both ways, alone and beside the host's own reading, and what NVML tells of it while it is busy."""
+    uuid, budget_s = str(torch.cuda.get_device_properties(device).uuid), effort.budget_s
     try:
         bench = LinkBench(device, effort.link_bytes)
     except RuntimeError as error:
         found.miss(_LINK_KEYS, str(error))
         return gpu_bench.read_nvml(uuid)
-    _measure_copies(found, effort, bench, reader)
+
+    def beside_reading() -> tuple[float, float]:
+        by_threads = found.figures.get("host_by_threads")
+        if by_threads is None:
+            raise CannotMeasureError(found.missing["host_by_threads"])
+        best = max(by_threads, key=by_threads.__getitem__)
+        return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
+
+    found.take(
+        "link, to the device", ("link_by_copy_mib", "link_gbps"),
+        lambda: bench.by_copy_mib(effort.copy_sizes_mib, budget_s=budget_s / 2),
+    )  # fmt: skip
+    found.take("link, back", "link_back_gbps", lambda: bench.back_gbps(budget_s=budget_s / 2))
+    found.take("link, both ways", "link_both_gbps", lambda: bench.both_gbps(budget_s=budget_s))
+    found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), beside_reading)
     try:
         with gpu_bench.busy_link(bench):
             time.sleep(_WAKING_S)
@@ -136,52 +142,31 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
     return answer
 
 
-def _measure_copies(found: Findings, effort: _Effort, bench: LinkBench, reader: HostReader) -> None:
-    budget_s = effort.budget_s
-
-    def at_once() -> tuple[float, float]:
-        by_threads = found.figures.get("host_by_threads")
-        if by_threads is None:
-            raise CannotMeasureError(found.missing["host_by_threads"])
-        best = max(by_threads, key=by_threads.__getitem__)
-        return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
-
-    by_copy = partial(bench.by_copy_mib, effort.copy_sizes_mib, budget_s=budget_s / 2, on_progress=found.on_progress)
-    found.take(("link_by_copy_mib", "link_gbps"), by_copy)
-    found.take_each(
-        "link, back and both ways",
-        {
-            "link_back_gbps": partial(bench.back_gbps, budget_s=budget_s / 2),
-            "link_both_gbps": partial(bench.both_gbps, budget_s=budget_s),
-            ("host_gbps_while_link_busy", "link_gbps_while_host_busy"): at_once,
-        },
-    )
-
-
 def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
     """How fast memory is locked, and how much of it can be."""
+
+    def pinnable_bytes() -> int:
+        if full:
+            return host_bench.try_pinnable_bytes(host)
+        return host_bench.estimate_pinnable_bytes(host, sample_locked="pin_gbps" in found.figures)
+
     nbytes = host_bench.sample_bytes(host, effort.pin_bytes)
-    found.take_each("pinning", {"pin_gbps": partial(host_bench.measure_pin_gbps, nbytes)})
-    judge = partial(host_bench.estimate_pinnable_bytes, host, sample_locked="pin_gbps" in found.figures)
-    attempt = partial(host_bench.try_pinnable_bytes, host, on_progress=found.on_progress)
-    found.take("pinnable_bytes", attempt if full else judge)
+    found.take("pinning", "pin_gbps", lambda: host_bench.measure_pin_gbps(nbytes))
+    found.take("pinning all", "pinnable_bytes", pinnable_bytes)
 
 
-def _measure_disk(found: Findings, effort: _Effort, file: Path | None, *, quick: bool) -> None:
+def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None:
     """The disk, by the file that was named or by one of our own."""
-    nbytes, on_progress = effort.disk_bytes, found.on_progress
 
-    def own_file() -> float:
-        with host_bench.temporary_disk_file(_cache_directory(), nbytes, on_progress=on_progress) as own:
-            return host_bench.measure_disk_gbps(own, most_bytes=nbytes, on_progress=on_progress)
+    def reading() -> float:
+        if options.disk_file is not None:
+            return host_bench.measure_disk_gbps(options.disk_file, most_bytes=4 * nbytes)
+        if options.quick:
+            raise CannotMeasureError("left out of --quick: name a file with --disk-file")
+        with host_bench.temporary_disk_file(_cache_directory(), nbytes) as own:
+            return host_bench.measure_disk_gbps(own, most_bytes=nbytes)
 
-    if file is not None:
-        read = partial(host_bench.measure_disk_gbps, file, most_bytes=4 * nbytes, on_progress=on_progress)
-        found.take("disk_gbps", read)
-    elif quick:
-        found.miss(("disk_gbps",), "left out of --quick: name a file with --disk-file")
-    else:
-        found.take("disk_gbps", own_file)
+    found.take("disk", "disk_gbps", reading)
 
 
 def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_progress) -> MachineReport:
@@ -206,8 +191,9 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
     read_bytes = max(1 << 20, min(effort.host_bytes, host.available_bytes // 8))
     with closing(HostReader(read_bytes, host.cpu.cores)) as reader:
         counts, budget_s = host_bench.thread_counts(host.cpu.cores, quick=options.quick), effort.budget_s / 2
-        by_threads = partial(host_bench.measure_host_by_threads, reader, counts, budget_s=budget_s)
-        found.take(("host_by_threads", "host_gbps"), partial(by_threads, on_progress=on_progress))
+        found.take(
+            "host memory", ("host_by_threads", "host_gbps"), lambda: reader.by_threads(counts, budget_s=budget_s)
+        )
         if device is None:
             found.figures["gpus"] = 0
             found.miss(_GPU_KEYS, why_none)
@@ -215,7 +201,7 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
             with torch.cuda.device(device):
                 gpu = _measure_gpu(found, effort, device, reader)
                 _measure_pinning(found, effort, host, full=options.full)
-    _measure_disk(found, effort, options.disk_file, quick=options.quick)
+    _measure_disk(found, effort.disk_bytes, options)
     profile = MachineProfile(
         name="this-machine", source=_source(options, gpu), ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures
     )
@@ -259,5 +245,7 @@ def _source(options: MeasureOptions, gpu: GpuReport | None) -> str:
 
 def _cache_directory() -> Path:
     """Where a large file may lie for a moment: beside the models that were downloaded."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "offload-runtime"
+    return user_directory(
+        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
+        holds="the file that the disk is measured by",
+    )  # fmt: skip

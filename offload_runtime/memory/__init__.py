@@ -9,6 +9,7 @@ from offload_runtime.memory.arena import (
     PageableMemory,
     Registrar,
     check_host_memory,
+    host_memory,
     make_registrar,
 )
 from offload_runtime.memory.device import (

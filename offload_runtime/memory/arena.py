@@ -205,18 +205,27 @@ class PageableMemory:
                 read.exception()
 
 
+def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Bytes of host memory and what of it is available: the container's where it has less than the machine.
+
+    `cgroup` is where Linux tells of control groups.
+    """
+    memory = psutil.virtual_memory()
+    try:
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        used_bytes = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit ("max"), not Linux, or another kind of control group
+        return memory.total, memory.available
+    return min(memory.total, limit_bytes), min(memory.available, max(0, limit_bytes - used_bytes))
+
+
 def check_host_memory(needed_bytes: int, *, what: str = "the weights", cgroup: Path = Path("/sys/fs/cgroup")) -> None:
     """Refuse what the machine's free memory, or the container's, cannot hold: the system would kill us later.
 
     Raises:
         BudgetError: Less is available than `needed_bytes`.
     """
-    available_bytes = psutil.virtual_memory().available
-    try:
-        limit_bytes = int((cgroup / "memory.max").read_text())
-        available_bytes = min(available_bytes, limit_bytes - int((cgroup / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no limit ("max"), not Linux, or another kind of control group
+    available_bytes = host_memory(cgroup)[1]
     if needed_bytes > available_bytes:
         raise BudgetError(
             f"{what} would take {format_bytes(needed_bytes)} of host memory and {format_bytes(available_bytes)} is "

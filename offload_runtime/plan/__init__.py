@@ -14,7 +14,7 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
 )
-from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan, VerifierPlan
+from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     MachineFigures,
@@ -26,5 +26,5 @@ from offload_runtime.plan.request import (
     require_dtype,
     resolve_dtype,
 )
-from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, staging_rings
+from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, with_staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades

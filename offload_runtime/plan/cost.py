@@ -22,7 +22,6 @@ from types import MappingProxyType
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB
-from offload_runtime.kv import block_bytes
 from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
 from offload_runtime.plan.memory import ModelPlan, RunPlan
@@ -120,57 +119,50 @@ class PassTime:
     def bound_by(self) -> str:
         """What takes all of it."""
         causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
-        return _longest({**causes, _slower(self.hbm_s, self.arithmetic_s): self.compute_s})
+        causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
+        return max(causes, key=causes.__getitem__)  # the first of equals
 
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
     ring of copies running across passes."""
-    target, placement = plan.target, plan.placement
-    config, batch = target.config, target.batch
+    target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     tile = target.shape.window_rows
     height = padded_rows(batch * rows, tile)
-    on_device, staged = set(placement.resident_layers), set(placement.staged_layers)
-    kv_on_host, staged_kv = set(target.kv_layers_on_host), set(placement.staged_kv_layers)
-    kinds = Counter(  # layers are alike but for a few kinds
-        (reach, nbytes, layer not in on_device, layer in staged, layer in kv_on_host, layer in staged_kv)
-        for layer, (reach, nbytes) in enumerate(zip(config.layer_windows, target.layout.layer_bytes, strict=True))
-    )
-    weight_bytes = kv_bytes = staged_bytes = launches = 0
-    hbm_s = arithmetic_s = compute_s = 0.0
-    layer_operations = 2 * target.layer_elements * height
-    for (reach, layer_bytes, streams, stages, streams_kv, stages_kv), count in kinds.items():
-        matrices = height // tile * layer_bytes / attained_hbm, layer_operations / flops
-        blocks = target.streamed_kv_blocks(reach, length_tokens) if streams_kv else 0
-        streamed_kv_bytes = batch * blocks * block_bytes(config, target.dtype)
-        pieces = batch * -(-blocks * block_bytes(config, target.dtype) // target.kv_piece_bytes)
-        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
-        weight_bytes += count * streams * layer_bytes
-        kv_bytes += count * streamed_kv_bytes
-        staged_bytes += count * (stages * layer_bytes + stages_kv * streamed_kv_bytes)
-        launches += count * (_LAYER_LAUNCHES + _PRODUCTS * height // tile + _PIECE_LAUNCHES * pieces)
-        operations = batch * _attention_operations(target, queries=rows, keys=keys)
-        attention = (
-            batch * keys * _kv_token_bytes(target) / attained_hbm, operations / (_WINDOW_ATTENTION_SHARE * flops)
-        )  # fmt: skip
-        hbm_s += count * (matrices[0] + attention[0])
-        arithmetic_s += count * (matrices[1] + attention[1])
-        compute_s += count * (max(matrices) + max(attention))
-    head_bytes, head_operations = _head(target, height)
-    head = head_bytes / attained_hbm, head_operations / flops
+    # What crosses the link.
+    weight_bytes, kv_bytes, pieces = target.bytes_of_layers(placement.streamed_layers), 0, 0
+    staged_bytes = target.bytes_of_layers(placement.staged_layers)
+    for layer in target.kv_layers_on_host:
+        streamed = target.streamed_kv_bytes(layer, length_tokens)
+        kv_bytes += streamed
+        staged_bytes += streamed if layer in placement.staged_kv_layers else 0
+        pieces += batch * -(-streamed // (batch * target.kv_piece_bytes))
     link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    launch_s = config.num_layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
-    lookahead_s = 0.0
-    if weight_bytes + kv_bytes:
-        # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
-        lookahead_s = max(link_s, staging_s) * (lookahead_bytes / (weight_bytes + kv_bytes))
+    # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
+    lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
+    # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
+    head_bytes, head_operations = _head(target, height)
+    stages = [(1, head_bytes / attained_hbm, head_operations / flops)]
+    matrix_s = 2 * target.layer_elements * height / flops
+    for (reach, layer_bytes), count in Counter(
+        zip(target.config.layer_windows, target.layout.layer_bytes, strict=True)  # layers are of a few kinds
+    ).items():
+        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
+        attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
+        stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))
+        stages.append((count, batch * keys * _kv_token_bytes(target) / attained_hbm, attention_s))
+    layers = target.config.num_layers
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * height // tile) + _PIECE_LAUNCHES * pieces
     return PassTime(
-        weight_bytes, kv_bytes, staged_bytes, link_s, hbm_s + head[0], arithmetic_s + head[1], compute_s + max(head),
-        launch_s, staging_s, lookahead_s,
+        weight_bytes, kv_bytes, staged_bytes, link_s,
+        hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
+        arithmetic_s=sum(count * arithmetic_s for count, _, arithmetic_s in stages),
+        compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
+        launch_s=layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s, lookahead_s=lookahead_s,
     )  # fmt: skip
 
 
@@ -189,15 +181,6 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
 def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
     """Bytes of the head, and operations of its product with `rows` rows."""
     return model.layout.head_bytes, 2 * model.config.vocab_size * model.config.hidden_size * rows
-
-
-def _slower(hbm_s: float, arithmetic_s: float) -> str:
-    return "HBM" if hbm_s >= arithmetic_s else "arithmetic"
-
-
-def _longest(causes: Mapping[str, float]) -> str:
-    """The name of what takes the most seconds; the first of equals."""
-    return max(causes, key=lambda cause: causes[cause])
 
 
 # --- drafting
@@ -221,9 +204,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
     and fetching chunks; 0 without one."""
     target = plan.target
-    if plan.verifier is None:
+    if not plan.has_verifier:
         return 0.0
-    options, batch = plan.verifier.options, target.batch
+    options, batch = plan.request.speculation, target.batch
     token_bytes = batch * target.config.num_layers * _kv_token_bytes(target)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     scored_bytes = summaries_bytes(
@@ -265,7 +248,7 @@ def drafting_s(
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
         return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
-    if plan.verifier is None:
+    if not plan.has_verifier:
         return gamma * draft_s
     if verifier_steps is None:
         verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
@@ -285,12 +268,12 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
 
 def gamma_draft(plan: RunPlan) -> int:
     """Tokens that the draft proposes to a step of the retrieval verifier; 0 without either."""
-    return 0 if plan.verifier is None or plan.draft is None else plan.verifier.options.gamma_draft
+    return plan.request.speculation.gamma_draft if plan.has_verifier and plan.draft is not None else 0
 
 
 def tree_nodes(plan: RunPlan) -> int:
     """Nodes of the trees that are proposed; 0 for chains."""
-    if plan.draft is None or plan.verifier is not None:
+    if plan.draft is None or plan.has_verifier:
         return 0
     return min(plan.draft.tree_nodes, max(0, plan.target.context_tokens - 2))
 
@@ -298,7 +281,7 @@ def tree_nodes(plan: RunPlan) -> int:
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
     request = plan.request
-    if plan.proposer == "none" and plan.verifier is None:
+    if plan.proposer == "none" and not plan.has_verifier:
         return 0
     if request.gamma is not None:
         chosen = request.gamma
@@ -306,7 +289,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.max_gamma
     elif plan.request.device == "cpu":
         chosen = _CPU_DEFAULT_GAMMA
-    elif plan.verifier is not None:
+    elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
     else:
         chosen = _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
@@ -352,8 +335,7 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    copies_s = verify.copies_s + drafting_s - hidden_s(verify, drafting_s)
-    return max(copies_s, verify.busy_s + drafting_s)
+    return max(verify.copies_s + drafting_s - hidden_s(verify, drafting_s), verify.busy_s + drafting_s)
 
 
 def hidden_s(verify: PassTime, drafting_s: float) -> float:
@@ -384,21 +366,17 @@ def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
     return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
 
 
-def predict_step(
-    plan: RunPlan, machine: MachineFigures, acceptance: float | None = None, *, verify: PassTime | None = None
-) -> StepPrediction:
+def predict_step(plan: RunPlan, machine: MachineFigures, acceptance: float | None = None) -> StepPrediction:
     """How fast tokens come at the full context, all sequences of a batch together.
 
     Args:
         plan: What proposes, and where everything lives.
         machine: Where it runs.
         acceptance: By the target, of each proposal; None for what is usual of who proposes.
-        verify: What `verification` says, if it is known already.
     """
     if acceptance is None:
-        acceptance = usual_acceptance(plan.draft) if plan.verifier is None else USUAL_ACCEPTANCE["verifier"]
-    verify = verification(plan, machine) if verify is None else verify
-    nodes, depth = tree_nodes(plan), gamma(plan)
+        acceptance = USUAL_ACCEPTANCE["verifier"] if plan.has_verifier else usual_acceptance(plan.draft)
+    verify, nodes, depth = verification(plan, machine), tree_nodes(plan), gamma(plan)
     tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
     proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
     seconds = step_time(verify, proposing_s)
@@ -435,14 +413,11 @@ def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tu
     """
     length = plan.target.context_tokens - 1
 
-    def passed(rows: int) -> PassTime:
-        return pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
-
     def slack_s(rows: int) -> float:
-        time = passed(rows)
+        time = pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
         return time.busy_s - time.copies_s
 
-    one = passed(1)
+    one = pass_time(plan, machine, length_tokens=length, rows=1)
     widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
     # Windows of sizes like these are what is proposed.
     rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
@@ -484,7 +459,7 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     compute_s = max(hbm_s, arithmetic_s)
-    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * block_bytes(config, target.dtype)
+    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
     staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
     link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes
@@ -493,6 +468,8 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    causes = {_slower(hbm_s, arithmetic_s): compute_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
+    causes = {
+        "HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s,
+    }  # fmt: skip
     seconds = growth_s + max(compute_s, link_s, staging_s)
-    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, _longest(causes), staging_s)
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)

@@ -48,15 +48,15 @@ class RunForecast:
 
 def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
     """Predict a planned run."""
-    length, proposed, has_verifier = plan.target.context_tokens, cost.gamma(plan), plan.verifier is not None
+    length, proposed, has_verifier = plan.target.context_tokens, cost.gamma(plan), plan.has_verifier
     plain = cost.pass_time(plan, machine, length_tokens=length - 1, rows=1)
     verify = cost.verification(plan, machine)
     acceptances = ACCEPTANCES if proposed else ()
     return RunForecast(
         length, proposed, cost.tree_nodes(plan), plain, verify, cost.prefill_time(plan, machine, length),
         cost.draft_step_s(plan, machine), cost.verifier_step_s(plan, machine) if has_verifier else None,
-        plan.target.batch / plain.seconds, cost.predict_step(plan, machine, verify=verify),
-        tuple(cost.predict_step(plan, machine, acceptance, verify=verify) for acceptance in acceptances),
+        plan.target.batch / plain.seconds, cost.predict_step(plan, machine),
+        tuple(cost.predict_step(plan, machine, acceptance) for acceptance in acceptances),
         cost.usual_acceptance(plan.draft) if has_verifier and plan.draft is not None else None,
     )  # fmt: skip
 
@@ -67,14 +67,14 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
 def describe_speculation(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
     proposer = plan.proposer
-    if plan.verifier is None:
+    if not plan.has_verifier:
         why = f" (not TriForce: {plan.reason})" if plan.reason else ""
         phrase = f"proposals from {proposer}{why}" if proposer != "none" else "plain decoding"
     else:
         first = "no draft" if plan.draft is None else proposer
         phrase = (
             f"TriForce: {first}, then the target over {plan.request.speculation.budget_tokens} retrieved tokens a head "
-            f"({format_bytes(plan.verifier.nbytes)}){f', {plan.reason}' if plan.reason else ''}"
+            f"({format_bytes(plan.verifier_bytes)}){f', {plan.reason}' if plan.reason else ''}"
         )
     if plan.tree_note:
         return f"{phrase}; {plan.tree_note}"

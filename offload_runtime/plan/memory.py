@@ -15,13 +15,13 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
 from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, retrieved_draft_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
-    KV_PLACES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -37,6 +37,9 @@ from offload_runtime.runners.target import draft_shape, target_shape, workspace_
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import ModelLayout, packed_bytes
 
+# Where nothing is staged.
+NO_RING = RingShape(0, 0)
+
 
 @dataclass(frozen=True)
 class MemoryPart:
@@ -51,29 +54,34 @@ class MemoryPart:
 class Placement:
     """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
 
-    `staged_layers` are those of the others whose host memory is not page-locked; they cross a ring of `staging_bytes`
-    of page-locked memory on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the
-    host, which crosses `writeback_bytes` on its way there.
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
+    on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which crosses the
+    `d2h_ring` on its way there (of no pieces where nothing goes there).
     """
 
     resident_layers: tuple[int, ...]
     num_slots: int
     num_layers: int
     staged_layers: tuple[int, ...] = ()
-    staging_bytes: int = 0
     resident_kv_layers: tuple[int, ...] = ()
     staged_kv_layers: tuple[int, ...] = ()
-    writeback_bytes: int = 0
+    h2d_ring: RingShape = NO_RING
+    d2h_ring: RingShape = NO_RING
+
+    @property
+    def ring_bytes(self) -> int:
+        """Page-locked memory that staging takes."""
+        return self.h2d_ring.nbytes + self.d2h_ring.nbytes
 
     @property
     def num_streamed(self) -> int:
         """Layers whose weights cross the link in every pass."""
         return self.num_layers - len(self.resident_layers)
 
-    @property
+    @cached_property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""
-        return tuple(index for index in range(self.num_layers) if index not in self.resident_layers)
+        return tuple(sorted({*range(self.num_layers)} - {*self.resident_layers}))
 
 
 def all_resident(num_layers: int) -> Placement:
@@ -146,17 +154,22 @@ class ModelPlan:
 
     # --- keys and values
 
-    @property
+    @cached_property
     def kv_layers_on_host(self) -> tuple[int, ...]:
         """Layers whose keys and values are in host memory."""
         if not self.on_host:
             return ()
-        return tuple(i for i in range(self.config.num_layers) if i not in self.placement.resident_kv_layers)
+        return tuple(sorted({*range(self.config.num_layers)} - {*self.placement.resident_kv_layers}))
+
+    @cached_property
+    def kv_block_bytes(self) -> int:
+        """A block of keys and values of one sequence in one layer."""
+        return kv.block_bytes(self.config, self.dtype)
 
     @property
     def kv_layer_bytes(self) -> int:
         """Keys and values of one layer, of the whole context."""
-        return self.batch * kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+        return self.batch * kv.num_blocks(self.context_tokens) * self.kv_block_bytes
 
     @property
     def host_kv_bytes(self) -> int:
@@ -166,9 +179,9 @@ class ModelPlan:
     @property
     def open_kv_bytes(self) -> int:
         """On the device, of a layer whose cache is on the host: its newest blocks."""
-        return self.batch * kv.ring_blocks(self.window_tokens) * kv.block_bytes(self.config, self.dtype)
+        return self.batch * kv.ring_blocks(self.window_tokens) * self.kv_block_bytes
 
-    @property
+    @cached_property
     def kv_piece_bytes(self) -> int:
         """A slot of the ring that a cache on the host is streamed through."""
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)
@@ -181,14 +194,15 @@ class ModelPlan:
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = kv.num_blocks(self.context_tokens) * kv.block_bytes(self.config, self.dtype)
+        needed_bytes = kv.num_blocks(self.context_tokens) * self.kv_block_bytes
         return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
 
     @property
     def whole_kv_bytes(self) -> int:
-        """The KV cache of the whole context, wherever it is."""
+        """The KV cache of all that is kept of the context, wherever it is."""
+        kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
         return kv.kv_cache_bytes(
-            self.config, self.dtype, capacity_tokens=self.context_tokens, batch=self.batch, spare_slots=self.tree_slots
+            self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch, spare_slots=self.tree_slots
         )
 
     @property
@@ -199,31 +213,21 @@ class ModelPlan:
     @property
     def kv_parts(self) -> tuple[MemoryPart, ...]:
         """The same part by part."""
-        if not self.on_host:
-            return (MemoryPart("KV cache", self._device_kv_bytes),)
-        parts = [MemoryPart("KV of resident layers", len(self.placement.resident_kv_layers) * self.kv_layer_bytes)]
-        if streamed := len(self.kv_layers_on_host):
-            parts += [
-                MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
-                MemoryPart("ring of KV pieces", self.kv_ring_bytes),
-                MemoryPart("prefill workspace", self.prefill_workspace_bytes),
-            ]
-        return tuple(parts)
-
-    @property
-    def _device_kv_bytes(self) -> int:
-        options = self.options
-        if self.cache == "streaming":
-            return kv.kv_cache_bytes(
-                self.config, self.dtype, capacity_tokens=self.streaming_tokens, batch=self.batch,
-                spare_slots=self.tree_slots,
-            )  # fmt: skip
         if self.cache == "retrieval":
-            return retrieved_draft_bytes(
-                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=options.budget_tokens,
-                chunk_size=options.chunk_size, batch=self.batch,
+            retrieved = retrieved_draft_bytes(
+                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=self.options.budget_tokens,
+                chunk_size=self.options.chunk_size, batch=self.batch,
             )  # fmt: skip
-        return self.whole_kv_bytes
+            return (MemoryPart("KV cache", retrieved),)
+        if not self.on_host:
+            return (MemoryPart("KV cache", self.whole_kv_bytes),)
+        resident, streamed = len(self.placement.resident_kv_layers), len(self.kv_layers_on_host)
+        return (
+            MemoryPart("KV of resident layers", resident * self.kv_layer_bytes),
+            MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
+            MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
+            MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
+        )
 
     @property
     def recent_tokens(self) -> int:
@@ -243,16 +247,12 @@ class ModelPlan:
         window_tokens = self.streaming_window_tokens
         return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
 
-    def streamed_kv_blocks(self, reach: int | None, length_tokens: int) -> int:
-        """Blocks of one sequence that a pass behind `length_tokens` tokens streams for a layer whose cache is on the
-        host: the full ones that its window of `reach` tokens reaches."""
+    def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
+        """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
+        the full blocks that its window reaches."""
+        reach = self.config.layer_windows[layer]
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
-        return length_tokens // BLOCK_TOKENS - first
-
-    def kv_blocks_by_layer(self) -> list[int]:
-        """Blocks of one sequence that each layer streams at the full context, when its cache is on the host."""
-        length = self.context_tokens - 1
-        return [self.streamed_kv_blocks(reach, length) for reach in self.config.layer_windows]
+        return self.batch * (length_tokens // BLOCK_TOKENS - first) * self.kv_block_bytes
 
     # --- both, and what passes take
 
@@ -269,57 +269,19 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class VerifierPlan:
-    """The retrieval verifier between draft and target, in bytes of the device: retrieved chunks, what they are
-    chosen by, and what steps need."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    options: SpeculationOptions
-    context_tokens: int
-    batch: int
-
-    @property
-    def nbytes(self) -> int:
-        """All of it but the graphs of its steps."""
-        options = self.options
-        return self.step_bytes + retrieved_bytes(
-            self.config, self.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-            batch=self.batch,
-        ) + summaries_bytes(
-            self.config, chunk_size=options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
-        )  # fmt: skip
-
-    @property
-    def step_bytes(self) -> int:
-        """The window and what a step computes on its way, of all sequences."""
-        options = self.options
-        far_chunks = self.context_tokens // options.chunk_size
-        return verifier_step_bytes(
-            self.config, self.dtype.itemsize, batch=self.batch, rows=options.gamma_draft + 1, far_chunks=far_chunks
-        )
-
-    @property
-    def borrowable_bytes(self) -> int:
-        """Of the retrieved chunks, what a prefill may borrow; nothing where another sequence may be decoding."""
-        if self.batch > 1:
-            return 0
-        return kv.kv_cache_bytes(self.config, self.dtype, capacity_tokens=self.options.budget_tokens, batch=1)
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """A run as it was asked for and as it is placed: what lives where, in bytes.
 
-    `verifier` is None where the draft proposes to the target itself; `reason` says why, when `auto` decided it. Trees
-    of `tree_room` nodes have room; `tree_note` says why there is none where there could be.
+    A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
+    `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
+    why there is none where there could be.
     """
 
     request: RuntimeConfig
     limits: MemoryLimits
     target: ModelPlan
     draft: ModelPlan | None = None
-    verifier: VerifierPlan | None = None
+    has_verifier: bool = False
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
@@ -349,20 +311,18 @@ class RunPlan:
     def device(self) -> tuple[MemoryPart, ...]:
         """Device memory, part by part."""
         target, draft, placement = self.target, self.draft, self.placement
-        parts = [
+        parts = (
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.layout.shared.total_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
             *target.kv_parts,
-            MemoryPart("retrieval cache", 0 if self.verifier is None else self.verifier.nbytes),
-        ]
-        if draft is not None:
-            parts += [
-                MemoryPart("draft weights", draft.layout.total_bytes),
-                MemoryPart("draft KV cache", draft.kv_bytes),
-            ]
-        parts += [MemoryPart("CUDA graphs", self.graph_bytes), MemoryPart("workspace", self.workspace_bytes)]
+            MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
+            MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
+            MemoryPart("draft KV cache", 0 if draft is None else draft.kv_bytes),
+            MemoryPart("CUDA graphs", self.graph_bytes),
+            MemoryPart("workspace", self.workspace_bytes),
+        )
         return tuple(part for part in parts if part.nbytes)
 
     @property
@@ -390,12 +350,31 @@ class RunPlan:
         """CUDA graphs of the draft's and the verifier's steps."""
         if self.request.device == "cpu":
             return 0
-        nbytes = 0 if self.verifier is None else step_graph_bytes(self.target.config)
-        draft = self.draft
-        if draft is None:
-            return nbytes
-        trees = draft.tree_slots > 0
-        return nbytes + draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+        draft, nbytes = self.draft, step_graph_bytes(self.target.config) if self.has_verifier else 0
+        if draft is not None:
+            trees = draft.tree_slots > 0
+            nbytes += draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+        return nbytes
+
+    @property
+    def verifier_bytes(self) -> int:
+        """Of a retrieval verifier: retrieved chunks, what they are chosen by, and what steps need but for graphs."""
+        target, options = self.target, self.request.speculation
+        return self.verifier_step_bytes + retrieved_bytes(
+            target.config, target.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
+            batch=target.batch,
+        ) + summaries_bytes(
+            target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=target.batch
+        )  # fmt: skip
+
+    @property
+    def verifier_step_bytes(self) -> int:
+        """Of these, the window and what a step computes on its way, of all sequences."""
+        target, options = self.target, self.request.speculation
+        return verifier_step_bytes(
+            target.config, target.dtype.itemsize, batch=target.batch, rows=options.gamma_draft + 1,
+            far_chunks=target.context_tokens // options.chunk_size,
+        )  # fmt: skip
 
     # --- of the host
 
@@ -406,17 +385,17 @@ class RunPlan:
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
-        parts = [
+        parts = (
             MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),
-            MemoryPart("staging ring", placement.staging_bytes, pinned),
+            MemoryPart("staging ring", placement.h2d_ring.nbytes, pinned),
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
-            MemoryPart("pieces to write KV through", placement.writeback_bytes, pinned),
-        ]
-        if self.request.device == "cpu":  # whose memory is the host's
-            parts.append(MemoryPart("all that is on the device", self.device_bytes))
-        parts.append(MemoryPart("Python and libraries", PROCESS_BYTES))
+            MemoryPart("pieces to write KV through", placement.d2h_ring.nbytes, pinned),
+            # Of a CPU, whose memory is the host's.
+            MemoryPart("all that is on the device", self.device_bytes if self.request.device == "cpu" else 0),
+            MemoryPart("Python and libraries", PROCESS_BYTES),
+        )
         return tuple(part for part in parts if part.nbytes)
 
     @property
@@ -439,9 +418,8 @@ class RunPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that a pass at the full context brings over the link."""
-        target, blocks = self.target, self.target.kv_blocks_by_layer()
-        streamed = sum(blocks[layer] for layer in target.kv_layers_on_host)
-        kv_bytes = target.batch * streamed * kv.block_bytes(target.config, target.dtype)
+        target, length = self.target, self.target.context_tokens - 1
+        kv_bytes = sum(target.streamed_kv_bytes(layer, length) for layer in target.kv_layers_on_host)
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property
@@ -466,8 +444,6 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | st
     Raises:
         OptionError, ContextLengthError: Of the request's element type, context, window or caches.
     """
-    if request.kv not in KV_PLACES:
-        raise OptionError(f"kv must be {', '.join(KV_PLACES[:-1])} or {KV_PLACES[-1]}, not {request.kv!r}")
     config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
     device_type = device_type_of(request)
     dtype = resolve_dtype(request.dtype, request.target, device_type)

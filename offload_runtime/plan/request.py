@@ -27,7 +27,6 @@ from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
 from offload_runtime.weights import DescribedModel, describe_model
 
-KV_PLACES = ("auto", "gpu", "host")
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.
 TREE_ROOMS = (32, 256, 512, 1024)
@@ -166,13 +165,11 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     if missing:
         raise OptionError(f"the profile {profile.name} does not know {', '.join(missing)}: add it, or measure again")
     assert profile.link_gbps is not None and profile.hbm_gbps is not None
-    reserved_bytes = profile.vram_reserved_bytes
-    launch_us = _DEFAULT_GRAPH_LAUNCH_US if profile.graph_launch_us is None else profile.graph_launch_us
+    reserved_bytes = profile.vram_reserved_bytes or TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES
     return MachineFigures(
-        profile.name, profile.vram_bytes,
-        TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES if reserved_bytes is None else reserved_bytes,
-        profile.link_gbps, profile.hbm_gbps, profile.ram_bytes, profile.tflops, profile.pinnable_bytes,
-        launch_us, _staging_gbps(profile),
+        profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
+        profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
+        _staging_gbps(profile),
     )  # fmt: skip
 
 
@@ -201,15 +198,16 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         OptionError: The profile leaves out what is needed.
     """
     if profile is not None:
-        return _figures_for(profile, dtype)
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
-        with suppress(ProfileError, OptionError):  # nobody asked for this one
-            found = load_profile(entry.path)
-            if found.gpu_name == name:
-                return _figures_for(found, dtype)
+        figures = machine_figures(profile)
+        figures.flops(dtype)
+        return figures
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
+            with suppress(ProfileError, OptionError):  # nobody asked for this one
+                found = load_profile(entry.path)
+                if found.gpu_name == name:
+                    return known_figures(found, device, dtype)
     return None
 
 
@@ -217,12 +215,6 @@ def common_figures() -> MachineFigures:
     """Figures to choose by where nothing is known of the machine; their name says so."""
     figures = machine_figures(load_profile(shipped_directory() / f"{COMMON_PROFILE}.toml"))
     return replace(figures, name=f"{COMMON_PROFILE}, as nothing is known of this machine")
-
-
-def _figures_for(profile: MachineProfile, dtype: torch.dtype) -> MachineFigures:
-    figures = machine_figures(profile)
-    figures.flops(dtype)
-    return figures
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,24 @@ beside the rings that staging takes, and then what is left locks weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
 from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv import block_bytes
+from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
+    NO_RING,
     MemoryPart,
     ModelPlan,
     Placement,
     RunPlan,
-    VerifierPlan,
     all_resident,
     make_plan,
     with_streaming_cache,
@@ -135,7 +135,7 @@ def _with_tree_room(
         return planned(request.tree_nodes)
     lean = planned(0)
     copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
-    if request.gamma is not None or (copies and (lean.verifier is not None or lean.proposer == "none")):
+    if request.gamma is not None or (copies and (lean.has_verifier or lean.proposer == "none")):
         return lean
     # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
     most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
@@ -157,10 +157,10 @@ def _with_tree_room(
     best = max(found, key=lambda plan: tok_per_s(plan, machine))
     if best.tree_room:
         reason = lean.reason
-        if lean.verifier is not None:
+        if lean.has_verifier:
             reason = f"predicted to be slower: {_comparison(lean, best, machine)}"
         return replace(best, reason=reason)
-    if best.verifier is not None:
+    if best.has_verifier:
         return best
     return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
 
@@ -175,8 +175,16 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         BudgetError: Nothing fits the device or what can be page-locked; says for how many sequences something would.
         OptionError: TriForce was asked for and cannot be here.
     """
-    chains, with_verifier, obstacle = _of_batch(plan)
-    triforce, chain = _fastest(with_verifier, machine), _fastest(chains, machine)
+    try:
+        ways, obstacle = find_candidates(plan)
+    except (BudgetError, OptionError) as error:
+        batch = plan.target.batch
+        fitting = bisect_left(range(1, batch), True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
+        if not fitting:
+            raise
+        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
+    triforce = _fastest([way for way in ways if way.has_verifier], machine)
+    chain = _fastest([way for way in ways if not way.has_verifier], machine)
     if triforce is None or chain is None:
         one = chain or triforce
         assert one is not None
@@ -190,24 +198,12 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     return replace(chain, reason=f"predicted to be slower: {compared}")
 
 
-def _of_batch(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
-    """What fits, or for how many sequences there is room."""
-
-    def fails(sequences: int) -> bool:
-        try:
-            find_candidates(plan.of_batch(sequences))
-        except (BudgetError, OptionError):
-            return True
-        return False
-
-    batch = plan.target.batch
+def _refuses(plan: RunPlan) -> bool:
     try:
-        return find_candidates(plan)
-    except (BudgetError, OptionError) as error:
-        fitting = bisect_left(range(1, batch), True, key=fails)
-        if not fitting:
-            raise
-        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
+        find_candidates(plan)
+    except (BudgetError, OptionError):
+        return True
+    return False
 
 
 def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan | None:
@@ -229,31 +225,40 @@ def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
 # --- all ways
 
 
-def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], Sequence[RunPlan], str]:
+def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
     """All ways to place a plan that fit, within device and page-locked memory; at least one.
 
     Returns:
-        Ways without and with a retrieval verifier, and why there is none of these.
+        Ways without and with a retrieval verifier, and why there is none with one.
 
     Raises:
         BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
-    chains = () if mode == "triforce" else _chains(plan)
+    chains = [] if mode == "triforce" else _chains(plan)
+    if mode in ("none", "chain") or (mode == "auto" and draft is None):
+        return chains, ""
     if mode == "auto" and draft is not None and draft.tree_slots:
-        return chains, (), "the draft was asked for trees"
-    if mode != "triforce" and (mode != "auto" or draft is None):
-        return chains, (), ""
-    ways, obstacle = _triforce(plan)
-    if ways or obstacle is None:
-        return chains, ways, ""
+        return chains, "the draft was asked for trees"
+    error: OffloadError | None
+    ways, error = _ways(replace(plan, has_verifier=True))
+    found: list[RunPlan] = []
+    reason = f"its {format_bytes(plan.verifier_bytes)} do not fit the device"
+    for way in ways:
+        if (obstacle := _obstacle(way)) is None:
+            found.append(way)  # nothing has to be staged
+        else:
+            reason, error = obstacle
+    if found:
+        return [*chains, *found], ""
     if mode == "triforce":
-        raise obstacle[1]
-    return chains, ways, obstacle[0]
+        assert error is not None
+        raise error
+    return chains, reason
 
 
-def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
-    """Every way to place the layers beside each cache that the draft may get, or why there is none.
+def _ways(plan: RunPlan) -> tuple[list[RunPlan], BudgetError | None]:
+    """Every way to place the layers beside each cache that the draft may get, and why the last of the others is none.
 
     Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
     layers or the KV cache of the target could have. Whatever fits a budget is among the ways of a larger one as well,
@@ -266,20 +271,21 @@ def _ways(plan: RunPlan) -> Iterator[RunPlan | BudgetError]:
     is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_slots
     if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
         plans.append(replace(plan, draft=with_streaming_cache(draft)))
+    found: list[RunPlan] = []
+    refused: BudgetError | None = None
     for one in plans:
         for place in ("gpu", "host") if kv == "auto" else (kv,):
             try:
-                yield from [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
+                found += [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
             except BudgetError as error:
-                yield error
+                refused = error
+    return found, refused
 
 
-def _chains(plan: RunPlan) -> Sequence[RunPlan]:
-    ways = list(_ways(plan))
-    placed = [way for way in ways if isinstance(way, RunPlan)]
+def _chains(plan: RunPlan) -> list[RunPlan]:
+    placed, refused = _ways(plan)
     if not placed:
-        refused = ways[-1]
-        assert isinstance(refused, BudgetError)
+        assert refused is not None
         raise refused
     staged: list[RunPlan] = []
     for way in placed:
@@ -290,23 +296,6 @@ def _chains(plan: RunPlan) -> Sequence[RunPlan]:
 
 def _staged(plan: RunPlan) -> RunPlan:
     return plan.with_placement(place_staged(plan.target, plan.limits.pinned_bytes, plan.limits.pinned_name))
-
-
-def _triforce(plan: RunPlan) -> tuple[Sequence[RunPlan], tuple[str, OffloadError] | None]:
-    """Ways with a retrieval verifier, and what kept the last of the others from having one, as of `_obstacle`."""
-    target, found = plan.target, list[RunPlan]()
-    obstacle: tuple[str, OffloadError] | None = None
-    verifier = VerifierPlan(
-        target.config, target.dtype, plan.request.speculation, target.context_tokens, target.batch
-    )  # fmt: skip
-    for way in _ways(replace(plan, verifier=verifier)):
-        if isinstance(way, BudgetError):
-            obstacle = f"its {format_bytes(verifier.nbytes)} do not fit the device", way
-        elif (kept_out := _obstacle(way)) is not None:
-            obstacle = kept_out
-        else:
-            found.append(way)  # nothing has to be staged
-    return found, obstacle
 
 
 def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
@@ -388,12 +377,15 @@ def _evenly(resident: int, layers: int, slots: int) -> Placement:
 def _with_kv_on_host(plan: RunPlan) -> list[RunPlan]:
     """The ways to share the device between layers of weights and of the KV cache; beside a retrieval verifier the first
     one, in which weights come before keys and values. Errors as of `place_layers`."""
-    borrowable_bytes = 0 if plan.verifier is None else plan.verifier.borrowable_bytes
-    target = replace(plan.target, cache="host", borrowable_bytes=borrowable_bytes)
+    target, borrowable_bytes = plan.target, 0
+    if plan.has_verifier and target.batch == 1:  # else another sequence may be decoding
+        budget_tokens = plan.request.speculation.budget_tokens
+        borrowable_bytes = kv_cache_bytes(target.config, target.dtype, capacity_tokens=budget_tokens, batch=1)
+    target = replace(target, cache="host", borrowable_bytes=borrowable_bytes)
     plan = place_layers(replace(plan, target=target))
     limit_bytes, placement = plan.limits.device_bytes, plan.placement
     ways = [placement]
-    if limit_bytes is not None and plan.request.resident_layers is None and plan.verifier is None:
+    if limit_bytes is not None and plan.request.resident_layers is None and not plan.has_verifier:
         # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
         # case), so fewer resident layers of weights may be better.
         slots = placement.num_slots or min(RING_SLOTS, placement.num_layers)
@@ -418,14 +410,17 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
         count = layers  # nothing is streamed, and what streaming takes is not needed
     else:
         count = layers if each <= 0 else max(0, min(layers - 1, spare_bytes // each))
-    return replace(placement, resident_kv_layers=_layers_to_keep(count, target.kv_blocks_by_layer()))
+    return replace(placement, resident_kv_layers=_layers_to_keep(target, range(layers), count))
 
 
-def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
-    """`count` layers, those first that stream the most `blocks`, evenly spread among equals."""
+def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
+    """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
+    equals: of a sliding window a pass brings little, however long the text is."""
+    by_bytes: dict[int, list[int]] = {}
+    for layer in layers:
+        by_bytes.setdefault(target.streamed_kv_bytes(layer, target.context_tokens - 1), []).append(layer)
     kept: list[int] = []
-    for most in sorted(set(blocks), reverse=True):
-        equals = [layer for layer, streamed in enumerate(blocks) if streamed == most]
+    for _, equals in sorted(by_bytes.items(), reverse=True):
         kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
     return tuple(sorted(kept))
 
@@ -433,7 +428,7 @@ def _layers_to_keep(count: int, blocks: Sequence[int]) -> tuple[int, ...]:
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
     ways = ["raise --vram", "lower --context"]
-    if plan.verifier is not None:
+    if plan.has_verifier:
         ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
     elif plan.draft is not None:
         ways.append("use a smaller draft or --draft ngram")
@@ -449,36 +444,23 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 # --- one way: in host memory
 
 
-@dataclass(frozen=True)
-class StagingRings:
-    """Page-locked memory that staging takes: what is read crosses `h2d`, keys and values on the way to the host cross
-    `d2h` (of no pieces where they never go there)."""
-
-    h2d: RingShape
-    d2h: RingShape
-
-    @property
-    def nbytes(self) -> int:
-        """Of both."""
-        return self.h2d.nbytes + self.d2h.nbytes
-
-
-def staging_rings(target: ModelPlan, available_bytes: int | None = None) -> StagingRings:
-    """The rings that a target is staged through, within `available_bytes` of page-locked memory or, at least, two
-    pieces each; None for their full size."""
+def with_staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Placement:
+    """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
+    memory or, at least, two pieces each; None for their full size."""
     on_host = bool(target.kv_layers_on_host)
     largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
-    if not on_host:
-        return StagingRings(ring_shape(largest, available_bytes), RingShape(0, 0))
-    # A prompt's blocks are written as they become full, piece by piece of the prompt.
-    written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * block_bytes(target.config, target.dtype)
-    piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
-    d2h = RingShape(piece_bytes, _MOST_WRITEBACK_PIECES)
-    if available_bytes is not None:
-        left = available_bytes - ring_shape(largest, 0).nbytes
-        d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, left // piece_bytes)))
-        available_bytes -= d2h.nbytes
-    return StagingRings(ring_shape(largest, available_bytes), d2h)
+    d2h = NO_RING
+    if on_host:
+        # A prompt's blocks are written as they become full, piece by piece of the prompt.
+        written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
+        d2h = RingShape(
+            min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES), _MOST_WRITEBACK_PIECES
+        )
+        if available_bytes is not None:
+            fitting = (available_bytes - ring_shape(largest, 0).nbytes) // d2h.piece_bytes
+            d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
+            available_bytes -= d2h.nbytes
+    return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
 
 
 def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Placement:
@@ -495,51 +477,46 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     placement, kv_bytes = target.placement, target.host_kv_bytes
     streamed = placement.streamed_layers
     if limit_bytes is None or kv_bytes + target.host_bytes_of_layers(streamed) <= limit_bytes:
-        return replace(placement, staged_layers=(), staging_bytes=0, staged_kv_layers=(), writeback_bytes=0)
-    least = staging_rings(target, 0)
-    if least.nbytes > limit_bytes:
-        parts = [MemoryPart("a ring to stage layers through", least.h2d.nbytes)]
+        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
+    least = with_staging_rings(target, 0)
+    if least.ring_bytes > limit_bytes:
+        parts = [MemoryPart("a ring to stage layers through", least.h2d_ring.nbytes)]
         ways = ["raise --vram or keep all layers resident"] if streamed else []
-        if least.d2h.num_pieces:
-            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h.nbytes))
+        if least.d2h_ring.num_pieces:
+            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h_ring.nbytes))
             ways.insert(0, "take --kv gpu")
         raise BudgetError(
             f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
-            f"{format_bytes_up(least.nbytes - limit_bytes)} ({_listed(parts)}): "
+            f"{format_bytes_up(least.ring_bytes - limit_bytes)} ({_listed(parts)}): "
             f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
         )
-    rings = staging_rings(target, limit_bytes - kv_bytes)
+    ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
-    left_bytes = limit_bytes - rings.nbytes - kv_bytes
+    left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
     if left_bytes < 0 or not placement.num_streamed:
-        rings = staging_rings(target, limit_bytes // _RINGS_SHARE)
-        staged_kv, left_bytes = _stage_kv(target, limit_bytes - rings.nbytes)
+        ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
+        staged_kv, left_bytes = _stage_kv(target, limit_bytes - ringed.ring_bytes)
     most = placement.num_streamed if staged_kv else placement.num_streamed - 1
     # Spread, so that they and staged ones alternate.
     choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
-    return replace(
-        placement, staged_layers=tuple(index for index in streamed if index not in pinned),
-        staging_bytes=rings.h2d.nbytes, staged_kv_layers=staged_kv, writeback_bytes=rings.d2h.nbytes,
-    )  # fmt: skip
+    staged = tuple(index for index in streamed if index not in pinned)
+    return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
 def least_pinned_bytes(plan: RunPlan) -> int:
     """Page-locked memory without which a plan cannot be: all that it streams, or rings to stage that through. A
     retrieval verifier reads keys and values where they lie, so they cannot be staged."""
     target = plan.target
-    if plan.verifier is not None:
+    if plan.has_verifier:
         return target.host_kv_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
-    return min(all_bytes, staging_rings(target, 0).nbytes) if all_bytes else 0
+    return min(all_bytes, with_staging_rings(target, 0).ring_bytes) if all_bytes else 0
 
 
 def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left.
-
-    Those that stream the most are locked first: of a sliding window a pass brings little, however long the text is.
-    """
-    layers, blocks = target.kv_layers_on_host, target.kv_blocks_by_layer()
+    """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left."""
+    layers = target.kv_layers_on_host
     count = min(available_bytes // target.kv_layer_bytes, len(layers) - 1)
-    kept = {layers[index] for index in _layers_to_keep(count, [blocks[layer] for layer in layers])}
+    kept = _layers_to_keep(target, layers, count)
     return tuple(layer for layer in layers if layer not in kept), available_bytes - count * target.kv_layer_bytes

@@ -86,10 +86,18 @@ def _attempt(change: str, request: RuntimeConfig, machine: MachineFigures) -> Su
 # --- other settings
 
 
-def _last_fitting(requests: Sequence[RuntimeConfig], machine: MachineFigures) -> RuntimeConfig | None:
-    """The last of requests for more and more that fits, as all before it are taken to."""
-    index = bisect_left(requests, True, key=lambda request: _plan_or_none(request, machine) is None)
-    return requests[index - 1] if index else None
+def _largest(
+    option: str, values: Sequence[int], changed: Callable[[int], RuntimeConfig], machine: MachineFigures
+) -> Iterator[tuple[str, RuntimeConfig]]:
+    """The change to the last of an option's ascending values that fits, as all before it are taken to."""
+    index = bisect_left(values, True, key=lambda value: _plan_or_none(changed(value), machine) is None)
+    if index:
+        yield f"{option} {values[index - 1]}", changed(values[index - 1])
+
+
+def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[tuple[str, RuntimeConfig]]:
+    """The change to the longest context that fits, if it is shorter than what was asked for."""
+    return _largest("--context", _contexts(request), lambda tokens: replace(request, context=tokens), machine)
 
 
 def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence[int]) -> int | None:
@@ -113,33 +121,23 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
         vram_bytes = _whole_card(whole) if beyond else _least_vram(request, machine, sizes)
         if vram_bytes is not None:
             yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
-    longest = _last_fitting([replace(request, context=tokens) for tokens in _contexts(request)], machine)
-    if longest is not None:
-        yield f"--context {longest.context}", longest
-    batches = [replace(request, max_batch=sequences) for sequences in range(1, request.max_batch)]
-    if (largest := _last_fitting(batches, machine)) is not None:
-        yield f"--batch {largest.max_batch}", largest
-    for place in ("auto", "host", "gpu"):
-        if request.kv not in ("auto", place):
+    yield from _shorter(request, machine)
+    fewer = range(1, request.max_batch)
+    yield from _largest("--batch", fewer, lambda sequences: replace(request, max_batch=sequences), machine)
+    if request.kv != "auto":
+        for place in ("auto", "gpu" if request.kv == "host" else "host"):
             yield f"--kv {place}", replace(request, kv=place)
     if request.resident_layers is not None:
         yield "--resident-layers auto", replace(request, resident_layers=None)
-    yield from _speculation_changes(request, machine)
-
-
-def _speculation_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[tuple[str, RuntimeConfig]]:
     options = request.speculation
     if options.mode == "triforce":
         mode = "none" if request.proposed_by == "none" else "chain"
         yield _proposing(f"--speculation {mode}", request, request.draft, replace(options, mode=mode))
         budgets = [options.chunk_size << power for power in range(16)]
-        smaller = [
-            replace(request, speculation=replace(options, budget_tokens=tokens))
-            for tokens in budgets
-            if _LEAST_BUDGET <= tokens < options.budget_tokens
-        ]
-        if (largest := _last_fitting(smaller, machine)) is not None:
-            yield f"--budget-tokens {largest.speculation.budget_tokens}", largest
+        yield from _largest(
+            "--budget-tokens", [tokens for tokens in budgets if _LEAST_BUDGET <= tokens < options.budget_tokens],
+            lambda tokens: replace(request, speculation=replace(options, budget_tokens=tokens)), machine,
+        )  # fmt: skip
     if request.proposed_by == "the draft":
         if options.draft_cache != "streaming":
             streaming = replace(options, draft_cache="streaming")
@@ -196,17 +194,15 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Suggestion | N
     if request.proposed_by == "the draft":
         change, request = _without_draft(request)
         changes.append(change)
-    ways = [(" ".join(changes), request)]
+    ways = [(changes, request)]
     if request.vram_bytes is not None:
         whole = _whole_card(machine.vram_bytes)
-        change = " ".join([f"--vram {size_option_down(whole)}", *changes])
-        ways.append((change, replace(request, vram_bytes=whole)))
-    for change, request in ways:
-        if (suggestion := _attempt(change, request, machine)) is not None:
+        ways.append(([f"--vram {size_option_down(whole)}", *changes], replace(request, vram_bytes=whole)))
+    for changes, request in ways:
+        if (suggestion := _attempt(" ".join(changes), request, machine)) is not None:
             return suggestion
-        shorter = _last_fitting([replace(request, context=tokens) for tokens in _contexts(request)], machine)
-        if shorter is not None:
-            return _attempt(f"--context {shorter.context} {change}".rstrip(), shorter, machine)
+        for change, shorter in _shorter(request, machine):
+            return _attempt(" ".join([change, *changes]), shorter, machine)
     return None
 
 
@@ -221,36 +217,34 @@ def _whole_card(vram_bytes: int) -> int:
 def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, int], Suggestion | None]:
     """What is short, by the name of the memory, and a machine with the least of each kind that the run needs; of a
     context that the model has."""
-    ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
-    whole, asked_ram, prefix = machine.vram_bytes, request.ram_bytes, ""
-    limits = [limit for limit in (machine.pinnable_bytes, request.pinned_bytes) if limit is not None]
+    whole, prefix = machine.vram_bytes, ""
     vram_limit = whole if request.vram_bytes is None else min(request.vram_bytes, whole)
-    ram_limit = machine.ram_bytes if asked_ram is None else min(asked_ram, machine.ram_bytes)
+    there = limits_of(machine, replace(request, vram_bytes=vram_limit))
     request, longest = replace(request, ram_bytes=None, pinned_bytes=None), longest_context(request.target.config())
     if request.context != "auto" and int(request.context) > longest:
         prefix, request = f"--context {longest} and ", replace(request, context=longest)
+    ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
     # From what there is on, in steps.
     vram_bytes = _least_vram(request, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
     if vram_bytes is None:
         return {}, None
     request = replace(request, vram_bytes=vram_bytes)
     needed_pinned = _least(request, ample, least_pinned_bytes)
-    larger_pinnable = max(min(limits), needed_pinned) if limits else None
-    needed_host = _least(request, replace(ample, pinnable_bytes=larger_pinnable), lambda plan: plan.host_bytes)
-    memories = (
-        ("device memory", vram_bytes, vram_limit), ("host memory", needed_host, ram_limit),
-        ("page-locked memory", needed_pinned, min(limits, default=needed_pinned)),
-    )  # fmt: skip
-    short = [(name, needed, needed - limit) for name, needed, limit in memories if needed > limit]
-    short_bytes = {name: missing for name, _, missing in short}
-    if not short or ([*short_bytes] == ["device memory"] and not prefix and vram_bytes <= whole):
+    pinnable_bytes = None if there.pinned_bytes is None else max(there.pinned_bytes, needed_pinned)
+    needed_host = _least(request, replace(ample, pinnable_bytes=pinnable_bytes), lambda plan: plan.host_bytes)
+    needed = {"device memory": vram_bytes, "host memory": needed_host, "page-locked memory": needed_pinned}
+    limits = vram_limit, there.ram_bytes, needed_pinned if there.pinned_bytes is None else there.pinned_bytes
+    short_bytes = {
+        name: nbytes - limit for (name, nbytes), limit in zip(needed.items(), limits, strict=True) if nbytes > limit
+    }
+    if not short_bytes or ([*short_bytes] == ["device memory"] and not prefix and vram_bytes <= whole):
         return short_bytes, None  # this machine has it: an option's value, not another machine
-    listed = " and ".join(f"{format_bytes_up(needed)} of {name}" for name, needed, _ in short)
+    listed = " and ".join(f"{format_bytes_up(needed[name])} of {name}" for name in short_bytes)
     larger = replace(
         machine, vram_bytes=max(whole, vram_bytes), ram_bytes=max(machine.ram_bytes, needed_host),
-        pinnable_bytes=larger_pinnable,
+        pinnable_bytes=pinnable_bytes,
     )  # fmt: skip
-    asked = replace(request, ram_bytes=max(ram_limit, needed_host))
+    asked = replace(request, ram_bytes=max(there.ram_bytes, needed_host))
     return short_bytes, _attempt(f"{prefix}{listed}", asked, larger)
 
 
@@ -263,8 +257,7 @@ def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callab
     """
     limits, nodes = limits_of(machine, request), request.tree_nodes or 0
     plan = make_plan(request, limits, context=request.context, tree_nodes=nodes)
-    chains, triforce, _ = find_candidates(plan)
-    return min(map(needed_bytes, [*chains, *triforce]))
+    return min(map(needed_bytes, find_candidates(plan)[0]))
 
 
 # --- what would make it faster

@@ -19,11 +19,12 @@ from sweeping.family import Family, Work, print_cells, refuse_idle
 from widening.checkpoint import in_shape
 from widening.stretched import StretchedCheckpoint
 
-from offload_runtime.config import SpeculationOptions
+from offload_runtime.config import ModelConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import resolve_device
-from offload_runtime.plan import VerifierPlan
+from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
@@ -159,7 +160,7 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
     # A chain alone still needs options that a runtime can be loaded with.
     largest = max(
         hierarchies or [base_setting(arguments).options],
-        key=lambda options: VerifierPlan(target.config(), torch.bfloat16, options, context, batch).nbytes,
+        key=lambda options: _verifier_bytes(target.config(), options, context, batch),
     )
     gamma_draft = max(point.setting.options.gamma_draft for point in points)
     options = replace(largest, gamma_draft=gamma_draft)
@@ -171,6 +172,19 @@ def load(arguments: argparse.Namespace, points: Sequence[Point], *, reserve_toke
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", flush=True)
     return runtime
+
+
+def _verifier_bytes(config: ModelConfig, options: SpeculationOptions, context: int, batch: int) -> int:
+    """What the hierarchy of some options takes of the device, in bf16."""
+    chunk_size, dtype = options.chunk_size, torch.bfloat16
+    retrieved = retrieved_bytes(
+        config, dtype, budget_tokens=options.budget_tokens, chunk_size=chunk_size, batch=batch
+    )  # fmt: skip
+    summaries = summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=context, batch=batch)
+    rows, far_chunks = options.gamma_draft + 1, context // chunk_size
+    return retrieved + summaries + verifier_step_bytes(
+        config, dtype.itemsize, batch=batch, rows=rows, far_chunks=far_chunks
+    )  # fmt: skip
 
 
 def read_text(arguments: argparse.Namespace, small: CheckpointSource, needed_tokens: int) -> list[int]:
@@ -204,7 +218,7 @@ def measure_rows(
     """Measure all missing rows of some sweeps, each written when it is there."""
     settings = [point.setting for _, missing in work for point in missing]
     batch, context = settings[0].batch, max(setting.context_tokens for setting in settings)
-    session, rig = Session(runtime, batch=batch), Rig(runtime, arguments.draft)
+    session, rig = Session(runtime, batch=batch), Rig(runtime)
     rows = RowMeasurement(session, rig, stretches(text, context, batch), lengths)
     needle = NeedleTest(session, rig, text)
     for file, missing in work:

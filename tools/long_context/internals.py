@@ -22,7 +22,6 @@ from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.plan import VerifierPlan
 from offload_runtime.runners import DraftModel, ModelRunner
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
@@ -88,11 +87,6 @@ def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
 def link_peak_gbps(runtime: Runtime) -> float | None:
     """Bandwidth of back-to-back copies, measured when the runtime was loaded."""
     return models_of(runtime).target.link_peak_gbps
-
-
-def batch_of(runtime: Runtime) -> int:
-    """Most sequences that the runtime was loaded for."""
-    return runtime._max_batch
 
 
 def pinned_bytes(runtime: Runtime) -> int:
@@ -236,13 +230,10 @@ class Rig:
 
     Args:
         runtime: Loaded with the draft, or with none.
-        draft: `none`, or anything else for the runtime's draft model.
     """
 
-    def __init__(self, runtime: Runtime, draft: str) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._draft = draft
-        self._batch = batch_of(runtime)
         self._num_reservations = release_proposer(runtime)
         self._drop()
 
@@ -257,7 +248,7 @@ class Rig:
             OptionError: The budget exceeds the context; BudgetError: the device memory is not there.
         """
         self._drop()
-        runtime, middle = self._runtime, None
+        runtime = self._runtime
         if options.mode == "triforce":
             context = target_cache(runtime).capacity_tokens
             if options.budget_tokens > context:
@@ -265,11 +256,9 @@ class Rig:
                     f"a retrieval budget of {options.budget_tokens} tokens is more than the context of {context}: "
                     "lower the budget or raise --context"
                 )
-            middle = VerifierPlan(runtime.config, runtime.dtype, options, context, self._batch)
-        budget = budget_of(runtime)
-        built = make_proposer(
-            self._draft, models_of(runtime), middle, budget, batch=self._batch, make_policy=chunk_policy(policy)
-        )
+        request = replace(runtime.plan.request, speculation=options)
+        plan = replace(runtime.plan, request=request, has_verifier=options.mode == "triforce")
+        built = make_proposer(models_of(runtime), plan, budget_of(runtime), make_policy=chunk_policy(policy))
         tell_again(runtime)
         return built
 
