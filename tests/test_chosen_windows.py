@@ -199,7 +199,7 @@ def test_what_n_grams_add_to_chains_changes_no_token(
 ) -> None:
     """Of a draft that streams, over streamed weights, alone and in a batch; nor what is learnt of the chains."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
-    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 20))
+    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 20))
     told = told_to_controller(monkeypatch)
     prompts = [plain.encode(text) for text in PROMPTS]
     with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:

@@ -231,7 +231,7 @@ def test_the_printed_summary() -> None:
 def test_where_the_link_binds_trees_are_all_that_is_chosen(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.01, 0.1, 64))
+    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.01, 64))
     with load(target, draft=draft, resident_layers=0) as runtime:
         for prompt in PROMPTS:
             windows = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True).stats.windows

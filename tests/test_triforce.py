@@ -69,7 +69,7 @@ def test_what_n_grams_add_changes_no_token(
     beyond the end of a context or an answer."""
     sources: set[str] = set()
     stream_all_kv(monkeypatch)
-    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 64))
+    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=len(PROMPT) + COUNT, kv="host", speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.06)  # so dear that chains leave room
@@ -87,7 +87,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream_all_kv(monkeypatch)
-    monkeypatch.setattr(loading, "link_times", lambda *_, **__: (0.0, 0.0, 64))
+    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
         WorkClock(runtime, monkeypatch, step_s=0.002)

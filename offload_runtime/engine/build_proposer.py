@@ -20,7 +20,6 @@ from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import (
     DraftProposer,
     DraftRequest,
-    LinkTimes,
     NgramProposer,
     NoProposer,
     Proposer,
@@ -34,7 +33,7 @@ from offload_runtime.trace import TraceRecorder
 
 def make_proposer(
     models: LoadedModels, plan: RunPlan, budget: DeviceBudget, *, recorder: TraceRecorder | None = None,
-    link: LinkTimes | None = None, make_policy: type[RetrievalPolicy] = RetrievalPolicy,
+    free_s: float = 0.0, free_rows: int = 0, make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
@@ -43,14 +42,14 @@ def make_proposer(
         plan: Who proposes, and whether there is a retrieval verifier on top.
         budget: Of the device.
         recorder: Of a trace that steps are told; None: none.
-        link: How long it is busy with passes, and behind them; None for nothing streamed.
+        free_s: Behind a pass, in which drafting delays nothing.
+        free_rows: Of a window, up to which no pass takes longer.
         make_policy: What chooses the chunks of the retrieval verifier.
     """
-    link = link or LinkTimes()
     batch = plan.target.batch
     if plan.has_verifier:
         hierarchy = _make_triforce(models, plan, budget, recorder, make_policy)
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if link.most_rows > 1 else hierarchy
+        return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
     if models.draft is None:
         return NoProposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams = models.draft.runner, NgramProposer()
@@ -66,7 +65,7 @@ def make_proposer(
     )  # fmt: skip
     tree.warm_up()
     tree.recorder = recorder
-    worth = StepWorth(link.free_s)
+    worth = StepWorth(free_s)
     return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=worth), ngrams)
 
 

@@ -39,12 +39,12 @@ from offload_runtime.plan import (
     find_plan,
     known_figures,
     limits_here,
-    link_times,
+    link_slack,
     require_dtype,
     resolve_dtype,
 )
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import Controller, LinkTimes
+from offload_runtime.speculation import Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock, require_writable
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
@@ -245,13 +245,13 @@ def load_runtime(
         models = assembly.load_models(
             target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
         )
-        target, link, batch = models.target, LinkTimes(), config.max_batch
+        target, free_s, free_rows, batch = models.target, 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)
             machine = None if machine is None else replace(machine, link_gbps=target.link_peak_gbps)
-            link = LinkTimes(*link_times(plan, figures, widest=config.max_gamma + 1))
-        proposer = make_proposer(models, plan, budget, recorder=recorder, link=link)
-        free = max(0, min(config.max_gamma, link.most_rows - 1))
+            free_s, free_rows = link_slack(plan, figures, widest=config.max_gamma + 1)
+        proposer = make_proposer(models, plan, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
+        free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         expected = Expectation(plan.with_placement(target.placement), machine)
         cost = None if machine is None else expected.seconds_of_step

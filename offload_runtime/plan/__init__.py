@@ -6,7 +6,7 @@ that means in tokens per second, and `plan_or_refuse` what would fit where it do
 large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.plan.cost import PassTime, drafting_s, link_times, pass_time, prefill_time, step_time
+from offload_runtime.plan.cost import PassTime, drafting_s, link_slack, pass_time, prefill_time, step_time
 from offload_runtime.plan.forecast import (
     RunForecast,
     describe_draft_cache,

@@ -398,8 +398,8 @@ def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
 # --- the link between passes
 
 
-def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, float, int]:
-    """How long the link is busy with passes over a streamed target, and behind them.
+def link_slack(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, int]:
+    """What costs nothing beside a link that is busy with passes over a streamed target.
 
     Args:
         plan: What lives where.
@@ -407,9 +407,8 @@ def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tu
         widest: Rows of the widest window, if it is wider than what is usual.
 
     Returns:
-        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with;
-        seconds that the link takes for a pass at the full context; rows of a sequence in a pass up to which nothing
-        else takes longer, 0 where something always does.
+        Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with; rows
+        of a sequence in a pass up to which nothing takes longer than the link, 0 where something always does.
     """
     length = plan.target.context_tokens - 1
 
@@ -422,7 +421,7 @@ def link_times(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tu
     # Windows of sizes like these are what is proposed.
     rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
     bound = bisect_right(rows, 0.0, key=slack_s)
-    return max(0.0, one.lookahead_s - _BETWEEN_S), one.copies_s, rows[bound - 1] if bound else 0
+    return max(0.0, one.lookahead_s - _BETWEEN_S), rows[bound - 1] if bound else 0
 
 
 # --- prompts

@@ -1,7 +1,7 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
-from offload_runtime.speculation.calibration import LinkTimes, StepWorth
+from offload_runtime.speculation.calibration import StepWorth
 from offload_runtime.speculation.controller import (
     PLAIN,
     AcceptanceModel,

@@ -6,7 +6,6 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
@@ -112,22 +111,6 @@ class MatchRates:
     def logs(self, matched: int) -> tuple[float, float]:
         """Log-probabilities that it does and that it does not."""
         return self._logs[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
-
-
-@dataclass(frozen=True)
-class LinkTimes:
-    """How long the link is busy with passes over a streamed target; zeros where nothing is streamed.
-
-    Attributes:
-        free_s: Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins
-            with.
-        pass_s: Seconds that the link takes for a pass at the full context.
-        most_rows: Rows of a sequence in a pass up to which nothing else takes longer; 0 where something always does.
-    """
-
-    free_s: float = 0.0
-    pass_s: float = 0.0
-    most_rows: int = 0
 
 
 class StepWorth:
