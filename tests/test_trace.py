@@ -85,9 +85,9 @@ class Traced:
 def traced(path: Path, target: Path, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
     with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
-        cache = runtime._models.target.runner.cache
+        cache = runtime._parts.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime._parts.engine
+        engine = runtime._parts.target.engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
@@ -242,7 +242,7 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     recorder = TraceRecorder(HostClock())
     engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
     parts = SimpleNamespace(
-        engine=engine, target=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
+        target=SimpleNamespace(engine=engine), runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
         traced=SimpleNamespace(recorder=recorder),
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
@@ -279,8 +279,8 @@ def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, after: int) -
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
     [
-        (lambda runtime: (runtime._parts.target._runner, "verify"), 3, 4),
-        (lambda runtime: (runtime._models.target.runner.decoder, "layer"), 2, 0),
+        (lambda runtime: (runtime._parts.target.runner, "verify"), 3, 4),
+        (lambda runtime: (runtime._parts.target.runner.decoder, "layer"), 2, 0),
         (lambda runtime: (runtime._parts.proposer, "propose"), 2, 3),
     ],
     ids=["between passes", "in prefill", "while drafting"],
@@ -339,7 +339,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_b
     folder.rmdir()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
         runtime.close()
-    assert not runtime._stop_copies.alive and not hasattr(runtime, "_models")
+    assert not runtime._stop_copies.alive and not hasattr(runtime, "_parts")
     runtime.close()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import ChunkPolicy, RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
@@ -33,15 +33,16 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    draft: str, models: LoadedModels, verifier: VerifierPlan | None, budget: DeviceBudget, *, batch: int,
-    recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
+    kind: str, target: LoadedModel, draft: LoadedModel | None, verifier: VerifierPlan | None, budget: DeviceBudget,
+    *, batch: int, recorder: TraceRecorder | None = None, link: LinkTimes | None = None,
     make_policy: Callable[..., ChunkPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
     Args:
-        draft: `none`, `ngram`, or anything else for the draft model.
-        models: What was loaded.
+        kind: `none`, `ngram`, or anything else for the draft model.
+        target: Verifies.
+        draft: The draft model; None where none was loaded.
         verifier: The retrieval verifier to put on top; None for a chain.
         budget: Of the device.
         batch: Sequences.
@@ -52,12 +53,12 @@ def make_proposer(
     link = link or LinkTimes()
     link_bound = link.most_rows > 1
     if verifier is not None:
-        hierarchy = _make_triforce(models, verifier, budget, recorder, make_policy)
+        hierarchy = _make_triforce(target, draft, verifier, budget, recorder, make_policy)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if link_bound else hierarchy
-    if models.draft is None:
-        return NoProposer() if draft == "none" else NgramProposer()
-    runner, ngrams = models.draft.runner, NgramProposer()
-    vocab_size, draft_vocab_size = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
+    if draft is None:
+        return NoProposer() if kind == "none" else NgramProposer()
+    runner, ngrams = draft.runner, NgramProposer()
+    vocab_size, draft_vocab_size = target.config.vocab_size, draft.config.vocab_size
     chains = DraftProposer(runner, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
     if budget.device.type == "cuda":
         chains.model.warm_up()
@@ -76,11 +77,11 @@ def make_proposer(
 
 
 def _make_triforce(
-    models: LoadedModels, plan: VerifierPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
-    make_policy: Callable[..., ChunkPolicy],
+    target: LoadedModel, draft: LoadedModel | None, plan: VerifierPlan, budget: DeviceBudget,
+    recorder: TraceRecorder | None, make_policy: Callable[..., ChunkPolicy],
 ) -> Proposer:  # fmt: skip
-    options, target, batch = plan.options, models.target.runner, plan.batch
-    layers, source = target.streamer.resident_layers(), target.cache
+    options, runner, batch = plan.options, target.runner, plan.batch
+    layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
@@ -90,30 +91,30 @@ def _make_triforce(
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the retrieval verifier", plan.step_bytes)
-    gamma = 0 if models.draft is None else options.gamma_draft
-    window = DeviceWindow(budget.device, batch=batch)
+    gamma = 0 if draft is None else options.gamma_draft
+    window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
-        target.decoder, layers, retrieved, models.target.rope, window, gamma=gamma,
-        max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
+        runner.decoder, layers, retrieved, target.rope, window, gamma=gamma, max_tokens_with_draft=most_tokens,
+        batch=batch,
     )  # fmt: skip
     first = None
-    if models.draft is not None:
-        draft = models.draft.runner
-        has_all = draft.cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
+    if draft is not None:
+        cache = draft.runner.cache
+        has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft, vocab_size=plan.config.vocab_size, draft_vocab_size=draft.decoder.config.vocab_size, batch=batch,
-            window=window, max_tokens_with_draft=draft.cache.max_tokens_with_draft if has_all else None,
+            draft.runner, vocab_size=plan.config.vocab_size, draft_vocab_size=draft.config.vocab_size, batch=batch,
+            window=window, max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
         window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
-        max_tokens_with_draft=source.max_tokens_with_draft,
+        max_tokens_with_draft=most_tokens,
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with ExitStack() as eager:
             for level in levels:
                 eager.enter_context(level.graphs.eager())
-            warm_up_verifier(proposer, target, gamma=gamma, batch=batch)
+            warm_up_verifier(proposer, runner, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()

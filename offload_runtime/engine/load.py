@@ -241,21 +241,23 @@ def load_runtime(
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         branches = kind == "ngram" or ((kind != "none" or plan.verifier is not None) and config.tree_nodes != 0)
-        models = assembly.load_models(
+        target, drafter = assembly.load_models(
             target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
         )
-        target, link, batch = models.target, LinkTimes(), config.max_batch
+        link, batch = LinkTimes(), config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)
             machine = None if machine is None else replace(machine, link_gbps=target.link_peak_gbps)
             link = LinkTimes(*link_times(plan, figures, widest=config.max_gamma + 1))
-        proposer = make_proposer(kind, models, plan.verifier, budget, batch=batch, recorder=recorder, link=link)
+        proposer = make_proposer(
+            kind, target, drafter, plan.verifier, budget, batch=batch, recorder=recorder, link=link
+        )
         free = max(0, min(config.max_gamma, link.most_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         expected = Expectation(plan.with_placement(target.placement), machine)
         cost = None if machine is None else expected.seconds_of_step
         parts = RuntimeParts(
-            models, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
+            target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
             controller=Controller(windows.by_mode, cost, streamed=target.link_peak_gbps is not None),
             expected=expected, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,

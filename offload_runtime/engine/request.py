@@ -102,33 +102,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Token ids of a prompt.
-
-    Args:
-        prompt: Text, token ids or chat messages.
-        tokenizer: The model's, of transformers.
-        vocab_size: Token ids that the model knows.
-
-    Raises:
-        OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
-    """
-    if isinstance(prompt, str):
-        tokens = list(tokenizer.encode(prompt))
-    elif prompt and all(isinstance(item, Mapping) for item in prompt):
-        text = render_chat([dict(item) for item in prompt if isinstance(item, Mapping)], tokenizer, open_answer=True)
-        tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    else:
-        tokens = [item for item in prompt if isinstance(item, int)]
-        fine = len(tokens) == len(prompt)
-        require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
-    require(bool(tokens), "the prompt is empty: give it at least one token")
-    outside = [token for token in tokens if not 0 <= token < vocab_size]
-    if outside:
-        raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
-    return tokens
-
-
 @dataclass(frozen=True)
 class PromptRoom:
     """What prompts have to go with: the model's `tokenizer` and `config`, and `context_tokens` that are reserved."""
@@ -137,13 +110,45 @@ class PromptRoom:
     config: ModelConfig
     context_tokens: int
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: of text, token ids or chat messages.
+
+        Raises:
+            OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+        """
+        vocab_size = self.config.vocab_size
+        if isinstance(prompt, str):
+            tokens = list(self.tokenizer.encode(prompt))
+        elif prompt and all(isinstance(item, Mapping) for item in prompt):
+            messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+            text = self.render_chat(messages, open_answer=True)
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+        else:
+            tokens = [item for item in prompt if isinstance(item, int)]
+            fine = len(tokens) == len(prompt)
+            require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
+        require(bool(tokens), "the prompt is empty: give it at least one token")
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+        return tokens
+
+    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool) -> str:
+        """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
+        has_template = getattr(self.tokenizer, "chat_template", None) is not None
+        require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+        except Exception as error:  # templates raise whatever they like about the messages
+            raise OptionError(f"the chat template refused the messages: {error}") from error
+
     def fit(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Token ids of a prompt that leaves room for its answer.
 
         Raises:
-            ContextLengthError: It does not; OptionError: as of `encode_prompt`.
+            ContextLengthError: It does not; OptionError: as of `encode`.
         """
-        tokens = encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
+        tokens = self.encode(prompt)
         room = self.context_tokens - len(tokens)
         if room < max_new_tokens:
             raise ContextLengthError(
@@ -163,16 +168,6 @@ class PromptRoom:
             except (OptionError, ContextLengthError) as error:
                 raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
         return fitting
-
-
-def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:
-    """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
-    except Exception as error:  # templates raise whatever they like about the messages
-        raise OptionError(f"the chat template refused the messages: {error}") from error
 
 
 class Request:
@@ -230,6 +225,11 @@ class Request:
     def remaining(self) -> int:
         """Tokens that the answer may still grow by."""
         return self.params.max_new_tokens - self.new_tokens
+
+    @property
+    def room(self) -> int:
+        """Proposals in a row that the answer has room for: the target's own token always comes on top."""
+        return self.remaining - 1
 
     def push(self, token: int) -> str:
         """Append a token, which may finish the request; the text that may be shown now."""

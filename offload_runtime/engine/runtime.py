@@ -26,7 +26,7 @@ from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.generate import Generation, Hooks, OnBatchProgress, OnPrefill, TokenStream, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat
+from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
 from offload_runtime.engine.traced import device_facts
@@ -43,8 +43,8 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(self, parts: RuntimeParts, *, trace: Path | None = None) -> None:
-        target = parts.models.target
-        self.config: ModelConfig = target.runner.decoder.config
+        target = parts.target
+        self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
         self.device = parts.budget.device
         self.dtype = target.weights.layout.dtype
@@ -58,7 +58,7 @@ class Runtime:
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
-        self._parts, self._models, self._windows = parts, parts.models, parts.windows
+        self._parts = parts
         self._max_batch = self.plan.target.batch
         self._trace = trace
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
@@ -263,11 +263,11 @@ class Runtime:
         Raises:
             OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
         """
-        return encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
+        return self._room.encode(prompt)
 
     def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
         """Chat messages as the text the model was trained on."""
-        return render_chat(messages, self.tokenizer, open_answer=open_answer)
+        return self._room.render_chat(messages, open_answer=open_answer)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
@@ -284,10 +284,10 @@ class Runtime:
         """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
         if owner is None or self._cache_owner is not owner or self._current is None:
             return 0
-        (before,), rope = self._current.requests, self._models.target.rope
-        if rope.frequency_set(before.prompt_tokens) != rope.frequency_set(len(tokens)):
+        (before,), target = self._current.requests, self._parts.target
+        if target.rope.frequency_set(before.prompt_tokens) != target.rope.frequency_set(len(tokens)):
             return 0  # what is cached was rotated otherwise than this length wants it
-        kept = min(self._models.target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
+        kept = min(target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
         return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
@@ -317,7 +317,7 @@ class Runtime:
         self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
         for answer in answers:
             with device_errors(self.device):
-                behind = self._parts.target.verify([Window(tuple(answer[:-1]))], [0])
+                behind = self._parts.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
     @property
@@ -332,9 +332,9 @@ class Runtime:
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
         require(not self._closed, "this runtime is closed: load it again")
         parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
-        windows = self._windows.settle(prompts[0][1], parts.proposer)
+        windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
-        cache = self._models.target.runner.cache
+        cache = parts.runner.cache
         for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
             cache.truncate(slot, 0 if slot else num_kept)
         requests = [
@@ -387,10 +387,10 @@ class Runtime:
     def _give_back(self) -> None:
         self._stop_copies()
         budget = self._parts.budget
-        for model in (self._models.target, self._models.draft):
+        for model in (self._parts.target, self._parts.draft):
             if model is not None:
                 model.close()
-        del self._models, self._parts
+        del self._parts
         gc.collect()
         budget.release()
 

@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams
-from offload_runtime.engine.request import PromptRoom, encode_prompt
+from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
@@ -84,7 +84,7 @@ class VerificationPlan:
         """
         found = {}
         for name, text in self.prompts.items():
-            found[name] = prompt = encode_prompt(text, room.tokenizer, room.config.vocab_size)
+            found[name] = prompt = room.encode(text)
             excess = len(prompt) + self.tokens - room.context_tokens
             if excess > 0:
                 raise ContextLengthError(
