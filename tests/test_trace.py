@@ -242,8 +242,10 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     recorder = TraceRecorder(HostClock())
     engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
     parts = SimpleNamespace(
-        target=SimpleNamespace(engine=engine), runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
-        traced=SimpleNamespace(recorder=recorder),
+        target=SimpleNamespace(
+            engine=engine, runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
+        ),
+        recorder=recorder,
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
     meter = PassMeter(cast(RuntimeParts, parts))
@@ -268,7 +270,7 @@ def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypa
     for options in RUNS.values():
         with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
             stats = generate(runtime).stats
-            assert runtime._parts.traced is None
+            assert runtime._parts.recorder is None
             assert stats.hidden_draft_share is None
 
 
@@ -407,5 +409,5 @@ def test_a_gpu_records_no_events_without_a_trace(target: Path, monkeypatch: pyte
     monkeypatch.setattr(CudaClock, "mark", fail)
     with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
         generate(runtime)
-        assert runtime._parts.traced is None
+        assert runtime._parts.recorder is None
         torch.cuda.synchronize()

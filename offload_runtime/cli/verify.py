@@ -66,7 +66,7 @@ def _machine(runtime: Runtime) -> dict[str, Any]:
     import torch
 
     from offload_runtime import __version__
-    from offload_runtime.engine.traced import device_facts
+    from offload_runtime.engine.runtime import device_facts
 
     return {
         **device_facts(runtime.device),

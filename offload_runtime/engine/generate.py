@@ -20,8 +20,7 @@ from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionEr
 from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, OnLogits, first_token, still_computing
 
-OnPrefill = Callable[[int, int], None]
-OnBatchProgress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Hooks:
         on_logits: As of `run_step`; called for the first token as well.
     """
 
-    on_prefill: OnPrefill | None = None
-    on_progress: OnBatchProgress | None = None
+    on_prefill: OnProgress | None = None
+    on_progress: OnProgress | None = None
     should_stop: Callable[[], bool] | None = None
     on_logits: OnLogits | None = None
 

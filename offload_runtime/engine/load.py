@@ -22,7 +22,6 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
-from offload_runtime.engine.traced import TracedTarget
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
@@ -256,12 +255,13 @@ def load_runtime(
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         expected = Expectation(plan.with_placement(target.placement), machine)
         cost = None if machine is None else expected.seconds_of_step
+        target.runner.recorder = target.runner.streamer.recorder = recorder
         parts = RuntimeParts(
             target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
             controller=Controller(windows.by_mode, cost, streamed=target.link_peak_gbps is not None),
             expected=expected, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,
-            traced=None if recorder is None else TracedTarget(target.runner, recorder),
+            recorder=recorder,
         )  # fmt: skip
         undo.pop_all()
         return parts

@@ -143,7 +143,7 @@ def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, budget: DeviceBudget,
     queues: CopyQueues, *, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """The target and its draft, which is loaded first; on a GPU also warmed up, the target for trees if there may be `trees`.
+    """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
 
     What `undo` does ends the target's copies and gives its memory back, if anything fails later.
     """

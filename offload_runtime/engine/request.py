@@ -121,8 +121,7 @@ class PromptRoom:
             tokens = list(self.tokenizer.encode(prompt))
         elif prompt and all(isinstance(item, Mapping) for item in prompt):
             messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-            text = self.render_chat(messages, open_answer=True)
-            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+            tokens = list(self.tokenizer.encode(self.render_chat(messages), add_special_tokens=False))
         else:
             tokens = [item for item in prompt if isinstance(item, int)]
             fine = len(tokens) == len(prompt)
@@ -133,7 +132,7 @@ class PromptRoom:
             raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         return tokens
 
-    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool) -> str:
+    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
         """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")

@@ -23,13 +23,12 @@ from offload_runtime.config import (
     require,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.generate import Generation, Hooks, OnBatchProgress, OnPrefill, TokenStream, device_errors
+from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.engine.traced import device_facts
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
@@ -156,7 +155,7 @@ class Runtime:
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
@@ -196,7 +195,7 @@ class Runtime:
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
@@ -213,13 +212,13 @@ class Runtime:
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
-        return Conversation(self, system)
+        return Conversation(self._room, self.start, system)
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
+        on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
         tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
@@ -271,7 +270,7 @@ class Runtime:
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
-        on_prefill: OnPrefill | None = None, on_end: Callable[[TokenStream], None] | None = None,
+        on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         generation = self._begin(
@@ -334,7 +333,7 @@ class Runtime:
         parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
-        cache = parts.runner.cache
+        cache = parts.target.runner.cache
         for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
             cache.truncate(slot, 0 if slot else num_kept)
         requests = [
@@ -374,28 +373,30 @@ class Runtime:
             return
         self._closed = True
         self._let_go_of_current()
-        recorder = None if self._parts.traced is None else self._parts.traced.recorder
+        budget, recorder = self._parts.budget, self._parts.recorder
         try:
             self._unfreeze()
-            self._give_back()
+            self._stop_copies()
+            for model in (self._parts.target, self._parts.draft):
+                if model is not None:
+                    model.close()
+            del self._parts
+            gc.collect()
+            budget.release()
         finally:
             if self._trace is not None and recorder is not None:
                 about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                          "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                 write_trace(self._trace, recorder.finish(), about)
 
-    def _give_back(self) -> None:
-        self._stop_copies()
-        budget = self._parts.budget
-        for model in (self._parts.target, self._parts.draft):
-            if model is not None:
-                model.close()
-        del self._parts
-        gc.collect()
-        budget.release()
-
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What a trace or a report says of the device: which one it was, and the name of a GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"device": str(device), "device_name": name}

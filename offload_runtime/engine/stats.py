@@ -103,11 +103,12 @@ class PassMeter:
         self._parts = parts
         self._passes, self._started_s, self._ended_s = 0, started_s, started_s
         self._stall_before_s = parts.target.engine.stall_seconds()
-        self._bytes_before = parts.runner.streamer.bytes_begun
+        self._bytes_before = parts.target.runner.streamer.bytes_begun
         self._copy_before_s = self._copy_after_s = parts.target.engine.copy_seconds()
-        if parts.traced is not None:
-            parts.traced.recorder.settle()
-        self._spans_before = 0 if parts.traced is None else len(parts.traced.recorder.spans)
+        self._spans_before = 0
+        if parts.recorder is not None:
+            parts.recorder.settle()
+            self._spans_before = len(parts.recorder.spans)
 
     def lap(self) -> float:
         """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
@@ -117,11 +118,11 @@ class PassMeter:
 
     def hidden_draft_share(self) -> float | None:
         """As in `GenerationStats`, so far."""
-        traced = self._parts.traced
-        if traced is None:
+        recorder = self._parts.recorder
+        if recorder is None:
             return None
         times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: [], LINK: []}
-        for span in traced.recorder.spans[self._spans_before :]:
+        for span in recorder.spans[self._spans_before :]:
             if span.row in times:
                 times[span.row].append((span.start_s, span.end_s))
         drafting_s = union_seconds(times[DRAFT])
@@ -132,9 +133,9 @@ class PassMeter:
         """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted."""
         parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
         target = parts.target
-        bytes_per_pass, streamed_bytes = parts.runner.streamer.bytes_per_pass, 0
+        bytes_per_pass, streamed_bytes = parts.target.runner.streamer.bytes_per_pass, 0
         if passes:
-            streamed_bytes = parts.runner.streamer.bytes_begun - self._bytes_before
+            streamed_bytes = parts.target.runner.streamer.bytes_begun - self._bytes_before
             bytes_per_pass = round(streamed_bytes / passes)
         streamed = streamed_bytes > 0 and seconds > 0
         copy_s = self._copy_after_s - self._copy_before_s

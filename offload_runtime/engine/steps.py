@@ -12,10 +12,8 @@ from offload_runtime.config import GenerationParams, require
 from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
-from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     NGRAM,
@@ -25,6 +23,7 @@ from offload_runtime.speculation import (
     DraftRequest,
     NoProposer,
     OnLogits,
+    Proposal,
     Proposer,
     StepResult,
     drafting,
@@ -33,6 +32,7 @@ from offload_runtime.speculation import (
     size_for,
     size_within,
 )
+from offload_runtime.trace import DRAFT, HOST, TraceRecorder
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -137,7 +137,7 @@ class RuntimeParts:
         expected: The plan, and what is predicted by the figures of the machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
-        traced: The target's runner where there is a trace, to be told what its passes came to.
+        recorder: Of a trace, if there is one.
         clock: Seconds, by which steps are timed.
     """
 
@@ -153,13 +153,43 @@ class RuntimeParts:
     expected: Expectation
     placement: str
     emulated: str | None = None
-    traced: TracedTarget | None = None
+    recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    @property
-    def runner(self) -> ModelRunner | TracedTarget:
-        """What prefills and verifies."""
-        return self.traced or self.target.runner
+
+class TracedProposer:
+    """Asks a proposer and records how long it takes to answer; all methods are as of `Proposer`.
+
+    Args:
+        proposer: The real one.
+        recorder: Of the trace.
+    """
+
+    def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
+        self.name, self.modes, self.start, self.counts = proposer.name, proposer.modes, proposer.start, proposer.counts
+        self._proposer, self._recorder = proposer, recorder
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        self._proposer.prepare(slot, tokens)
+        self._record("prepare", started_s, started, {"tokens": [len(tokens)]})
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        proposals = self._proposer.propose(requests)
+        args = {"asked": [request.room for request in requests], "proposed": [len(proposal) for proposal in proposals]}
+        self._record("propose", started_s, started, args)
+        return proposals
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        # Seen from the host, for the device does it beside the pass.
+        started_s = time.perf_counter()
+        self._proposer.ahead(pending)
+        self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
+
+    def _record(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
+        self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
+        self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
 
 
 class StepRunner:
@@ -182,8 +212,8 @@ class StepRunner:
         self.proposer, self.window = parts.proposer, ""
         if isinstance(windows, WindowSize) and not windows.gamma:
             self.proposer = NoProposer()
-        elif parts.traced is not None:
-            self.proposer = TracedProposer(parts.proposer, parts.traced.recorder)
+        elif parts.recorder is not None:
+            self.proposer = TracedProposer(parts.proposer, parts.recorder)
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
@@ -260,10 +290,16 @@ class StepRunner:
             )
             for request in requests
         ]  # fmt: skip
-        results = run_step(parts.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits)
+        results = run_step(parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits)
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
-        if parts.traced is not None:
-            parts.traced.decided(results, self.window)
+        if parts.recorder is not None:
+            parts.recorder.decided(
+                window=self.window, proposed=[result.num_proposed for result in results],
+                accepted=[result.num_accepted for result in results],
+                # Numbers of the window's proposals, and who made each.
+                path=[list(result.path) for result in results],
+                sources=[result.accepted_sources for result in results],
+            )  # fmt: skip
         return results
 
     def _fixed(self, window: WindowSize) -> Choice:

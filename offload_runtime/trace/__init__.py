@@ -15,6 +15,7 @@ from offload_runtime.trace.recorder import (
     CopyLog,
     Label,
     OnDone,
+    PassStart,
     TraceRecorder,
     covered_seconds,
     make_clock,

@@ -167,6 +167,14 @@ class Trace:
     dropped: int
 
 
+class PassStart(NamedTuple):
+    """When a pass of the target began, on the host's clock and as a mark of the device, and the bytes begun before."""
+
+    started_s: float
+    mark: Any
+    nbytes: int
+
+
 class TraceRecorder:
     """Owns what is recorded.
 
@@ -188,6 +196,10 @@ class TraceRecorder:
         # Spans whose marks may not be past yet: start, end, what keeps it. Each row is in order; one may be ahead of
         # another.
         self._open: dict[str, deque[tuple[Any, Any, OnDone]]] = {}
+        self._passes = 0
+        # Of the last pass, whose outcome is not known yet, and when the host was done with it.
+        self._pass_args: dict[str, Any] = {}
+        self._launched_s = 0.0
 
     def mark(self) -> Any:
         """A moment of the device: when all is done that the current stream has been given."""
@@ -210,6 +222,26 @@ class TraceRecorder:
             self._keep(Span(row, name, *read(start, end), args, on_device=True))
 
         return done
+
+    def begin_pass(self, nbytes: int) -> PassStart:
+        """A pass of the target begins; the link has begun so many bytes so far."""
+        return PassStart(time.perf_counter(), self.mark(), nbytes)
+
+    def end_pass(self, begun: PassStart, kind: str, tokens: list[int], nbytes: int) -> None:
+        """All of a pass has been enqueued: of which kind it is, and the tokens of its windows."""
+        ended, self._launched_s = self.mark(), time.perf_counter()
+        number = {"pass": self._passes}
+        self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - begun.nbytes}
+        self.add(PASSES, f"{kind} {self._passes}", begun.mark, ended, self._pass_args)
+        self.add_host(HOST, "launch", begun.started_s, self._launched_s, number)
+        self._passes += 1
+
+    def decided(self, **outcome: Any) -> None:
+        """What came of the last pass, whose tokens the host has just read."""
+        self._pass_args |= outcome
+        args = {"pass": self._pass_args["pass"]}
+        self.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
+        self.settle()
 
     def settle(self) -> None:
         """Read the marks that are past; never waits. To be called where the device has just been waited for."""
