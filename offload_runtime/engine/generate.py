@@ -111,7 +111,7 @@ class Generation:
 
     def _prefill(self, request: Request) -> int:
         """Read a prompt; the first token behind it."""
-        target, slot, count, hooks = self._parts.runner, request.slot, len(self.requests), self._hooks
+        target, slot, count, hooks = self._parts.target.runner, request.slot, len(self.requests), self._hooks
 
         def on_layer(done: int, layers: int) -> None:
             if hooks.on_prefill is not None:
@@ -143,7 +143,7 @@ class Generation:
         middle of its window. Of several requests it is of no more use, and would be streamed in every pass."""
         if not self.is_current:
             return
-        cache = self._parts.runner.cache
+        cache = self._parts.target.runner.cache
         kept = len(request.sequence) - 1 if len(self.requests) == 1 else 0
         with suppress(CopyError):  # whatever is asked for next raises it again
             cache.truncate(request.slot, min(cache.length(request.slot), kept))

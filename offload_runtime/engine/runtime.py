@@ -316,7 +316,7 @@ class Runtime:
         self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
         for answer in answers:
             with device_errors(self.device):
-                behind = self._parts.runner.verify([Window(tuple(answer[:-1]))], [0])
+                behind = self._parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
     @property

@@ -265,7 +265,7 @@ class StepRunner:
 
     def _most_nodes(self, request: Request) -> int:
         """Proposals that the target's cache has places for."""
-        return self._parts.runner.cache.max_tokens_with_draft - len(request.sequence)
+        return self._parts.target.runner.cache.max_tokens_with_draft - len(request.sequence)
 
     def _was_whole(self, request: Request, result: StepResult, window: WindowSize) -> bool:
         """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""

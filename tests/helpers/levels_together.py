@@ -62,7 +62,7 @@ def play(
     runtime: Runtime, tasks: Mapping[int, Task], params: SamplingParams, *, num_sequences: int
 ) -> dict[int, Played]:
     """Decode these sequences to their ends, each with the noise of its number."""
-    target, proposer = runtime._parts.runner, runtime._parts.proposer
+    target, proposer = runtime._parts.target.runner, runtime._parts.proposer
     played = {sequence: Played([]) for sequence in tasks}
     proposer.start(numbered(params, num_sequences))
     for sequence, task in tasks.items():
