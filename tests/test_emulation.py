@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import emulation_of, measure_link_both_ways
+from offload_runtime.engine.load import measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.kv import HostKVCache, block_bytes
@@ -95,16 +95,17 @@ def test_a_profile_has_to_say_what_to_emulate(target: Path) -> None:
           "link_back_gbps": None, "hbm_gbps": None, "tflops": {}}, "toy cannot be emulated"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=words):
-            emulation_of(replace(TOY, **changes))
+            replace(TOY, **changes).emulation()
     with pytest.raises(ProfileError, match="did you mean rtx4090"):
         Runtime.load(target, device="cpu", emulate="rtx409")
 
 
 def test_what_a_shipped_profile_leaves_open() -> None:
-    found, profile = emulation_of("rtx4090"), load_profile("rtx4090")
+    profile = load_profile("rtx4090")
+    found = profile.emulation()
     assert (found.link_gbps, found.link_back_gbps) == (25.0, 25.0)
     assert found.vram_bytes == 25_757_220_864 - 1_500_000_000
-    assert emulation_of(replace(profile, vram_reserved_bytes=None)).vram_bytes == 25_757_220_864
+    assert replace(profile, vram_reserved_bytes=None).emulation().vram_bytes == 25_757_220_864
 
 
 def test_the_link_is_measured_in_both_directions() -> None:

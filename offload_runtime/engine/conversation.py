@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams, require
@@ -54,8 +53,15 @@ class Conversation:
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         params = GenerationParams(min(max_new_tokens, room), stop, gamma, ignore_eos, sampling, tree_nodes)
-        on_end = partial(self._finish, messages, prompt_text)
-        return self._start(tokens, params, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=on_end)
+
+        def join(stream: TokenStream) -> None:
+            result = stream.result
+            self.messages = [*messages, {"role": "assistant", "content": result.text}]
+            self._tokens = [*tokens, *result.tokens]
+            # Special tokens included, as the template writes them.
+            self._text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
+
+        return self._start(tokens, params, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
@@ -95,14 +101,6 @@ class Conversation:
         # Text and tokens of the conversation as the model saw and said it; what follows is tokenised apart from it.
         self._text = ""
         self._tokens: list[int] = []
-
-    def _finish(self, messages: list[dict[str, str]], prompt_text: str, stream: TokenStream) -> None:
-        """Take the answer of a turn into the conversation."""
-        result = stream.result
-        self.messages = [*messages, {"role": "assistant", "content": result.text}]
-        self._tokens = stream.sequence_tokens
-        # Special tokens included, as the template writes them.
-        self._text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
 
     def _tokens_of(self, prompt_text: str) -> list[int]:
         """Tokens of the rendered conversation; the known part keeps the tokens it was made of."""

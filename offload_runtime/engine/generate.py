@@ -198,11 +198,6 @@ class TokenStream:
         assert self._result is not None, "iterate to the end or call close() first"
         return self._result
 
-    @property
-    def sequence_tokens(self) -> list[int]:
-        """Prompt and generated tokens so far: a list that grows with them."""
-        return self._request.sequence
-
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
         self._pieces.close()

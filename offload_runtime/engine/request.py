@@ -132,12 +132,12 @@ class PromptRoom:
             raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         return tokens
 
-    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
-        """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """Chat messages as the text the model was trained on, with the beginning of an answer."""
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
 

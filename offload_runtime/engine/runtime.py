@@ -264,10 +264,6 @@ class Runtime:
         """
         return self._room.encode(prompt)
 
-    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
-        """Chat messages as the text the model was trained on."""
-        return self._room.render_chat(messages, open_answer=open_answer)
-
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
         on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
