@@ -59,8 +59,8 @@ class Generation:
         self._steps = StepRunner(parts, windows, on_logits=hooks.on_logits)
         self._meter: PassMeter | None = None  # of the passes, once there are any
 
-    def pieces(self) -> Generator[tuple[Request, str], None, None]:
-        """The token loop: every token's request and the text that it adds, as soon as it is decided.
+    def pieces(self) -> Generator[str, None, None]:
+        """The token loop: the text that every token adds to its request, as soon as it is decided.
 
         Raises:
             BudgetError: Memory ran out during a pass; what came before stays in the requests.
@@ -127,16 +127,16 @@ class Generation:
         request.first_token_s = time.perf_counter()
         return token
 
-    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[tuple[Request, str]]:
+    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[str]:
         """Append tokens until one finishes the request."""
         request.last_token_s = now_s
         for token in tokens:
             piece = request.push(token)
             if request.finish_reason is not None:
                 self._let_go(request)
-                yield request, piece
+                yield piece
                 return
-            yield request, piece
+            yield piece
 
     def _let_go(self, request: Request) -> None:
         """Bring the cache of a finished request to its tokens: a step may have committed some behind an end in the
@@ -185,7 +185,7 @@ class TokenStream:
         return self
 
     def __next__(self) -> str:
-        for _, piece in self._pieces:
+        for piece in self._pieces:
             if self._request.finish_reason is not None:
                 self._settle()
             if piece:
