@@ -56,10 +56,10 @@ class Conversation:
 
         def join(stream: TokenStream) -> None:
             result = stream.result
-            self.messages = [*messages, {"role": "assistant", "content": result.text}]
-            self._tokens = [*tokens, *result.tokens]
             # Special tokens included, as the template writes them.
-            self._text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
+            text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
+            answered = [*messages, {"role": "assistant", "content": result.text}]
+            self._begin_with(answered, text, [*tokens, *result.tokens])
 
         return self._start(tokens, params, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
 
@@ -95,12 +95,10 @@ class Conversation:
             require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
         self._begin_with([{"role": message["role"], "content": message["content"]} for message in messages])
 
-    def _begin_with(self, messages: list[dict[str, str]]) -> None:
-        """Go on from these messages, of which the model has neither seen nor said anything yet."""
-        self.messages = messages
-        # Text and tokens of the conversation as the model saw and said it; what follows is tokenised apart from it.
-        self._text = ""
-        self._tokens: list[int] = []
+    def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: Sequence[int] = ()) -> None:
+        """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
+        apart from it."""
+        self.messages, self._text, self._tokens = messages, text, list(tokens)
 
     def _tokens_of(self, prompt_text: str) -> list[int]:
         """Tokens of the rendered conversation; the known part keeps the tokens it was made of."""
