@@ -430,12 +430,11 @@ class RuntimeConfig:
             )
         if gamma is None:
             return
-        if gamma > self.max_gamma:
-            raise OptionError(f"gamma {gamma} exceeds the room for {self.max_gamma} proposals: raise max_gamma with it")
-        if mode == "none":
-            raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
-        if draft == "none" and mode != "triforce":
-            raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
+        fits = gamma <= self.max_gamma
+        require(fits, f"gamma {gamma} exceeds the room for {self.max_gamma} proposals: raise max_gamma with it")
+        require(mode != "none", f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
+        proposed = draft != "none" or mode == "triforce"
+        require(proposed, f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
 
     @property
     def proposed_by(self) -> str:

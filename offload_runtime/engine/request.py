@@ -16,8 +16,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 class IncrementalDecoder:
     """Turns tokens into text as they come, without cutting a character in two.
 
-    A piece is the difference between the decoded text with and without the newest tokens, so spaces that depend on the
-    token before come out right.
+    A piece is the difference between the decoded text with and without the newest tokens, behind the tokens of the
+    piece before, so spaces that depend on those come out right (as in vLLM's detokenizer).
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -28,34 +28,30 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # Shown already, gives the new tokens their context. Piece by piece: a run of byte tokens that begins in the
-        # middle of a character is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
-        self._shown = [self._end_of(context)]
-        self._new: list[int] = []
+        # The last piece, of which so many are shown, and what is new. A piece begins with a whole character: a run of
+        # byte tokens that does not is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
+        self._tokens = self._end_of(context)
+        self._num_shown = len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is still incomplete."""
-        self._new.append(token)
+        self._tokens.append(token)
         piece = self._pending_text()
         if not piece or piece.endswith("\ufffd"):
             return ""
-        self._shown.append(self._new)
-        self._new = []
-        while sum(map(len, self._shown[1:])) >= self._CONTEXT_TOKENS:
-            del self._shown[0]
+        del self._tokens[: self._num_shown]
+        self._num_shown = len(self._tokens)
         return piece
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        piece = self._pending_text() if self._new else ""
-        self._new = []
+        piece = self._pending_text()
+        self._num_shown = len(self._tokens)
         return piece
 
     def _pending_text(self) -> str:
-        shown = [token for piece in self._shown for token in piece]
-        before = self._tokenizer.decode(shown, skip_special_tokens=True)
-        after = self._tokenizer.decode(shown + self._new, skip_special_tokens=True)
-        return after[len(before) :]
+        before = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(before) :]
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
         """The last tokens, beginning with a whole character (of at most four bytes)."""

@@ -15,7 +15,7 @@ from offload_runtime.config import GB, ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Weights, Window, padded_rows
-from offload_runtime.trace import PassStart, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
 
@@ -129,7 +129,8 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
         """
-        begun = self._begin_pass()
+        if self.recorder is not None:
+            self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
         start = self.cache.length(sequence)
         step = self.shape.prefill_chunk_tokens
@@ -146,7 +147,8 @@ class ModelRunner:
         last = pieces[-1].num_rows - 1
         logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
         self.cache.end_prefill(sequence, len(tokens))
-        self._end_pass("prefill", [len(tokens)], begun)
+        if self.recorder is not None:
+            self.recorder.end_pass("prefill", [len(tokens)], self.streamer.bytes_begun)
         return logits
 
     @torch.inference_mode()
@@ -163,24 +165,20 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room for a window.
         """
-        begun, lengths = self._begin_pass(), [len(window.tokens) for window in windows]
+        if self.recorder is not None:
+            self.recorder.begin_pass(self.streamer.bytes_begun)
+        lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
         committed = [self.cache.length(sequence) for sequence in sequences]
         logits = self.run_rows(self._rows.build(windows, committed, sequences))
-        self._end_pass("verify", lengths, begun)
+        if self.recorder is not None:
+            self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
         return logits
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
         """One pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
         return window_pass(self.decoder, self.streamer.layers(), self.cache, rows, self.shape.window_rows)
-
-    def _begin_pass(self) -> PassStart | None:
-        return None if self.recorder is None else self.recorder.begin_pass(self.streamer.bytes_begun)
-
-    def _end_pass(self, kind: str, tokens: list[int], begun: PassStart | None) -> None:
-        if self.recorder is not None and begun is not None:
-            self.recorder.end_pass(begun, kind, tokens, self.streamer.bytes_begun)
 
 
 def window_pass(

@@ -15,7 +15,6 @@ from offload_runtime.trace.recorder import (
     CopyLog,
     Label,
     OnDone,
-    PassStart,
     TraceRecorder,
     covered_seconds,
     make_clock,

@@ -167,14 +167,6 @@ class Trace:
     dropped: int
 
 
-class PassStart(NamedTuple):
-    """When a pass of the target began, on the host's clock and as a mark of the device, and the bytes begun before."""
-
-    started_s: float
-    mark: Any
-    nbytes: int
-
-
 class TraceRecorder:
     """Owns what is recorded.
 
@@ -197,7 +189,9 @@ class TraceRecorder:
         # another.
         self._open: dict[str, deque[tuple[Any, Any, OnDone]]] = {}
         self._passes = 0
-        # Of the last pass, whose outcome is not known yet, and when the host was done with it.
+        # Of the last pass: when it began, on the host's clock and as a mark, and the bytes before; then what it did,
+        # whose outcome is not known yet, and when the host was done with it.
+        self._pass_start: tuple[float, Any, int] = 0.0, None, 0
         self._pass_args: dict[str, Any] = {}
         self._launched_s = 0.0
 
@@ -223,17 +217,17 @@ class TraceRecorder:
 
         return done
 
-    def begin_pass(self, nbytes: int) -> PassStart:
+    def begin_pass(self, nbytes: int) -> None:
         """A pass of the target begins; the link has begun so many bytes so far."""
-        return PassStart(time.perf_counter(), self.mark(), nbytes)
+        self._pass_start = time.perf_counter(), self.mark(), nbytes
 
-    def end_pass(self, begun: PassStart, kind: str, tokens: list[int], nbytes: int) -> None:
-        """All of a pass has been enqueued: of which kind it is, and the tokens of its windows."""
+    def end_pass(self, kind: str, tokens: list[int], nbytes: int) -> None:
+        """All of the pass has been enqueued: of which kind it is, and the tokens of its windows."""
         ended, self._launched_s = self.mark(), time.perf_counter()
-        number = {"pass": self._passes}
-        self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - begun.nbytes}
-        self.add(PASSES, f"{kind} {self._passes}", begun.mark, ended, self._pass_args)
-        self.add_host(HOST, "launch", begun.started_s, self._launched_s, number)
+        (started_s, started, bytes_before), number = self._pass_start, {"pass": self._passes}
+        self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - bytes_before}
+        self.add(PASSES, f"{kind} {self._passes}", started, ended, self._pass_args)
+        self.add_host(HOST, "launch", started_s, self._launched_s, number)
         self._passes += 1
 
     def decided(self, **outcome: Any) -> None:
