@@ -175,8 +175,8 @@ def load_runtime(
         budget = DeviceBudget(device, limit_bytes, other_bytes=others)
         dtype = resolve_dtype(config.dtype, target_source, device.type)
         require_dtype(dtype, device)
-        known = known_figures(profile, device, dtype)
-        figures = common_figures() if known is None else known  # what plans are compared by
+        own_figures = known_figures(profile, device, dtype)
+        figures = common_figures() if own_figures is None else own_figures  # what plans are compared by
         if emulation is not None:
             figures = replace(figures, link_gbps=emulation.link_gbps)
         draft = config.draft if draft_source is None else draft_source
@@ -216,8 +216,8 @@ def load_runtime(
         )
         free = max(0, min(config.max_gamma, link.most_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
-        expected = Expectation(plan.with_placement(target.placement), None if known is None else figures)
-        cost = None if known is None else expected.seconds_of_step
+        expected = Expectation(plan.with_placement(target.placement), None if own_figures is None else figures)
+        cost = None if own_figures is None else expected.seconds_of_step
         target.runner.recorder = target.runner.streamer.recorder = recorder
         parts = RuntimeParts(
             target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,

@@ -229,7 +229,7 @@ class StepRunner:
         window = self._windows.window(choice)
         results = self._step(requests, window, choice, chosen=True)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
-        # What is learnt is of the requests whose windows nothing cut short: a step takes as long as the largest window.
+        # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
         able = [
             (request, result)
             for request, result in zip(requests, results, strict=True)
