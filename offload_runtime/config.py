@@ -132,14 +132,15 @@ def require(fine: bool, message: str) -> None:
         raise OptionError(message)
 
 
-def require_positive(name: str, value: int) -> None:
-    """Raise `OptionError` unless `value` is at least one."""
-    require(value >= 1, f"{name} must be at least 1, not {value}")
+def require_positive(name: str, value: int | None) -> None:
+    """Raise `OptionError` unless `value` is at least one, or left open."""
+    require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
 
 
-def require_nodes(tree_nodes: int) -> None:
-    """Raise `OptionError` unless this is a number of proposals, or 0 for no trees."""
-    require(tree_nodes >= 0, f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
+def require_nodes(tree_nodes: int | None) -> None:
+    """Raise `OptionError` unless this is a number of proposals, 0 for no trees, or left open."""
+    fine = tree_nodes is None or tree_nodes >= 0
+    require(fine, f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
 
 
 @dataclass(frozen=True)
@@ -269,10 +270,8 @@ class GenerationParams:
         # A lone string is not to be taken for a sequence of characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require_positive("max_new_tokens", self.max_new_tokens)
-        if self.gamma is not None:
-            require_positive("gamma", self.gamma)
-        if self.tree_nodes is not None:
-            require_nodes(self.tree_nodes)
+        require_positive("gamma", self.gamma)
+        require_nodes(self.tree_nodes)
         require(all(self.stop), "an empty stop string would end every answer at once")
 
 
@@ -404,60 +403,6 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     return budget_tokens // chunk_size
 
 
-def check_proposals(draft: str, mode: str) -> None:
-    """Refuse a draft that the mode leaves out, or a mode without what it needs.
-
-    Args:
-        draft: `ngram`, `none`, or anything else for a model.
-        mode: Of `SpeculationOptions`.
-
-    Raises:
-        OptionError: One of the two would be ignored.
-    """
-    if mode == "triforce" and draft == "ngram":
-        raise OptionError(
-            "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
-            "--draft none, which lets the middle level decode by itself"
-        )
-    if mode == "none" and draft not in ("ngram", "none"):
-        raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
-    if mode == "chain" and draft == "none":
-        raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
-
-
-def check_options(draft: str, mode: str, *, tree_nodes: int | None, gamma: int | None, max_gamma: int) -> None:
-    """Refuse what contradicts itself or would be ignored.
-
-    Args:
-        draft: `ngram`, `none`, or anything else for a model.
-        mode: Of `SpeculationOptions`.
-        tree_nodes: 0 and None ask for no trees.
-        gamma: Proposed where nothing else is asked for; None for what suits.
-        max_gamma: Proposals that there is room for.
-
-    Raises:
-        OptionError: Who proposes is left out by the mode, or a number makes no sense or has nobody to follow it.
-    """
-    require_positive("max_gamma", max_gamma)
-    check_proposals(draft, mode)
-    if tree_nodes:
-        require_nodes(tree_nodes)
-        if draft == "none" or mode in ("none", "triforce"):
-            who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
-            raise OptionError(
-                f"--tree-nodes {tree_nodes} does nothing {who}: drop it, or take --speculation chain with --draft "
-                "ngram or a model"
-            )
-    if gamma is not None:
-        require_positive("gamma", gamma)
-        if gamma > max_gamma:
-            raise OptionError(f"gamma {gamma} exceeds the room for {max_gamma} proposals: raise max_gamma with it")
-        if mode == "none":
-            raise OptionError(f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
-        if draft == "none" and mode != "triforce":
-            raise OptionError(f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
-
-
 @dataclass(frozen=True)
 class RuntimeConfig:
     """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
@@ -494,10 +439,41 @@ class RuntimeConfig:
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         require_positive("max_batch", self.max_batch)
-        check_options(
-            self.proposed_by, self.speculation.mode, tree_nodes=self.tree_nodes, gamma=self.gamma,
-            max_gamma=self.max_gamma,
-        )  # fmt: skip
+        require_positive("max_gamma", self.max_gamma)
+        self._check_proposer()
+        require_nodes(self.tree_nodes)
+        require_positive("gamma", self.gamma)
+        self._check_windows()
+
+    def _check_proposer(self) -> None:
+        """Refuse a draft that the mode leaves out, or a mode without what it needs."""
+        draft, mode = self.proposed_by, self.speculation.mode
+        if mode == "triforce" and draft == "ngram":
+            raise OptionError(
+                "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
+                "--draft none, which lets the middle level decode by itself"
+            )
+        if mode == "none" and draft not in ("ngram", "none"):
+            raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
+        if mode == "chain" and draft == "none":
+            raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
+
+    def _check_windows(self) -> None:
+        """Refuse proposals that there is no room for, or that nobody would make."""
+        draft, mode, gamma, nodes = self.proposed_by, self.speculation.mode, self.gamma, self.tree_nodes
+        if nodes and (draft == "none" or mode in ("none", "triforce")):
+            who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
+            raise OptionError(
+                f"--tree-nodes {nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
+                "a model"
+            )
+        if gamma is None:
+            return
+        fits = gamma <= self.max_gamma
+        require(fits, f"gamma {gamma} exceeds the room for {self.max_gamma} proposals: raise max_gamma with it")
+        require(mode != "none", f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
+        proposed = draft != "none" or mode == "triforce"
+        require(proposed, f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
 
     @property
     def proposed_by(self) -> str:

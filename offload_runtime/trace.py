@@ -188,6 +188,12 @@ class TraceRecorder:
         # Spans whose marks may not be past yet: start, end, what keeps it. Each row is in order; one may be ahead of
         # another.
         self._open: dict[str, deque[tuple[Any, Any, OnDone]]] = {}
+        self._passes = 0
+        # Of the last pass: when it began, on the host's clock and as a mark, and the bytes before; then what it did,
+        # whose outcome is not known yet, and when the host was done with it.
+        self._pass_start: tuple[float, Any, int] = 0.0, None, 0
+        self._pass_args: dict[str, Any] = {}
+        self._launched_s = 0.0
 
     def mark(self) -> Any:
         """A moment of the device: when all is done that the current stream has been given."""
@@ -210,6 +216,26 @@ class TraceRecorder:
             self._keep(Span(row, name, *read(start, end), args, on_device=True))
 
         return done
+
+    def begin_pass(self, nbytes: int) -> None:
+        """A pass of the target begins; the link has begun so many bytes so far."""
+        self._pass_start = time.perf_counter(), self.mark(), nbytes
+
+    def end_pass(self, kind: str, tokens: list[int], nbytes: int) -> None:
+        """All of the pass has been enqueued: of which kind it is, and the tokens of its windows."""
+        ended, self._launched_s = self.mark(), time.perf_counter()
+        (started_s, started, bytes_before), number = self._pass_start, {"pass": self._passes}
+        self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - bytes_before}
+        self.add(PASSES, f"{kind} {self._passes}", started, ended, self._pass_args)
+        self.add_host(HOST, "launch", started_s, self._launched_s, number)
+        self._passes += 1
+
+    def decided(self, **outcome: Any) -> None:
+        """What came of the last pass, whose tokens the host has just read."""
+        self._pass_args |= outcome
+        args = {"pass": self._pass_args["pass"]}
+        self.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
+        self.settle()
 
     def settle(self) -> None:
         """Read the marks that are past; never waits. To be called where the device has just been waited for."""

@@ -155,7 +155,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert layers == [(done, 15) for done in range(1, 16)]
         nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=COUNT, ignore_eos=True, should_stop=lambda: True)
         assert [len(result.tokens) for result in nothing] == [1, 1]
-        assert all(runtime._models.target.runner.cache.length(sequence) == 0 for sequence in range(3))
+        assert all(runtime._parts.target.runner.cache.length(sequence) == 0 for sequence in range(3))
         again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
@@ -167,7 +167,7 @@ def test_memory_that_runs_out_costs_no_answer(
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:
         asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": 2}
         whole = runtime.generate_batch(PROMPTS[:3], **asked)
-        runner = runtime._models.target.runner
+        runner = runtime._parts.target.runner
         with monkeypatch.context() as patch:
             patch.setattr(runner, "verify", raising(error, after=2, then=runner.verify))
             with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:

@@ -15,7 +15,7 @@ from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingPara
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
 from offload_runtime.engine.request import Request
-from offload_runtime.engine.steps import ChosenWindows, StepRunner, WindowLimits, WindowSize
+from offload_runtime.engine.steps import StepRunner, WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.request import MemoryLimits
@@ -53,7 +53,7 @@ class WorkClock:
 
     def __init__(self, runtime: Runtime, patch: pytest.MonkeyPatch, *, step_s: float) -> None:
         self.now_s, self.draft_steps, self._step_s = 0.0, 0, step_s
-        runner = runtime._models.target.runner
+        runner = runtime._parts.target.runner
         verify = runner.verify
 
         def timed_verify(windows: Any, sequences: Any) -> Any:
@@ -64,7 +64,7 @@ class WorkClock:
         for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalVerifier, "step")):
             self._count_steps(owner, name, patch)
         own = runtime._parts
-        runtime._parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime._windows.by_mode))
+        runtime._parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime._parts.windows.by_mode))
 
     def _count_steps(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
         done = getattr(owner, name)
@@ -155,7 +155,7 @@ def test_chosen_windows_of_triforce(
 def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of the windows that are verified from now on."""
     widths: list[int] = []
-    runner = runtime._models.target.runner
+    runner = runtime._parts.target.runner
     verify = runner.verify
 
     def noted(windows: Any, sequences: Any) -> Any:
@@ -454,20 +454,20 @@ def test_a_draft_that_retrieves_chunks_has_no_room_for_trees(target: Path, draft
 def test_limits_of_what_is_chosen() -> None:
     limits = WindowLimits(20, tree_room=256)
     ngrams = NgramProposer()
-    assert limits.settle(GenerationParams(), ngrams) == ChosenWindows({"ngram": 256, "unigram": 256})
-    chains = ChosenWindows({"ngram": 20, "unigram": 20}, branches=False)
-    assert limits.settle(GenerationParams(tree_nodes=0), ngrams) == chains
+    assert limits.by_mode == {"ngram": 256, "unigram": 256, "chain": 20, "tree": 256}
+    assert limits.settle(GenerationParams(), ngrams) == limits
+    chains = limits.settle(GenerationParams(tree_nodes=0), ngrams)
+    assert isinstance(chains, WindowLimits) and chains.by_mode == {"ngram": 20, "unigram": 20, "chain": 20}
     assert limits.settle(GenerationParams(gamma=3), ngrams) == WindowSize(3)
     assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(30, 30)
     assert replace(limits, gamma=8).settle(GenerationParams(), ngrams) == WindowSize(8)
     assert replace(limits, gamma=8).settle(GenerationParams(gamma=3, tree_nodes=30), ngrams) == WindowSize(3, 30)
     assert limits.settle(GenerationParams(), NoProposer()) == WindowSize(0)
-    chosen = ChosenWindows({})
-    assert chosen.window(PLAIN) == WindowSize(0)
-    assert chosen.window(Choice("chain", 8)) == WindowSize(8)
+    assert limits.window(PLAIN) == WindowSize(0)
+    assert limits.window(Choice("chain", 8)) == WindowSize(8)
     for mode in ("tree", "ngram", "unigram"):
-        assert chosen.window(Choice(mode, 48)) == WindowSize(48, 48)
-        assert replace(chosen, branches=False).window(Choice(mode, 8)) == WindowSize(8)
+        assert limits.window(Choice(mode, 48)) == WindowSize(48, 48)
+        assert chains.window(Choice(mode, 8)) == WindowSize(8)
 
 
 class Named(NoProposer):
@@ -484,18 +484,17 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     limits = WindowLimits(20, tree_room=256)
     chains = WithNgrams(Named("chain"), NgramProposer(), alone=False)
     trees = WithNgrams(Named("chain", "tree"), NgramProposer())
-    assert limits.settle(GenerationParams(), chains) == ChosenWindows({"chain": 20})
     streamed = replace(limits, free=20)
     filled = streamed.settle(GenerationParams(), chains)
-    assert filled == ChosenWindows({"chain": 20}, free=20)
+    assert isinstance(filled, WindowLimits)
     assert filled.window(Choice("chain", 8)) == WindowSize(8, extra_ngrams=12)
     assert filled.window(Choice("chain", 20)) == WindowSize(20) and filled.window(PLAIN) == WindowSize(0)
     # Where branches were refused, the window is fixed, or a tree takes them in.
     bare = streamed.settle(GenerationParams(tree_nodes=0), chains)
-    assert isinstance(bare, ChosenWindows) and bare.window(Choice("chain", 8)) == WindowSize(8)
+    assert isinstance(bare, WindowLimits) and bare.window(Choice("chain", 8)) == WindowSize(8)
     assert streamed.settle(GenerationParams(gamma=3), chains) == WindowSize(3)
     of_trees = streamed.settle(GenerationParams(), trees)
-    assert isinstance(of_trees, ChosenWindows) and of_trees.window(Choice("chain", 8)) == WindowSize(8)
+    assert isinstance(of_trees, WindowLimits) and of_trees.window(Choice("chain", 8)) == WindowSize(8)
 
 
 def test_the_printed_windows() -> None:

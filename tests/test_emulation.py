@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import emulation_of, measure_link_both_ways
+from offload_runtime.engine.load import measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.kv import HostKVCache, block_bytes
@@ -53,7 +53,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
         assert "emulating toy: link paced to 0.01 GB/s, 0.005 back" in runtime.placement
         assert runtime.emulated == "toy"
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3)
-        cache = runtime._models.target.runner.cache
+        cache = runtime._parts.target.runner.cache
         assert isinstance(cache, HostKVCache)
         cache.writes.drain()
         written = cache.writes.engine
@@ -95,16 +95,17 @@ def test_a_profile_has_to_say_what_to_emulate(target: Path) -> None:
           "link_back_gbps": None, "hbm_gbps": None, "tflops": {}}, "toy cannot be emulated"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=words):
-            emulation_of(replace(TOY, **changes))
+            replace(TOY, **changes).emulation()
     with pytest.raises(ProfileError, match="did you mean rtx4090"):
         Runtime.load(target, device="cpu", emulate="rtx409")
 
 
 def test_what_a_shipped_profile_leaves_open() -> None:
-    found, profile = emulation_of("rtx4090"), load_profile("rtx4090")
+    profile = load_profile("rtx4090")
+    found = profile.emulation()
     assert (found.link_gbps, found.link_back_gbps) == (25.0, 25.0)
     assert found.vram_bytes == 25_757_220_864 - 1_500_000_000
-    assert emulation_of(replace(profile, vram_reserved_bytes=None)).vram_bytes == 25_757_220_864
+    assert replace(profile, vram_reserved_bytes=None).emulation().vram_bytes == 25_757_220_864
 
 
 def test_the_link_is_measured_in_both_directions() -> None:
@@ -142,5 +143,5 @@ def test_the_tokens_of_a_gpu_do_not_change_with_the_pace(target: Path) -> None:
         expected = _generate(plain)
     with Runtime.load(target, emulate=card, **options) as runtime:  # type: ignore[arg-type]
         assert _generate(runtime) == expected
-        peak = runtime._parts.link_peak_gbps
+        peak = runtime._parts.target.link_peak_gbps
         assert peak is not None and peak == pytest.approx(0.05, rel=0.05)  # of layers of 41 kB

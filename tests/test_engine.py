@@ -156,13 +156,13 @@ def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, 
 
 
 def test_figures_add_up(speculative: Runtime) -> None:
-    engine = speculative._parts.engine
+    engine = speculative._parts.target.engine
     engine.drain()
     before = engine.bytes_copied
     result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
     engine.drain()
     stats = result.stats
-    layer_bytes = speculative._models.target.weights.layout.layer_bytes[0]
+    layer_bytes = speculative._parts.target.weights.layout.layer_bytes[0]
     assert stats.bytes_per_pass == (NUM_LAYERS - 1) * layer_bytes
     # The ring is full before and after, so every pass, prefill included, has moved exactly its own bytes.
     assert engine.bytes_copied - before == (stats.passes + 1) * stats.bytes_per_pass
@@ -216,7 +216,7 @@ def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
         assert sorted(reserved) == sorted(
             ["workspace", *parts, "target: ring", "target: resident layers", "draft: resident layers"]
         )
-        layer_bytes = runtime._models.target.weights.layout.layer_bytes[0]
+        layer_bytes = runtime._parts.target.weights.layout.layer_bytes[0]
         assert (reserved["target: ring"], reserved["target: resident layers"]) == (3 * layer_bytes, 2 * layer_bytes)
 
 

@@ -61,7 +61,7 @@ def test_end_of_sequence_anywhere_in_a_window(
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
         # What the window committed behind the end is gone: all but the last token are in the cache.
-        assert runtime._models.target.runner.cache.length(0) == len(runtime.encode(PROMPT)) + place
+        assert runtime._parts.target.runner.cache.length(0) == len(runtime.encode(PROMPT)) + place
         if number % 5:
             continue
         # The token itself is no text, even when it is an ordinary one.
@@ -134,7 +134,7 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
 
 @pytest.mark.parametrize("after", [0, 1, 3, 4])
 def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._models.target.runner.decoder
+    decoder = runtime._parts.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
         stream = runtime.stream(PROMPT, max_new_tokens=COUNT)
@@ -150,11 +150,11 @@ def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, mo
 def test_ctrl_c_during_passes(
     runtime: Runtime, said: list[int], where: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runtime._models.draft is not None
+    assert runtime._parts.draft is not None
     owner, name = {
-        "target layer": (runtime._models.target.runner.decoder, "layer"),
-        "draft layer": (runtime._models.draft.runner.cache, "attend"),
-        "copy wait": (runtime._parts.engine, "compute_wait"),
+        "target layer": (runtime._parts.target.runner.decoder, "layer"),
+        "draft layer": (runtime._parts.draft.runner.cache, "attend"),
+        "copy wait": (runtime._parts.target.engine, "compute_wait"),
     }[where]
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
     next(stream)
@@ -195,7 +195,7 @@ def test_a_host_that_is_full_in_mid_answer(
 
 
 def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._models.target.runner.decoder
+    decoder = runtime._parts.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=8, then=decoder.layer))
         with pytest.raises(KeyboardInterrupt):

@@ -148,8 +148,8 @@ def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Pa
     options = SpeculationOptions("triforce", **SMALL)
     # Of fixed windows: how long they take decides nothing.
     with load(target, draft=short_draft, context=CONTEXT, kv="host", gamma=4, speculation=options) as runtime:
-        assert runtime._models.draft is not None
-        assert isinstance(runtime._models.draft.runner.cache, StreamingDraftCache)
+        assert runtime._parts.draft is not None
+        assert isinstance(runtime._parts.draft.runner.cache, StreamingDraftCache)
         inner, outer = runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True).stats.acceptance
     assert inner.accepted > 0 and outer.accepted > 0
 

@@ -456,7 +456,7 @@ def placements(checkpoint: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bo
 
 def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
     """What one decoding pass behind `tokens` tokens streams, as the streamer counts it."""
-    runner = runtime._models.target.runner
+    runner = runtime._parts.target.runner
     runner.prefill(0, [index % 300 for index in range(tokens)])
     runner.verify([Window((1,) * rows)], [0])  # plans made before the blocks were written are used up
     before = runner.streamer.bytes_begun

@@ -84,9 +84,9 @@ class Traced:
 def traced(path: Path, target: Path, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
     with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
-        cache = runtime._models.target.runner.cache
+        cache = runtime._parts.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime._parts.engine
+        engine = runtime._parts.target.engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
@@ -241,8 +241,10 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     recorder = TraceRecorder(HostClock())
     engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
     parts = SimpleNamespace(
-        engine=engine, target=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
-        traced=SimpleNamespace(recorder=recorder),
+        target=SimpleNamespace(
+            engine=engine, runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
+        ),
+        recorder=recorder,
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
     meter = PassMeter(cast(RuntimeParts, parts))
@@ -267,7 +269,7 @@ def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypa
     for options in RUNS.values():
         with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
             stats = generate(runtime).stats
-            assert runtime._parts.traced is None
+            assert runtime._parts.recorder is None
             assert stats.hidden_draft_share is None
 
 
@@ -278,8 +280,8 @@ def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, after: int) -
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
     [
-        (lambda runtime: (runtime._parts.target._runner, "verify"), 3, 4),
-        (lambda runtime: (runtime._models.target.runner.decoder, "layer"), 2, 0),
+        (lambda runtime: (runtime._parts.target.runner, "verify"), 3, 4),
+        (lambda runtime: (runtime._parts.target.runner.decoder, "layer"), 2, 0),
         (lambda runtime: (runtime._parts.proposer, "propose"), 2, 3),
     ],
     ids=["between passes", "in prefill", "while drafting"],
@@ -338,7 +340,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_b
     folder.rmdir()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
         runtime.close()
-    assert not runtime._stop_copies.alive and not hasattr(runtime, "_models")
+    assert not runtime._stop_copies.alive and not hasattr(runtime, "_parts")
     runtime.close()
 
 
@@ -406,5 +408,5 @@ def test_a_gpu_records_no_events_without_a_trace(target: Path, monkeypatch: pyte
     monkeypatch.setattr(CudaClock, "mark", fail)
     with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
         generate(runtime)
-        assert runtime._parts.traced is None
+        assert runtime._parts.recorder is None
         torch.cuda.synchronize()

@@ -153,7 +153,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
         expected = [one.tokens for one in plain.generate_batch(prompts, **asked)]
     options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "speculation": NEWEST, **common}
     with Runtime.load(target, draft=draft, **options) as runtime:
-        cache = runtime._models.draft.runner.cache
+        cache = runtime._parts.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
         beside = run_ahead(runtime, monkeypatch, steps=4)
         said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
@@ -174,7 +174,7 @@ def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: 
     assert isinstance(drafting(trees), TreeDraftProposer)
     with load(target, draft=draft, tree_nodes=0) as runtime:
         assert isinstance(drafting(runtime), DraftProposer)
-        cache = runtime._models.draft.runner.cache
+        cache = runtime._parts.draft.runner.cache
         assert isinstance(cache, DeviceKVCache) and not cache.spare_slots
         with pytest.raises(
             OptionError, match=r"tree_nodes 8 .*load a draft model with tree_nodes=8 \(--tree-nodes 8\)"
@@ -233,7 +233,7 @@ def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
 def test_the_cache_takes_what_was_planned(target: Path, draft: Path, options: SpeculationOptions) -> None:
     plans: list[RunPlan] = []
     with load(target, draft=draft, tree_nodes=150, speculation=options, on_plan=plans.append) as runtime:
-        runner = runtime._models.draft.runner
+        runner = runtime._parts.draft.runner
         layers = range(runner.decoder.config.num_layers)
         held_bytes = sum(runner.cache.store(layer).data.nbytes for layer in layers)
         assert len(runner.cache.spare_slots) == tree_slots(150)

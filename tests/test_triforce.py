@@ -103,7 +103,7 @@ def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
         runtime.generate(PROMPT, max_new_tokens=4)
-        kept = [weakref.ref(model.runner.decoder) for model in (runtime._models.target, runtime._models.draft) if model]
+        kept = [weakref.ref(model.runner.decoder) for model in (runtime._parts.target, runtime._parts.draft) if model]
     assert len(kept) == 2 and not any(ref() for ref in kept)
 
 

@@ -206,7 +206,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
         parts, params = runtime._parts, SamplingParams(0.6, seed=3)
         parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
-            parts.target.prefill(sequence, PROMPTS[sequence][:-1])
+            parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
         texts = PROMPTS[:3]
         parts.proposer.propose([DraftRequest(sequence, texts[sequence], 4) for sequence in range(3)])
         before, counts = [stored(runtime, sequence) for sequence in range(3)], middle_of(runtime).counts
@@ -337,7 +337,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
         assert 0 < middle_of(runtime).graphs.num_graphs <= 8
         runtime._parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
-            runtime._parts.target.prefill(sequence, PROMPTS[sequence][:-1])
+            runtime._parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
             runtime._parts.proposer.prepare(sequence, PROMPTS[sequence])
         requests = [DraftRequest(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
         for _ in range(3):  # compiled, captured, replayed

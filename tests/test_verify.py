@@ -224,9 +224,9 @@ def test_the_runtime_is_itself_again_afterwards(
     runtime: Runtime, exact_report: VerificationReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = runtime._parts
-    failing = raising(KeyboardInterrupt(), after=2, then=parts.target.verify)
+    failing = raising(KeyboardInterrupt(), after=2, then=parts.target.runner.verify)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(parts.target, "verify", failing)
+        patch.setattr(parts.target.runner, "verify", failing)
         verify(runtime, PLAN)
     assert runtime._parts is parts
     # A draft's trees follow what it has learnt, so that another time their passes are others.

@@ -202,7 +202,7 @@ def test_warming_up_the_middle_level_leaves_nothing(
     for warm in (False, True):
         with load(target, **loaded) as runtime:
             if warm:
-                proposer, runner = drafting(runtime._parts.proposer), runtime._models.target.runner
+                proposer, runner = drafting(runtime._parts.proposer), runtime._parts.target.runner
                 played = played_by(proposer._verifier, monkeypatch)  # type: ignore[union-attr]
                 warm_up_verifier(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]

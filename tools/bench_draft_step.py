@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import torch
 from harness import check_out, emit, percentiles, provenance
-from long_context.internals import levels_of, models_of, proposer_of
+from long_context.internals import draft_of, levels_of, proposer_of
 from timing import event_times_ms, measure_copy_gbps
 from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
@@ -63,7 +63,7 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, keys: int) -> int:
 
 def measure(runtime: Runtime, *, context: int, cache: str, repeats: int, copy_gbps: float) -> dict[str, Any]:
     """One case: milliseconds a step (median, 20/80), bound and share of it."""
-    draft, model = levels_of(proposer_of(runtime)).draft, models_of(runtime).draft
+    draft, model = levels_of(proposer_of(runtime)).draft, draft_of(runtime)
     assert draft is not None and model is not None, "loaded with one"
     config = model.runner.decoder.config
     tokens = torch.randint(0, config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()

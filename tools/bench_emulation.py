@@ -22,7 +22,8 @@ from harness import check_out, emit, percentiles, provenance
 
 from offload_runtime.config import GB
 from offload_runtime.copy import CopyEngine, make_copy_engine
-from offload_runtime.engine.load import Emulation, emulation_of, measure_link_both_ways
+from offload_runtime.engine.load import measure_link_both_ways
+from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.memory import HostArena, current_device, resolve_device
 
 SIZES_MIB = (1, 4, 16, 64, 256)
@@ -104,7 +105,7 @@ def measure_products(emulation: Emulation, device: torch.device, repeats: int) -
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one dictionary; prints the table."""
-    device, emulation = resolve_device(options.device), emulation_of(options.emulate)
+    device, emulation = resolve_device(options.device), load_profile(options.emulate).emulation()
     rows = []
     with current_device(device):
         there, back = measure_link_both_ways(device)

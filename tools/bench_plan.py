@@ -28,8 +28,7 @@ from widening.shapes import SHAPES, WideShape, shape_named
 
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import Emulation, emulation_of
-from offload_runtime.hardware import load_profile
+from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import (
@@ -162,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = resolve_device(options.device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
-    machine, emulation = machine_figures(load_profile(options.profile)), emulation_of(options.emulate)
+    machine, emulation = machine_figures(load_profile(options.profile)), load_profile(options.emulate).emulation()
     shape = shape_named(options.shape)
     rows = []
     print(

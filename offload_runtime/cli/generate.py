@@ -25,7 +25,7 @@ from offload_runtime.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
-    from offload_runtime.engine.generate import OnPrefill
+    from offload_runtime.engine.generate import OnProgress
     from offload_runtime.engine.request import PromptRoom
 
     CheckPrompts = Callable[[PromptRoom], object]
@@ -118,7 +118,7 @@ def load_runtime(
 
 
 @contextmanager
-def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
+def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnProgress]]:
     """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
 
     A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets

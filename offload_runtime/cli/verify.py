@@ -32,7 +32,7 @@ def verify(options: VerifyOptions) -> None:
     import torch
 
     from offload_runtime import __version__
-    from offload_runtime.engine.traced import device_facts
+    from offload_runtime.engine.runtime import device_facts
     from offload_runtime.verify import VerificationPlan, verify
 
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)

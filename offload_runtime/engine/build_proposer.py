@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
@@ -32,14 +32,16 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    models: LoadedModels, plan: RunPlan, budget: DeviceBudget, *, recorder: TraceRecorder | None = None,
-    free_s: float = 0.0, free_rows: int = 0, make_policy: type[RetrievalPolicy] = RetrievalPolicy,
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budget: DeviceBudget, *,
+    recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
+    make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
 
     Args:
-        models: What was loaded.
         plan: Who proposes, and whether there is a retrieval verifier on top.
+        target: Verifies.
+        draft: The draft model; None where none was loaded.
         budget: Of the device.
         recorder: Of a trace that steps are told; None: none.
         free_s: Behind a pass, in which drafting delays nothing.
@@ -48,12 +50,12 @@ def make_proposer(
     """
     batch = plan.target.batch
     if plan.has_verifier:
-        hierarchy = _make_triforce(models, plan, budget, recorder, make_policy)
+        hierarchy = _make_triforce(plan, target, draft, budget, recorder, make_policy)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
-    if models.draft is None:
+    if draft is None:
         return NoProposer() if plan.proposer == "none" else NgramProposer()
-    runner, ngrams = models.draft.runner, NgramProposer()
-    vocab_size, draft_vocab_size = models.target.runner.decoder.config.vocab_size, runner.decoder.config.vocab_size
+    runner, ngrams = draft.runner, NgramProposer()
+    vocab_size, draft_vocab_size = target.config.vocab_size, draft.config.vocab_size
     chains = DraftProposer(runner, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
     if budget.device.type == "cuda":
         chains.model.warm_up()
@@ -70,12 +72,12 @@ def make_proposer(
 
 
 def _make_triforce(
-    models: LoadedModels, plan: RunPlan, budget: DeviceBudget, recorder: TraceRecorder | None,
-    make_policy: type[RetrievalPolicy],
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budget: DeviceBudget,
+    recorder: TraceRecorder | None, make_policy: type[RetrievalPolicy],
 ) -> Proposer:  # fmt: skip
-    options, target = plan.request.speculation, models.target.runner
+    options, runner = plan.request.speculation, target.runner
     config, batch = plan.target.config, plan.target.batch
-    layers, source = target.streamer.resident_layers(), target.cache
+    layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
@@ -85,30 +87,30 @@ def _make_triforce(
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the retrieval verifier", plan.verifier_step_bytes)
-    gamma = 0 if models.draft is None else options.gamma_draft
-    window = DeviceWindow(budget.device, batch=batch)
+    gamma = 0 if draft is None else options.gamma_draft
+    window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
-        target.decoder, layers, retrieved, models.target.rope, window, gamma=gamma,
-        max_tokens_with_draft=source.max_tokens_with_draft, batch=batch,
+        runner.decoder, layers, retrieved, target.rope, window, gamma=gamma, max_tokens_with_draft=most_tokens,
+        batch=batch,
     )  # fmt: skip
     first = None
-    if models.draft is not None:
-        draft = models.draft.runner
-        has_all = draft.cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
+    if draft is not None:
+        cache = draft.runner.cache
+        has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft, vocab_size=config.vocab_size, draft_vocab_size=draft.decoder.config.vocab_size, batch=batch,
-            window=window, max_tokens_with_draft=draft.cache.max_tokens_with_draft if has_all else None,
+            draft.runner, vocab_size=config.vocab_size, draft_vocab_size=draft.config.vocab_size, batch=batch,
+            window=window, max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
         window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
-        max_tokens_with_draft=source.max_tokens_with_draft,
+        max_tokens_with_draft=most_tokens,
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with ExitStack() as eager:
             for level in levels:
                 eager.enter_context(level.graphs.eager())
-            warm_up_verifier(proposer, target, gamma=gamma, batch=batch)
+            warm_up_verifier(proposer, runner, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams, params_once, require
-from offload_runtime.engine.generate import OnPrefill, TokenStream
+from offload_runtime.engine.generate import OnProgress, TokenStream
+from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
 
 _ROLES = ("system", "user", "assistant")
@@ -16,38 +16,23 @@ _ROLES = ("system", "user", "assistant")
 Reply = TokenStream
 
 
-class CachedAnswers(Protocol):
-    """What a conversation needs of a `Runtime`: answers that go on from what the cache holds."""
-
-    context_tokens: int
-    tokenizer: Any
-
-    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
-        """Messages as the text the model was trained on."""
-
-    def start(
-        self, tokens: list[int], params: GenerationParams, *, owner: object | None, speculate: bool,
-        on_prefill: OnPrefill | None, on_end: Callable[[TokenStream], None] | None,
-    ) -> TokenStream:  # fmt: skip
-        """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
-
-
 class Conversation:
-    """Turns of user and assistant; only what is new goes through prefill.
+    """Turns of user and assistant; only what is new goes through prefill. See `Runtime.conversation`.
 
     Args:
-        runtime: Answers.
+        room: What prompts have to go with.
+        start: `Runtime.start`.
         system: What the model is told first, or None.
     """
 
-    def __init__(self, runtime: CachedAnswers, system: str | None = None) -> None:
-        self._runtime = runtime
+    def __init__(self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None) -> None:
+        self._room, self._start = room, start
         self.set_system(system)
 
     def say(
         self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, params: GenerationParams | None = None,
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
@@ -59,20 +44,27 @@ class Conversation:
             ContextLengthError: The message leaves no room for an answer; the conversation is as before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt_text = self._runtime.render_chat(messages)
+        prompt_text = self._room.render_chat(messages)
         tokens = self._tokens_of(prompt_text)
-        room = self._runtime.context_tokens - len(tokens)
+        room = self._room.context_tokens - len(tokens)
         if room < 1:
             raise ContextLengthError(
-                f"the conversation has {len(tokens)} tokens and the context ends at {self._runtime.context_tokens}: "
+                f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}: "
                 "start over with /reset, shorten the message or raise --context"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
         asked = params_once(by_name, params, max_new_tokens=1024)
         asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        on_end = partial(self._finish, messages, prompt_text)
-        return self._runtime.start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=on_end)
+
+        def join(stream: TokenStream) -> None:
+            result = stream.result
+            # Special tokens included, as the template writes them.
+            text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
+            answered = [*messages, {"role": "assistant", "content": result.text}]
+            self._begin_with(answered, text, [*tokens, *result.tokens])
+
+        return self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
@@ -106,24 +98,14 @@ class Conversation:
             require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
         self._begin_with([{"role": message["role"], "content": message["content"]} for message in messages])
 
-    def _begin_with(self, messages: list[dict[str, str]]) -> None:
-        """Go on from these messages, of which the model has neither seen nor said anything yet."""
-        self.messages = messages
-        # Text and tokens of the conversation as the model saw and said it; what follows is tokenised apart from it.
-        self._text = ""
-        self._tokens: list[int] = []
-
-    def _finish(self, messages: list[dict[str, str]], prompt_text: str, stream: TokenStream) -> None:
-        """Take the answer of a turn into the conversation."""
-        result = stream.result
-        self.messages = [*messages, {"role": "assistant", "content": result.text}]
-        self._tokens = stream.sequence_tokens
-        # Special tokens included, as the template writes them.
-        self._text = prompt_text + self._runtime.tokenizer.decode(result.tokens, skip_special_tokens=False)
+    def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: Sequence[int] = ()) -> None:
+        """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
+        apart from it."""
+        self.messages, self._text, self._tokens = messages, text, list(tokens)
 
     def _tokens_of(self, prompt_text: str) -> list[int]:
         """Tokens of the rendered conversation; the known part keeps the tokens it was made of."""
-        encode = self._runtime.tokenizer.encode
+        encode = self._room.tokenizer.encode
         if self._text and prompt_text.startswith(self._text):
             return self._tokens + list(encode(prompt_text[len(self._text) :], add_special_tokens=False))
         return list(encode(prompt_text, add_special_tokens=False))

@@ -15,13 +15,12 @@ import torch
 
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
-from offload_runtime.engine.steps import ChosenWindows, RuntimeParts, StepRunner, WindowSize
+from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
-from offload_runtime.speculation import Acceptance, NoProposer, OnLogits, Proposer, first_token, still_computing
+from offload_runtime.speculation import Acceptance, OnLogits, first_token, still_computing
 
-OnPrefill = Callable[[int, int], None]
-OnBatchProgress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Hooks:
         on_logits: As of `run_step`; called for the first token as well.
     """
 
-    on_prefill: OnPrefill | None = None
-    on_progress: OnBatchProgress | None = None
+    on_prefill: OnProgress | None = None
+    on_progress: OnProgress | None = None
     should_stop: Callable[[], bool] | None = None
     on_logits: OnLogits | None = None
 
@@ -47,34 +46,31 @@ class Generation:
     Args:
         parts: The runtime's machinery.
         requests: One for each of the slots 0, 1, …
-        windows: Most tokens proposed per step, fixed or chosen.
+        windows: Most tokens proposed per step, or the limits of what is chosen.
         hooks: Who else takes part.
     """
 
     def __init__(
-        self, parts: RuntimeParts, requests: Sequence[Request], windows: WindowSize | ChosenWindows, hooks: Hooks
+        self, parts: RuntimeParts, requests: Sequence[Request], windows: WindowSize | WindowLimits, hooks: Hooks
     ) -> None:
         self.requests = requests
         self.is_current = True  # the target's cache is still this generation's
-        self._parts, self._windows, self._hooks = parts, windows, hooks
-        self._proposer: Proposer = NoProposer()  # until the generation begins, the runtime's counts for another
+        self._parts, self._hooks = parts, hooks
+        self._steps = StepRunner(parts, windows, on_logits=hooks.on_logits)
         self._meter: PassMeter | None = None  # of the passes, once there are any
 
-    def pieces(self) -> Generator[tuple[Request, str], None, None]:
-        """The token loop: every token's request and the text that it adds, as soon as it is decided.
+    def pieces(self) -> Generator[str, None, None]:
+        """The token loop: the text that every token adds to its request, as soon as it is decided.
 
         Raises:
             BudgetError: Memory ran out during a pass; what came before stays in the requests.
         """
-        parts, sampling = self._parts, [request.params.sampling for request in self.requests]
+        parts, steps, sampling = self._parts, self._steps, [request.params.sampling for request in self.requests]
         for request in self.requests:
             request.started_s = time.perf_counter()
-        proposer = parts.proposing(self._windows)
         with self._working():
             parts.sampling.assign(sampling)
-            proposer.start(sampling)
-        self._proposer = proposer
-        steps = StepRunner(parts, proposer, self._windows, on_logits=self._hooks.on_logits)
+            steps.proposer.start(sampling)
         for request in self.requests:
             with self._working():
                 token = self._prefill(request)
@@ -115,7 +111,7 @@ class Generation:
 
     def _prefill(self, request: Request) -> int:
         """Read a prompt; the first token behind it."""
-        target, slot, count, hooks = self._parts.target, request.slot, len(self.requests), self._hooks
+        target, slot, count, hooks = self._parts.target.runner, request.slot, len(self.requests), self._hooks
 
         def on_layer(done: int, layers: int) -> None:
             if hooks.on_prefill is not None:
@@ -123,43 +119,43 @@ class Generation:
 
         logits = target.prefill(slot, request.sequence[request.num_kept :], on_layer)
         if request.params.max_new_tokens > 1:
-            self._proposer.prepare(slot, request.sequence)
-            self._proposer.ahead(still_computing(logits))
+            self._steps.proposer.prepare(slot, request.sequence)
+            self._steps.proposer.ahead(still_computing(logits))
         token = first_token(target, self._parts.sampling, slot, logits)
         if hooks.on_logits is not None:
             hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()
         return token
 
-    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[tuple[Request, str]]:
+    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[str]:
         """Append tokens until one finishes the request."""
         request.last_token_s = now_s
         for token in tokens:
             piece = request.push(token)
             if request.finish_reason is not None:
                 self._let_go(request)
-                yield request, piece
+                yield piece
                 return
-            yield request, piece
+            yield piece
 
     def _let_go(self, request: Request) -> None:
         """Bring the cache of a finished request to its tokens: a step may have committed some behind an end in the
         middle of its window. Of several requests it is of no more use, and would be streamed in every pass."""
         if not self.is_current:
             return
-        cache = self._parts.target.cache
+        cache = self._parts.target.runner.cache
         kept = len(request.sequence) - 1 if len(self.requests) == 1 else 0
         with suppress(CopyError):  # whatever is asked for next raises it again
             cache.truncate(request.slot, min(cache.length(request.slot), kept))
 
     def _acceptance(self, request: Request) -> Sequence[Acceptance]:
-        if self._proposer.name is None:
+        proposer, inner = self._steps.proposer, list[Acceptance]()
+        if proposer.name is None or self._meter is None:
             return ()
-        inner: Sequence[Acceptance] = ()
         if self.is_current:  # else the proposer counts for another generation by now
             with device_errors(self._parts.budget.device):
-                inner = self._proposer.counts(request.slot)
-        return request.tally.levels(self._proposer.name, inner)
+                inner.extend(proposer.counts(request.slot))
+        return request.tally.levels(proposer.name, inner)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -189,7 +185,7 @@ class TokenStream:
         return self
 
     def __next__(self) -> str:
-        for _, piece in self._pieces:
+        for piece in self._pieces:
             if self._request.finish_reason is not None:
                 self._settle()
             if piece:
@@ -201,11 +197,6 @@ class TokenStream:
         """The finished generation; only after the last piece or `close`."""
         assert self._result is not None, "iterate to the end or call close() first"
         return self._result
-
-    @property
-    def sequence_tokens(self) -> list[int]:
-        """Prompt and generated tokens so far: a list that grows with them."""
-        return self._request.sequence
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""

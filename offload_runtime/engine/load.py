@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import psutil
 import torch
@@ -22,9 +21,8 @@ from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
-from offload_runtime.engine.traced import TracedTarget
-from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import MachineProfile, load_profile
+from offload_runtime.errors import DeviceError
+from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import DeviceBudget, HostArena, current_device, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import (
@@ -50,41 +48,6 @@ from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
 _PROBE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """What is emulated: `whole_vram_bytes` is all of the card's memory, `vram_bytes` what of it a program can have.
-
-    `link_gbps` is host to device, `link_back_gbps` device to host, in GB/s.
-    """
-
-    name: str
-    whole_vram_bytes: int
-    vram_bytes: int
-    link_gbps: float
-    link_back_gbps: float
-
-
-def emulation_of(profile: str | Path | MachineProfile) -> Emulation:
-    """What to emulate of a machine; a link of unknown speed back is as fast as it is forth.
-
-    Args:
-        profile: The name of a profile, its file, or the profile itself.
-
-    Raises:
-        ProfileError: There is no such profile; OptionError: it says too little of a GPU.
-    """
-    found = profile if isinstance(profile, MachineProfile) else load_profile(profile)
-    if not found.gpus or found.vram_bytes is None or found.link_gbps is None:
-        raise OptionError(
-            f"the profile {found.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
-            "another with --emulate"
-        )
-    back_gbps = found.link_gbps if found.link_back_gbps is None else found.link_back_gbps
-    # A reserve holds a context, and a run on a GPU counts its own again: it has some 0.8 GB less than the card would.
-    usable_bytes = found.vram_bytes - (found.vram_reserved_bytes or 0)
-    return Emulation(found.name, found.vram_bytes, usable_bytes, found.link_gbps, back_gbps)
 
 
 def require_memory(emulation: Emulation, device: torch.device) -> None:
@@ -149,11 +112,11 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
         fast as it is.
     """
     asked = plan.request
-    given = load_profile(asked.profile) if isinstance(asked.profile, str | Path) else asked.profile
+    given = None if asked.profile is None else load_profile(asked.profile)
     machine = known_figures(given, resolve_device(asked.device), plan.target.dtype)
     if machine is None or asked.emulate is None:
         return machine
-    return replace(machine, link_gbps=emulation_of(asked.emulate).link_gbps)
+    return replace(machine, link_gbps=load_profile(asked.emulate).emulation().link_gbps)
 
 
 def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, emulation: Emulation | None) -> str:
@@ -194,8 +157,8 @@ def load_runtime(
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`."""
     if config.trace is not None:
         require_writable(config.trace)
-    emulation = None if config.emulate is None else emulation_of(config.emulate)
-    profile = load_profile(config.profile) if isinstance(config.profile, str | Path) else config.profile
+    emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
+    profile = None if config.profile is None else load_profile(config.profile)
     device = resolve_device(config.device)
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
@@ -207,15 +170,14 @@ def load_runtime(
         require_memory(emulation, device)
         limit_bytes = min(emulation.vram_bytes, emulation.vram_bytes if limit_bytes is None else limit_bytes)
     with current_device(device), ExitStack() as undo:
-        kind = "none" if config.speculation.mode == "none" else config.proposed_by
-        draft_model = config.draft if kind == "the draft" else None
+        draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())
         budget = DeviceBudget(device, limit_bytes, other_bytes=others)
         dtype = resolve_dtype(config.dtype, target_source, device.type)
         require_dtype(dtype, device)
-        machine = known_figures(profile, device, dtype)
-        figures = common_figures() if machine is None else machine  # what plans are compared by
+        own_figures = known_figures(profile, device, dtype)
+        figures = common_figures() if own_figures is None else own_figures  # what plans are compared by
         if emulation is not None:
             figures = replace(figures, link_gbps=emulation.link_gbps)
         draft = config.draft if draft_source is None else draft_source
@@ -241,26 +203,28 @@ def load_runtime(
         recorder = TraceRecorder(make_clock(device)) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-        branches = kind == "ngram" or ((kind != "none" or plan.has_verifier) and config.tree_nodes != 0)
-        models = assembly.load_models(
+        branches = plan.proposer == "ngram" or (
+            (plan.proposer != "none" or plan.has_verifier) and config.tree_nodes != 0
+        )  # fmt: skip
+        target, drafter = assembly.load_models(
             target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
         )
-        target, free_s, free_rows, batch = models.target, 0.0, 0, config.max_batch
+        free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)
-            machine = None if machine is None else replace(machine, link_gbps=target.link_peak_gbps)
             free_s, free_rows = link_slack(plan, figures, widest=config.max_gamma + 1)
-        proposer = make_proposer(models, plan, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
+        proposer = make_proposer(plan, target, drafter, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
         free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
-        expected = Expectation(plan.with_placement(target.placement), machine)
-        cost = None if machine is None else expected.seconds_of_step
+        expected = Expectation(plan.with_placement(target.placement), None if own_figures is None else figures)
+        cost = None if own_figures is None else expected.seconds_of_step
+        target.runner.recorder = target.runner.streamer.recorder = recorder
         parts = RuntimeParts(
-            models, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
+            target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
             controller=Controller(windows.by_mode, cost, streamed=target.link_peak_gbps is not None),
             expected=expected, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,
-            traced=None if recorder is None else TracedTarget(target.runner, recorder),
+            recorder=recorder,
         )  # fmt: skip
         undo.pop_all()
         return parts

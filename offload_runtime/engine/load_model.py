@@ -12,6 +12,7 @@ import torch
 from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers
@@ -84,6 +85,11 @@ class LoadedModel:
     staged: StagedMemory
 
     @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        return self.runner.decoder.config
+
+    @property
     def placement(self) -> Placement:
         """Where its layers are."""
         return self.staged.placement
@@ -120,14 +126,6 @@ def check_vocabulary(target: CheckpointSource, draft: CheckpointSource, tokenize
     )
 
 
-@dataclass(frozen=True)
-class LoadedModels:
-    """Target and draft, ready to run."""
-
-    target: LoadedModel
-    draft: LoadedModel | None
-
-
 def open_sources(
     target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource | None
 ) -> tuple[CheckpointSource, CheckpointSource | None, Any]:
@@ -144,8 +142,8 @@ def open_sources(
 def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, budget: DeviceBudget,
     queues: CopyQueues, *, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
-) -> LoadedModels:  # fmt: skip
-    """Load the draft, then the target; on a GPU also warm both up, the target for windows that are `trees` too.
+) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
+    """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
 
     What `undo` does ends the target's copies and gives its memory back, if anything fails later.
     """
@@ -159,7 +157,7 @@ def load_models(
         warm_up(target, trees=trees)
         if draft is not None:
             warm_up(draft)
-    return LoadedModels(target, draft)
+    return target, draft
 
 
 def load_model(

@@ -16,8 +16,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 class IncrementalDecoder:
     """Turns tokens into text as they come, without cutting a character in two.
 
-    A piece is the difference between the decoded text with and without the newest tokens, so spaces that depend on the
-    token before come out right.
+    A piece is the difference between the decoded text with and without the newest tokens, behind the tokens of the
+    piece before, so spaces that depend on those come out right (as in vLLM's detokenizer).
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -28,34 +28,30 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # Shown already, gives the new tokens their context. Piece by piece: a run of byte tokens that begins in the
-        # middle of a character is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
-        self._shown = [self._end_of(context)]
-        self._new: list[int] = []
+        # The last piece, of which so many are shown, and what is new. A piece begins with a whole character: a run of
+        # byte tokens that does not is decoded to nothing but replacement characters by sentencepiece-like tokenizers.
+        self._tokens = self._end_of(context)
+        self._num_shown = len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is still incomplete."""
-        self._new.append(token)
+        self._tokens.append(token)
         piece = self._pending_text()
         if not piece or piece.endswith("\ufffd"):
             return ""
-        self._shown.append(self._new)
-        self._new = []
-        while sum(map(len, self._shown[1:])) >= self._CONTEXT_TOKENS:
-            del self._shown[0]
+        del self._tokens[: self._num_shown]
+        self._num_shown = len(self._tokens)
         return piece
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        piece = self._pending_text() if self._new else ""
-        self._new = []
+        piece = self._pending_text()
+        self._num_shown = len(self._tokens)
         return piece
 
     def _pending_text(self) -> str:
-        shown = [token for piece in self._shown for token in piece]
-        before = self._tokenizer.decode(shown, skip_special_tokens=True)
-        after = self._tokenizer.decode(shown + self._new, skip_special_tokens=True)
-        return after[len(before) :]
+        before = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(before) :]
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
         """The last tokens, beginning with a whole character (of at most four bytes)."""
@@ -102,33 +98,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Token ids of a prompt.
-
-    Args:
-        prompt: Text, token ids or chat messages.
-        tokenizer: The model's, of transformers.
-        vocab_size: Token ids that the model knows.
-
-    Raises:
-        OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
-    """
-    if isinstance(prompt, str):
-        tokens = list(tokenizer.encode(prompt))
-    elif prompt and all(isinstance(item, Mapping) for item in prompt):
-        text = render_chat([dict(item) for item in prompt if isinstance(item, Mapping)], tokenizer, open_answer=True)
-        tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    else:
-        tokens = [item for item in prompt if isinstance(item, int)]
-        fine = len(tokens) == len(prompt)
-        require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
-    require(bool(tokens), "the prompt is empty: give it at least one token")
-    outside = [token for token in tokens if not 0 <= token < vocab_size]
-    if outside:
-        raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
-    return tokens
-
-
 @dataclass(frozen=True)
 class PromptRoom:
     """What prompts have to go with: the model's `tokenizer` and `config`, and `context_tokens` that are reserved."""
@@ -137,15 +106,46 @@ class PromptRoom:
     config: ModelConfig
     context_tokens: int
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: of text, token ids or chat messages.
+
+        Raises:
+            OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+        """
+        vocab_size = self.config.vocab_size
+        if isinstance(prompt, str):
+            tokens = list(self.tokenizer.encode(prompt))
+        elif prompt and all(isinstance(item, Mapping) for item in prompt):
+            messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+            tokens = list(self.tokenizer.encode(self.render_chat(messages), add_special_tokens=False))
+        else:
+            tokens = [item for item in prompt if isinstance(item, int)]
+            fine = len(tokens) == len(prompt)
+            require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
+        require(bool(tokens), "the prompt is empty: give it at least one token")
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+        return tokens
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """Chat messages as the text the model was trained on, with the beginning of an answer."""
+        has_template = getattr(self.tokenizer, "chat_template", None) is not None
+        require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates raise whatever they like about the messages
+            raise OptionError(f"the chat template refused the messages: {error}") from error
+
     def fit(
         self, prompt: Prompt, max_new_tokens: int, *, name: str = "the prompt", option: str = "--max-new-tokens"
     ) -> list[int]:
         """Token ids of a prompt that leaves room for its answer, which `option` makes shorter.
 
         Raises:
-            ContextLengthError: It does not; OptionError: as of `encode_prompt`.
+            ContextLengthError: It does not; OptionError: as of `encode`.
         """
-        tokens = encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
+        tokens = self.encode(prompt)
         room = self.context_tokens - len(tokens)
         if room < max_new_tokens:
             raise ContextLengthError(
@@ -167,16 +167,6 @@ class PromptRoom:
                     raise
                 raise type(error)(f"prompt {number} of {len(prompts)}: {error}") from error
         return fitting
-
-
-def render_chat(messages: list[dict[str, str]], tokenizer: Any, *, open_answer: bool) -> str:
-    """Chat messages as the text the model was trained on, with the beginning of an answer if `open_answer`."""
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
-    except Exception as error:  # templates raise whatever they like about the messages
-        raise OptionError(f"the chat template refused the messages: {error}") from error
 
 
 class Request:
@@ -234,6 +224,11 @@ class Request:
     def remaining(self) -> int:
         """Tokens that the answer may still grow by."""
         return self.params.max_new_tokens - self.new_tokens
+
+    @property
+    def room(self) -> int:
+        """Proposals in a row that the answer has room for: the target's own token always comes on top."""
+        return self.remaining - 1
 
     def push(self, token: int) -> str:
         """Append a token, which may finish the request; the text that may be shown now."""

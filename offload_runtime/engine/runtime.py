@@ -24,13 +24,12 @@ from offload_runtime.config import (
     require,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.generate import Generation, Hooks, OnBatchProgress, OnPrefill, TokenStream, device_errors
+from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.request import Prompt, PromptRoom, Request, encode_prompt, render_chat
+from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.engine.traced import device_facts
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
@@ -44,8 +43,8 @@ class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
     def __init__(self, parts: RuntimeParts, *, trace: Path | None = None) -> None:
-        target = parts.models.target
-        self.config: ModelConfig = target.runner.decoder.config
+        target = parts.target
+        self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
         self.device = parts.budget.device
         self.dtype = target.weights.layout.dtype
@@ -59,7 +58,7 @@ class Runtime:
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
-        self._parts, self._models, self._windows = parts, parts.models, parts.windows
+        self._parts = parts
         self._max_batch = self.plan.target.batch
         self._trace = trace
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
@@ -157,7 +156,7 @@ class Runtime:
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
@@ -199,7 +198,7 @@ class Runtime:
     def generate(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
@@ -213,13 +212,13 @@ class Runtime:
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
-        return Conversation(self, system)
+        return Conversation(self._room, self.start, system)
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnPrefill | None = None,
-        on_progress: OnBatchProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
+        on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
         tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
@@ -261,15 +260,11 @@ class Runtime:
         Raises:
             OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
         """
-        return encode_prompt(prompt, self.tokenizer, self.config.vocab_size)
-
-    def render_chat(self, messages: list[dict[str, str]], *, open_answer: bool = True) -> str:
-        """Chat messages as the text the model was trained on."""
-        return render_chat(messages, self.tokenizer, open_answer=open_answer)
+        return self._room.encode(prompt)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
-        on_prefill: OnPrefill | None = None, on_end: Callable[[TokenStream], None] | None = None,
+        on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         generation = self._begin(
@@ -282,10 +277,10 @@ class Runtime:
         """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
         if owner is None or self._cache_owner is not owner or self._current is None:
             return 0
-        (before,), rope = self._current.requests, self._models.target.rope
-        if rope.frequency_set(before.prompt_tokens) != rope.frequency_set(len(tokens)):
+        (before,), target = self._current.requests, self._parts.target
+        if target.rope.frequency_set(before.prompt_tokens) != target.rope.frequency_set(len(tokens)):
             return 0  # what is cached was rotated otherwise than this length wants it
-        kept = min(self._models.target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
+        kept = min(target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
         return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
@@ -315,7 +310,7 @@ class Runtime:
         self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
         for answer in answers:
             with device_errors(self.device):
-                behind = self._parts.target.verify([Window(tuple(answer[:-1]))], [0])
+                behind = self._parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
     @property
@@ -330,9 +325,9 @@ class Runtime:
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
         require(not self._closed, "this runtime is closed: load it again")
         parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
-        windows = self._windows.settle(prompts[0][1], parts.proposer)
+        windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
-        cache = self._models.target.runner.cache
+        cache = parts.target.runner.cache
         for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
             cache.truncate(slot, 0 if slot else num_kept)
         requests = [
@@ -372,28 +367,30 @@ class Runtime:
             return
         self._closed = True
         self._let_go_of_current()
-        recorder = None if self._parts.traced is None else self._parts.traced.recorder
+        budget, recorder = self._parts.budget, self._parts.recorder
         try:
             self._unfreeze()
-            self._give_back()
+            self._stop_copies()
+            for model in (self._parts.target, self._parts.draft):
+                if model is not None:
+                    model.close()
+            del self._parts
+            gc.collect()
+            budget.release()
         finally:
             if self._trace is not None and recorder is not None:
                 about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                          "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                 write_trace(self._trace, recorder.finish(), about)
 
-    def _give_back(self) -> None:
-        self._stop_copies()
-        budget = self._parts.budget
-        for model in (self._models.target, self._models.draft):
-            if model is not None:
-                model.close()
-        del self._models, self._parts
-        gc.collect()
-        budget.release()
-
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What a trace or a report says of the device: which one it was, and the name of a GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"device": str(device), "device_name": name}

@@ -75,15 +75,13 @@ class StagedMemory:
 
     def to_device(self, engine: CopyEngine) -> CopyEngine:
         """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
-        if self.h2d is None:
-            return engine
-        return StagingCopyEngine(engine, self.h2d.pieces, self.pageable, num_threads=staging_threads(usable_cores()))
+        threads = staging_threads(usable_cores())
+        return StagingCopyEngine(engine, self.h2d.pieces, self.pageable, num_threads=threads) if self.h2d else engine
 
     def to_host(self, engine: CopyEngine) -> CopyEngine:
         """The same for keys and values on their way to the host."""
-        if self.d2h is None:
-            return engine
-        return StagingWriteEngine(engine, self.d2h.pieces, self.pageable, num_threads=staging_threads(usable_cores()))
+        threads = staging_threads(usable_cores())
+        return StagingWriteEngine(engine, self.d2h.pieces, self.pageable, num_threads=threads) if self.d2h else engine
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""

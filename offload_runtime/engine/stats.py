@@ -102,26 +102,27 @@ class PassMeter:
     def __init__(self, parts: RuntimeParts, started_s: float = 0.0) -> None:
         self._parts = parts
         self._passes, self._started_s, self._ended_s = 0, started_s, started_s
-        self._stall_before_s = parts.engine.stall_seconds()
-        self._bytes_before = parts.target.streamer.bytes_begun
-        self._copy_before_s = self._copy_after_s = parts.engine.copy_seconds()
-        if parts.traced is not None:
-            parts.traced.recorder.settle()
-        self._spans_before = 0 if parts.traced is None else len(parts.traced.recorder.spans)
+        self._stall_before_s = parts.target.engine.stall_seconds()
+        self._bytes_before = parts.target.runner.streamer.bytes_begun
+        self._copy_before_s = self._copy_after_s = parts.target.engine.copy_seconds()
+        self._spans_before = 0
+        if parts.recorder is not None:
+            parts.recorder.settle()
+            self._spans_before = len(parts.recorder.spans)
 
     def lap(self) -> float:
         """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
         self._passes, self._ended_s = self._passes + 1, time.perf_counter()
-        self._copy_after_s = self._parts.engine.copy_seconds()
+        self._copy_after_s = self._parts.target.engine.copy_seconds()
         return self._ended_s
 
     def hidden_draft_share(self) -> float | None:
         """As in `GenerationStats`, so far."""
-        traced = self._parts.traced
-        if traced is None:
+        recorder = self._parts.recorder
+        if recorder is None:
             return None
         times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: [], LINK: []}
-        for span in traced.recorder.spans[self._spans_before :]:
+        for span in recorder.spans[self._spans_before :]:
             if span.row in times:
                 times[span.row].append((span.start_s, span.end_s))
         drafting_s = union_seconds(times[DRAFT])
@@ -131,10 +132,10 @@ class PassMeter:
     def results(self, requests: Sequence[Request]) -> list[GenerationResult]:
         """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted."""
         parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
-        target = parts.models.target
-        bytes_per_pass, streamed_bytes = parts.target.streamer.bytes_per_pass, 0
+        target = parts.target
+        bytes_per_pass, streamed_bytes = parts.target.runner.streamer.bytes_per_pass, 0
         if passes:
-            streamed_bytes = parts.target.streamer.bytes_begun - self._bytes_before
+            streamed_bytes = parts.target.runner.streamer.bytes_begun - self._bytes_before
             bytes_per_pass = round(streamed_bytes / passes)
         streamed = streamed_bytes > 0 and seconds > 0
         copy_s = self._copy_after_s - self._copy_before_s
@@ -142,7 +143,7 @@ class PassMeter:
             "bytes_per_pass": bytes_per_pass,
             "link_gbps": streamed_bytes / seconds / 1e9 if streamed else None,
             "link_peak_gbps": target.link_peak_gbps,
-            "stall_s": max(0.0, parts.engine.stall_seconds() - self._stall_before_s),
+            "stall_s": max(0.0, parts.target.engine.stall_seconds() - self._stall_before_s),
             "peak_vram_bytes": parts.budget.peak_bytes(),
             "pinned_bytes": target.pinned_bytes + target.runner.cache.pinned_bytes,
             "measured_s_per_pass": seconds / passes if passes else None,

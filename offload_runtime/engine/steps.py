@@ -8,24 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload_runtime.config import GenerationParams, require
-from offload_runtime.copy import CopyEngine
+from offload_runtime.config import GenerationParams, SamplingParams, require
 from offload_runtime.engine.expectation import Expectation
-from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
-from offload_runtime.engine.traced import TracedProposer, TracedTarget
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     NGRAM,
     PLAIN,
+    Acceptance,
     Choice,
     Controller,
     DraftRequest,
     NoProposer,
     OnLogits,
+    Proposal,
     Proposer,
     StepResult,
     drafting,
@@ -34,6 +33,7 @@ from offload_runtime.speculation import (
     size_for,
     size_within,
 )
+from offload_runtime.trace import DRAFT, HOST, TraceRecorder
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -50,30 +50,13 @@ class WindowSize:
 
 
 @dataclass(frozen=True)
-class ChosenWindows:
-    """Windows that are chosen round by round: by family the most proposals."""
-
-    limits: Mapping[str, int]
-    branches: bool = True  # whether there may be any
-    free: int = 0  # proposals of a window that make no pass longer
-
-    def window(self, choice: Choice) -> WindowSize:
-        """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
-        if self.branches and choice.may_branch:
-            return WindowSize(choice.size, choice.size)
-        extra_ngrams = max(0, self.free - choice.size) if self.branches and choice.mode == "chain" else 0
-        return WindowSize(choice.size, extra_ngrams=extra_ngrams)
-
-
-@dataclass(frozen=True)
 class WindowLimits:
-    """What windows were planned for.
+    """What there is room to propose: of a runtime, or of a generation whose windows are chosen step by step.
 
     Attributes:
         max_gamma: Largest gamma to be asked for, and longest chain.
         gamma: What was asked for when loading, and is proposed where nothing else is; None where windows are chosen.
-        tree_nodes: What was asked for when loading, and is proposed where nothing else is; None where windows are
-            chosen.
+        tree_nodes: The same of all proposals; 0 where none may branch.
         tree_room: Nodes of a tree that may be chosen; 0 where there is no room for trees of a draft.
         free: Proposals of a window that make no pass longer, as the link takes longer than all of them.
     """
@@ -95,8 +78,8 @@ class WindowLimits:
         limits = {"ngram": self.most_nodes, "unigram": self.most_nodes, "chain": self.max_gamma, "tree": self.tree_room}
         return {mode: largest for mode, largest in limits.items() if largest}
 
-    def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | ChosenWindows:
-        """What a generation proposes.
+    def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | WindowLimits:
+        """What every step of a generation proposes, or the limits of what is chosen for each.
 
         Raises:
             OptionError: More than there is room for, or something that this proposer would ignore.
@@ -123,10 +106,18 @@ class WindowLimits:
             return WindowSize(nodes if gamma is None else gamma, nodes)
         if gamma is not None:
             return WindowSize(gamma)
-        limits = {mode: self.by_mode[mode] for mode in proposer.modes({}) if mode in self.by_mode}
         if nodes == 0:
-            limits = {mode: min(largest, self.max_gamma) for mode, largest in limits.items() if mode != "tree"}
-        return ChosenWindows(limits, branches=nodes != 0, free=self.free)
+            return WindowLimits(self.max_gamma, tree_nodes=0)
+        return self
+
+    def window(self, choice: Choice) -> WindowSize:
+        """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
+        if self.tree_nodes != 0:
+            if choice.may_branch:
+                return WindowSize(choice.size, choice.size)
+            if choice.mode == "chain":
+                return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
+        return WindowSize(choice.size)
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,8 @@ class RuntimeParts:
     """A loaded runtime: what its generations, one at a time, work with, and what it says about itself.
 
     Attributes:
-        models: Target and draft.
+        target: Ready to run.
+        draft: The same of a draft model; None without one.
         tokenizer: The target's.
         eos_token_ids: Tokens that end an answer.
         proposer: Guesses, for as many sequences as were planned for.
@@ -145,11 +137,12 @@ class RuntimeParts:
         expected: The plan, and what is predicted by the figures of the machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
-        traced: The target where there is a trace, to be told what its passes came to.
+        recorder: Of a trace, if there is one.
         clock: Seconds, by which steps are timed.
     """
 
-    models: LoadedModels
+    target: LoadedModel
+    draft: LoadedModel | None
     tokenizer: Any
     eos_token_ids: frozenset[int]
     proposer: Proposer
@@ -160,24 +153,51 @@ class RuntimeParts:
     expected: Expectation
     placement: str
     emulated: str | None = None
-    traced: TracedTarget | None = None
+    recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    @property
-    def target(self) -> ModelRunner | TracedTarget:
-        """What prefills and verifies."""
-        return self.traced or self.models.target.runner
 
-    @property
-    def engine(self) -> CopyEngine:
-        """The queue of the target's copies."""
-        return self.models.target.engine
+class TracedProposer(Proposer):
+    """Asks a proposer and records how long it takes to answer; all methods are as of `Proposer`.
 
-    def proposing(self, windows: WindowSize | ChosenWindows) -> Proposer:
-        """Who proposes what is asked for or chosen."""
-        if isinstance(windows, WindowSize) and not windows.gamma:
-            return NoProposer()
-        return self.proposer if self.traced is None else TracedProposer(self.proposer, self.traced.recorder)
+    Args:
+        proposer: The real one.
+        recorder: Of the trace.
+    """
+
+    def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
+        self.name, self._proposer, self._recorder = proposer.name, proposer, recorder
+
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return self._proposer.modes(texts)
+
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._proposer.start(slots)
+
+    def counts(self, slot: int) -> Sequence[Acceptance]:
+        return self._proposer.counts(slot)
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        self._proposer.prepare(slot, tokens)
+        self._record("prepare", started_s, started, {"tokens": [len(tokens)]})
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        started_s, started = time.perf_counter(), self._recorder.mark()
+        proposals = self._proposer.propose(requests)
+        args = {"asked": [request.room for request in requests], "proposed": [len(proposal) for proposal in proposals]}
+        self._record("propose", started_s, started, args)
+        return proposals
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        # Seen from the host, for the device does it beside the pass.
+        started_s = time.perf_counter()
+        self._proposer.ahead(pending)
+        self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
+
+    def _record(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
+        self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
+        self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
 
 
 class StepRunner:
@@ -185,128 +205,120 @@ class StepRunner:
 
     Args:
         parts: The runtime's machinery.
-        proposer: Guesses.
-        windows: What to propose.
+        windows: What to propose: fixed, or the limits of what is chosen.
         on_logits: As of `run_step`.
+
+    Attributes:
+        proposer: Who proposes it.
+        window: What was asked for in the last step, in words.
     """
 
     def __init__(
-        self, parts: RuntimeParts, proposer: Proposer, windows: WindowSize | ChosenWindows,
-        *, on_logits: OnLogits | None = None,
-    ) -> None:  # fmt: skip
-        self._parts, self._proposer, self._windows, self._on_logits = parts, proposer, windows, on_logits
-        self.window = ""  # of the last step, in words
+        self, parts: RuntimeParts, windows: WindowSize | WindowLimits, *, on_logits: OnLogits | None = None
+    ) -> None:
+        self._parts, self._windows, self._on_logits = parts, windows, on_logits
+        self.proposer, self.window = parts.proposer, ""
+        if isinstance(windows, WindowSize) and not windows.gamma:
+            self.proposer = NoProposer()
+        elif parts.recorder is not None:
+            self.proposer = TracedProposer(parts.proposer, parts.recorder)
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
         if isinstance(self._windows, WindowSize):
             return self._step(requests, self._windows, self._fixed(self._windows), chosen=False)
-        room = max(map(_most_in_a_row, requests))
-        limits = self._limits(self._windows, requests) if room else {}
-        started_s = self._parts.clock()
-        sampling, controller = requests[0].params.sampling, self._parts.controller
+        clock, controller, sampling = self._parts.clock, self._parts.controller, requests[0].params.sampling
+        # What steps of these requests take their time by.
+        sizes = {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
+        limits = self._limits(self._windows, requests)
+        started_s = clock()
         # At the end of an answer there may be room for the target's own token alone.
-        choice = controller.choose(sampling, limits, **_sizes(requests)) if room else PLAIN
+        choice = controller.choose(sampling, limits, **sizes) if any(request.room for request in requests) else PLAIN
         window = self._windows.window(choice)
         results = self._step(requests, window, choice, chosen=True)
-        self._learn(choice, window, requests, results, self._parts.clock() - started_s)
-        return results
-
-    def _learn(
-        self, choice: Choice, window: WindowSize, requests: Sequence[Request], results: Sequence[StepResult],
-        seconds: float,
-    ) -> None:  # fmt: skip
-        """Tell the controller how long a step took, and what it brought of the requests whose windows nothing cut
-        short: it takes as long as the largest window."""
+        seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
+        # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
         able = [
             (request, result)
             for request, result in zip(requests, results, strict=True)
-            if len(requests) == 1 or self._is_able(request, choice.mode)
+            if self._is_able(request, choice.mode)
         ]
-        seen, size = [result for request, result in able if self._was_whole(request, result, window)], choice.size
-        timed_s = seconds if seen else None
-        if not seen and choice.mode == "chain":  # what was cut tells about smaller windows
+        whole = [result for request, result in able if self._was_whole(request, result, window)]
+        seen, size = whole, choice.size
+        if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
             seen = [result for _, result in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
-        self._parts.controller.observe(
-            requests[0].params.sampling, replace(choice, size=size), [_own(one, choice, size) for one in seen],
-            tokens=sum(len(result.tokens) for result in results) / len(results),
-            seconds=timed_s, **_sizes(requests),
+        controller.observe(
+            sampling, replace(choice, size=size), [_own(result, choice, size) for result in seen],
+            tokens=tokens, seconds=seconds if whole else None, **sizes,
         )  # fmt: skip
+        return results
 
-    def _limits(self, windows: ChosenWindows, requests: Sequence[Request]) -> dict[str, int]:
+    def _limits(self, windows: WindowLimits, requests: Sequence[Request]) -> dict[str, int]:
         """By mode that has anything to propose its largest window, as far as an answer and the cache have room.
 
         A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
         """
-        able = self._proposer.modes({request.slot: request.sequence for request in requests})
-        most = max(request.remaining for request in requests)
-        longest = [request for request in requests if request.remaining == most]
+        able, limits = self.proposer.modes({request.slot: request.sequence for request in requests}), windows.by_mode
+        most = max(request.room for request in requests)
+        longest = [request for request in requests if request.room == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
-        rooms = {"chain": size_for(max(map(_most_in_a_row, requests)))}
+        rooms = {"chain": size_for(most)}
         most_nodes = max(map(self._most_nodes, requests))
         found = {
-            mode: min(windows.limits[mode], rooms.get(mode, most_nodes))
+            mode: min(limits[mode], rooms.get(mode, most_nodes))
             for mode in able
-            if mode in windows.limits
-            and (len(requests) == 1 or all(self._is_able(request, mode) for request in longest))
+            if mode in limits and all(self._is_able(request, mode) for request in longest)
         }
         # Where windows take no time a tree holds what all others would propose: finding out about them is dear.
         return {"tree": found["tree"]} if windows.free and "tree" in found else found
 
     def _most_nodes(self, request: Request) -> int:
         """Proposals that the target's cache has places for."""
-        return self._parts.target.cache.max_tokens_with_draft - len(request.sequence)
+        return self._parts.target.runner.cache.max_tokens_with_draft - len(request.sequence)
 
     def _was_whole(self, request: Request, result: StepResult, window: WindowSize) -> bool:
         """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""
-        most = _most_in_a_row(request)
         if window.tree_nodes is not None:
-            return most >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(request) >= window.tree_nodes
-        return most >= window.gamma and _drafted(result) in (0, window.gamma)
+            return request.room >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(request) >= window.tree_nodes
+        return request.room >= window.gamma and _drafted(result) in (0, window.gamma)
 
     def _is_able(self, request: Request, mode: str) -> bool:
         """Whether a draft that is able behind some of several requests has room behind this one."""
-        able = drafting(self._proposer).modes
+        able = drafting(self.proposer).modes
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
     def _step(
         self, requests: Sequence[Request], window: WindowSize, choice: Choice, *, chosen: bool
     ) -> list[StepResult]:
-        parts, asked = self._parts, list[DraftRequest]()
-        for request in requests:
-            room = _most_in_a_row(request)
-            extra_ngrams = max(0, min(window.extra_ngrams, room - window.gamma))
-            asked.append(
-                DraftRequest(
-                    request.slot, request.sequence, min(window.gamma, room), window.tree_nodes,
-                    mode=choice.mode if chosen else None, cost_aware=chosen, extra_ngrams=extra_ngrams,
-                )
-            )  # fmt: skip
-        results = run_step(parts.target, parts.sampling, self._proposer, asked, on_logits=self._on_logits)
+        parts = self._parts
+        asked = [
+            DraftRequest(
+                request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,
+                mode=choice.mode if chosen else None, cost_aware=chosen,
+                extra_ngrams=max(0, min(window.extra_ngrams, request.room - window.gamma)),
+            )
+            for request in requests
+        ]  # fmt: skip
+        results = run_step(parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits)
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
-        if parts.traced is not None:
-            parts.traced.decided(results, self.window)
+        if parts.recorder is not None:
+            parts.recorder.decided(
+                window=self.window, proposed=[result.num_proposed for result in results],
+                accepted=[result.num_accepted for result in results],
+                # Numbers of the window's proposals, and who made each.
+                path=[list(result.path) for result in results],
+                sources=[result.accepted_sources for result in results],
+            )  # fmt: skip
         return results
 
     def _fixed(self, window: WindowSize) -> Choice:
         """What a window that was asked for would be if it had been chosen."""
         if not window.gamma:
             return PLAIN
-        able = self._proposer.modes({})
-        if window.tree_nodes is not None and "chain" in able:
-            return Choice("tree", window.tree_nodes)
-        return Choice("chain", window.gamma) if "chain" in able else Choice("ngram", window.tree_nodes or window.gamma)
-
-
-def _most_in_a_row(request: Request) -> int:
-    """Proposals behind each other: the target's own token always comes on top."""
-    return request.remaining - 1
-
-
-def _sizes(requests: Sequence[Request]) -> dict[str, int]:
-    """What steps of these requests take their time by."""
-    return {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
+        if "chain" not in self.proposer.modes({}):
+            return Choice("ngram", window.tree_nodes or window.gamma)
+        return Choice("chain", window.gamma) if window.tree_nodes is None else Choice("tree", window.tree_nodes)
 
 
 def _drafted(result: StepResult) -> int:

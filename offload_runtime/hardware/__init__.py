@@ -4,6 +4,7 @@ Measuring itself is in `hardware.measure`, which needs torch; reading profiles d
 """
 
 from offload_runtime.hardware.profile import (
+    Emulation,
     MachineProfile,
     check_name,
     list_profiles,

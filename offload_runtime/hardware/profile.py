@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import user_directory, write_atomically, writing
-from offload_runtime.errors import ProfileError
+from offload_runtime.errors import OptionError, ProfileError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -103,6 +103,20 @@ class CpuFigures:
 
 
 @dataclass(frozen=True)
+class Emulation:
+    """A card to play: `whole_vram_bytes` is all of its memory, `vram_bytes` what of it a program can have.
+
+    `link_gbps` is host to device, `link_back_gbps` device to host, in GB/s.
+    """
+
+    name: str
+    whole_vram_bytes: int
+    vram_bytes: int
+    link_gbps: float
+    link_back_gbps: float
+
+
+@dataclass(frozen=True)
 class MachineProfile:
     """A machine's figures; those of a GPU are of one of its `gpus` equal cards. Validates itself when made.
 
@@ -157,6 +171,22 @@ class MachineProfile:
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
+
+    def emulation(self) -> Emulation:
+        """What to play of this machine; a link of unknown speed back is as fast as it is forth.
+
+        Raises:
+            OptionError: The profile says too little of a GPU.
+        """
+        if not self.gpus or self.vram_bytes is None or self.link_gbps is None:
+            raise OptionError(
+                f"the profile {self.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
+                "another with --emulate"
+            )
+        back_gbps = self.link_gbps if self.link_back_gbps is None else self.link_back_gbps
+        # A reserve holds a context, and a run on a GPU counts its own again: it has some 0.8 GB less than the card.
+        usable_bytes = self.vram_bytes - (self.vram_reserved_bytes or 0)
+        return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps)
 
 
 def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
@@ -276,14 +306,16 @@ def list_profiles() -> list[ProfileEntry]:
     return [found[name] for name in sorted(found)]
 
 
-def load_profile(name_or_path: str | Path) -> MachineProfile:
+def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
     """Load a profile by name, the user's own before shipped ones, or from a TOML file by its path.
 
-    What ends in `.toml` or has a directory in front is a path.
+    What ends in `.toml` or has a directory in front is a path; what is a profile already stays as it is.
 
     Raises:
         ProfileError: There is no such profile, it cannot be read, or a key or value in it is wrong.
     """
+    if isinstance(name_or_path, MachineProfile):
+        return name_or_path
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith(_SUFFIX) or Path(text).name != text:
         return _read(Path(name_or_path).expanduser())

@@ -15,6 +15,7 @@ from offload_runtime.config import GB, ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.model import Decoder, PassRows, RowBuilder, Weights, Window, padded_rows
+from offload_runtime.trace import TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
 
@@ -108,6 +109,7 @@ class ModelRunner:
         self.streamer = streamer
         self.cache = cache
         self.shape = shape
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the passes sets it
         self._rows = rows
 
     @torch.inference_mode()
@@ -127,6 +129,8 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
         """
+        if self.recorder is not None:
+            self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
         start = self.cache.length(sequence)
         step = self.shape.prefill_chunk_tokens
@@ -143,6 +147,8 @@ class ModelRunner:
         last = pieces[-1].num_rows - 1
         logits = self.decoder.head(residual, delta, self.shape.window_rows, select=slice(last, last + 1))
         self.cache.end_prefill(sequence, len(tokens))
+        if self.recorder is not None:
+            self.recorder.end_pass("prefill", [len(tokens)], self.streamer.bytes_begun)
         return logits
 
     @torch.inference_mode()
@@ -159,9 +165,15 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room for a window.
         """
-        self.cache.begin_window(sequences, [len(window.tokens) for window in windows])
+        if self.recorder is not None:
+            self.recorder.begin_pass(self.streamer.bytes_begun)
+        lengths = [len(window.tokens) for window in windows]
+        self.cache.begin_window(sequences, lengths)
         committed = [self.cache.length(sequence) for sequence in sequences]
-        return self.run_rows(self._rows.build(windows, committed, sequences))
+        logits = self.run_rows(self._rows.build(windows, committed, sequences))
+        if self.recorder is not None:
+            self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
+        return logits
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:

@@ -15,7 +15,7 @@ from offload_runtime.config import GenerationParams, SamplingParams, Speculation
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.load_model import LoadedModels
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import StepRunner
 from offload_runtime.errors import OptionError
@@ -36,19 +36,24 @@ from offload_runtime.speculation import (
 )
 
 
-def models_of(runtime: Runtime) -> LoadedModels:
-    """Target and draft."""
-    return runtime._models
+def target_of(runtime: Runtime) -> LoadedModel:
+    """The target as it was loaded."""
+    return runtime._parts.target
+
+
+def draft_of(runtime: Runtime) -> LoadedModel | None:
+    """The draft model, if there is one."""
+    return runtime._parts.draft
 
 
 def runner_of(runtime: Runtime) -> ModelRunner:
     """The target's runner."""
-    return runtime._models.target.runner
+    return runtime._parts.target.runner
 
 
 def engine_of(runtime: Runtime) -> CopyEngine:
     """What copies weights and the KV cache to the device."""
-    return runtime._parts.engine
+    return runtime._parts.target.engine
 
 
 def budget_of(runtime: Runtime) -> DeviceBudget:
@@ -69,9 +74,8 @@ def request_for(runtime: Runtime, tokens: Sequence[int], params: GenerationParam
 def steps_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, StepRunner]:
     """Who proposes in a generation, and what runs its steps."""
     parts = runtime._parts
-    windows = runtime._windows.settle(params, parts.proposer)
-    proposer = parts.proposing(windows)
-    return proposer, StepRunner(parts, proposer, windows)
+    steps = StepRunner(parts, parts.windows.settle(params, parts.proposer))
+    return steps.proposer, steps
 
 
 def slot_sampling(runtime: Runtime) -> SlotSampling:
@@ -86,12 +90,12 @@ def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
 
 def link_peak_gbps(runtime: Runtime) -> float | None:
     """Bandwidth of back-to-back copies, measured when the runtime was loaded."""
-    return models_of(runtime).target.link_peak_gbps
+    return target_of(runtime).link_peak_gbps
 
 
 def pinned_bytes(runtime: Runtime) -> int:
     """Of weights and KV cache."""
-    return models_of(runtime).target.pinned_bytes + runner_of(runtime).cache.pinned_bytes
+    return target_of(runtime).pinned_bytes + runner_of(runtime).cache.pinned_bytes
 
 
 def target_cache(runtime: Runtime) -> DeviceKVCache | HostKVCache:
@@ -258,7 +262,9 @@ class Rig:
                 )
         request = replace(runtime.plan.request, speculation=options)
         plan = replace(runtime.plan, request=request, has_verifier=options.mode == "triforce")
-        built = make_proposer(models_of(runtime), plan, budget_of(runtime), make_policy=chunk_policy(policy))
+        built = make_proposer(
+            plan, target_of(runtime), draft_of(runtime), budget_of(runtime), make_policy=chunk_policy(policy)
+        )
         tell_again(runtime)
         return built
 

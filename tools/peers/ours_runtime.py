@@ -54,9 +54,9 @@ from offload_runtime.config import (
     SPECULATION_MODES,
     GenerationParams,
     ModelConfig,
+    RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
-    check_options,
     idle_options,
 )
 from offload_runtime.engine import Runtime
@@ -93,9 +93,7 @@ class OurOptions:
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
-        self.as_speculation()
-        kind = "the draft" if self.has_model else self.draft
-        check_options(kind, self.speculation, tree_nodes=self.tree_nodes, gamma=None, max_gamma=1)
+        RuntimeConfig("the target", self.draft, speculation=self.as_speculation(), tree_nodes=self.tree_nodes)
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
 
     @property
