@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,6 +203,16 @@ class TraceRecorder:
     def add(self, row: str, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
         """A span between two marks, which are the recorder's from now on. `args` may be completed until the end."""
         self._open.setdefault(row, deque()).append((start, end, self.on_done(row, name, args)))
+
+    @contextmanager
+    def span(self, name: str, *, row: str = DRAFT, host: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
+        """A span around what is enqueued on the current stream meanwhile; with `host` also one around the host's own
+        work. Gives its arguments, which may be completed."""
+        started_s, started = time.perf_counter(), self.mark()
+        yield args
+        self.add(row, name, started, self.mark(), args)
+        if host:
+            self.add_host(HOST, name, started_s, time.perf_counter(), {})
 
     def add_host(self, row: str, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
         """A span by `time.perf_counter`."""

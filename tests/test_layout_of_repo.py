@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv": {"copy", "memory", KERNELS},
     "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
     "runners": {"copy", "memory", "model", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"memory", "sampling", "runners", "model"},  # of the model only windows and rows
+    "speculation": {"memory", "sampling", "runners", "model", "trace"},  # of the model only windows and rows
     "engine": {
         "copy", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,

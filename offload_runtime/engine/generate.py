@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
-from offload_runtime.speculation import Acceptance, OnLogits, first_token, still_computing
+from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
 
@@ -118,9 +118,11 @@ class Generation:
                 hooks.on_prefill(slot * layers + done, count * layers)
 
         logits = target.prefill(slot, request.sequence[request.num_kept :], on_layer)
-        if request.params.max_new_tokens > 1:
-            self._steps.proposer.prepare(slot, request.sequence)
-            self._steps.proposer.ahead(still_computing(logits))
+        recorder, proposer = self._parts.recorder, self._steps.proposer
+        if request.params.max_new_tokens > 1 and proposer.name is not None:
+            with recorder.span("prepare", host=True, tokens=[len(request.sequence)]) if recorder else nullcontext():
+                proposer.prepare(slot, request.sequence)
+            draft_ahead(proposer, still_computing(logits), recorder)
         token = first_token(target, self._parts.sampling, slot, logits)
         if hooks.on_logits is not None:
             hooks.on_logits(slot, logits)

@@ -4,11 +4,11 @@ controller learns from it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload_runtime.config import GenerationParams, SamplingParams, require
+from offload_runtime.config import GenerationParams, require
 from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
@@ -18,13 +18,11 @@ from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     NGRAM,
     PLAIN,
-    Acceptance,
     Choice,
     Controller,
     DraftRequest,
     NoProposer,
     OnLogits,
-    Proposal,
     Proposer,
     StepResult,
     drafting,
@@ -33,7 +31,7 @@ from offload_runtime.speculation import (
     size_for,
     size_within,
 )
-from offload_runtime.trace import DRAFT, HOST, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -157,49 +155,6 @@ class RuntimeParts:
     clock: Callable[[], float] = time.perf_counter
 
 
-class TracedProposer(Proposer):
-    """Asks a proposer and records how long it takes to answer; all methods are as of `Proposer`.
-
-    Args:
-        proposer: The real one.
-        recorder: Of the trace.
-    """
-
-    def __init__(self, proposer: Proposer, recorder: TraceRecorder) -> None:
-        self.name, self._proposer, self._recorder = proposer.name, proposer, recorder
-
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
-        return self._proposer.modes(texts)
-
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._proposer.start(slots)
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return self._proposer.counts(slot)
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        started_s, started = time.perf_counter(), self._recorder.mark()
-        self._proposer.prepare(slot, tokens)
-        self._record("prepare", started_s, started, {"tokens": [len(tokens)]})
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        started_s, started = time.perf_counter(), self._recorder.mark()
-        proposals = self._proposer.propose(requests)
-        args = {"asked": [request.room for request in requests], "proposed": [len(proposal) for proposal in proposals]}
-        self._record("propose", started_s, started, args)
-        return proposals
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        # Seen from the host, for the device does it beside the pass.
-        started_s = time.perf_counter()
-        self._proposer.ahead(pending)
-        self._recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
-
-    def _record(self, name: str, started_s: float, started: Any, args: dict[str, Any]) -> None:
-        self._recorder.add(DRAFT, name, started, self._recorder.mark(), args)
-        self._recorder.add_host(HOST, name, started_s, time.perf_counter(), {})
-
-
 class StepRunner:
     """Runs the steps of a generation.
 
@@ -217,11 +172,8 @@ class StepRunner:
         self, parts: RuntimeParts, windows: WindowSize | WindowLimits, *, on_logits: OnLogits | None = None
     ) -> None:
         self._parts, self._windows, self._on_logits = parts, windows, on_logits
-        self.proposer, self.window = parts.proposer, ""
-        if isinstance(windows, WindowSize) and not windows.gamma:
-            self.proposer = NoProposer()
-        elif parts.recorder is not None:
-            self.proposer = TracedProposer(parts.proposer, parts.recorder)
+        plain = isinstance(windows, WindowSize) and not windows.gamma
+        self.proposer, self.window = NoProposer() if plain else parts.proposer, ""
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
@@ -300,7 +252,14 @@ class StepRunner:
             )
             for request in requests
         ]  # fmt: skip
-        results = run_step(parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits)
+        results = run_step(
+            parts.target.runner,
+            parts.sampling,
+            self.proposer,
+            asked,
+            on_logits=self._on_logits,
+            recorder=parts.recorder,
+        )
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         if parts.recorder is not None:
             parts.recorder.decided(

@@ -7,6 +7,7 @@ samples the next ones with the target's noise and writes them into the window be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batc
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
-from offload_runtime.trace import DRAFT, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 
 class DraftModel:
@@ -185,15 +186,13 @@ class DraftModel:
         else:
             cache.begin_window(list(new), list(new.values()))
         reach = self._reach(max(lengths.values()))
-        started = None if self.recorder is None else self.recorder.mark()
-        for step in range(count):
-            first = step == 0
-            choice = None if self._choosing is None else self._choosing.begin_step(first=first)
-            key = first, self.window.num_rows, reach, choice, self._sampling.filters
-            self.graphs.run(key, partial(self._step, first, reach))
-        if self.recorder is not None:
-            metadata = {"steps": count, "sequences": len(longest)}
-            self.recorder.add(DRAFT, "draft steps", started, self.recorder.mark(), metadata)
+        recorder = self.recorder
+        with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
+            for step in range(count):
+                first = step == 0
+                choice = None if self._choosing is None else self._choosing.begin_step(first=first)
+                key = first, self.window.num_rows, reach, choice, self._sampling.filters
+                self.graphs.run(key, partial(self._step, first, reach))
 
     def _step(self, first: bool, reach: int) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.

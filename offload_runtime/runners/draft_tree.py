@@ -9,6 +9,7 @@ never touch, nodes that survive are never written again, and a path that came tr
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -39,7 +40,7 @@ from offload_runtime.runners.graphs import (
 )
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
-from offload_runtime.trace import DRAFT, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
 _MOST_FED = 3
@@ -219,15 +220,13 @@ class DraftTree:
         further = min(len(one.spine) for one in asked.values())
         shape = self._shape(lines, width, further)
         num_rows = shape.batch * shape.rows
-        started = None if self.recorder is None else self.recorder.mark()
         spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
-        self._upload(lines, spines, shape)
-        self._run(self._nodes_step, shape)
-        for _ in range(further):
-            self._run(self._spine_step, shape)
-        if self.recorder is not None:
-            metadata = {"rows": [len(line.tokens) for line in lines], "spine": further}
-            self.recorder.add(DRAFT, "tree step", started, self.recorder.mark(), metadata)
+        recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
+        with recorder.span("tree step", rows=asked_rows, spine=further) if recorder else nullcontext():
+            self._upload(lines, spines, shape)
+            self._run(self._nodes_step, shape)
+            for _ in range(further):
+                self._run(self._spine_step, shape)
         outputs = download(self._outputs[: num_rows + further * shape.batch])
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()

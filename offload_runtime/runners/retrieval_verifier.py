@@ -7,6 +7,7 @@ accepts by equality, and moves the windows' ends, all without the host.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.trace import DRAFT, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 
 class RetrievalVerifier:
@@ -88,12 +89,10 @@ class RetrievalVerifier:
             refresh: Choose the chunks by this step's queries first.
         """
         assert num_proposals <= self._gamma
-        started = None if self.recorder is None else self.recorder.mark()
-        key = num_proposals, self.cache.begin_step(first=refresh), self._sampling.filters
-        self.graphs.run(key, partial(self._step, num_proposals))
-        if self.recorder is not None:
-            metadata = {"proposals": num_proposals, "refresh": refresh}
-            self.recorder.add(DRAFT, "middle step", started, self.recorder.mark(), metadata)
+        recorder = self.recorder
+        with recorder.span("middle step", proposals=num_proposals, refresh=refresh) if recorder else nullcontext():
+            key = num_proposals, self.cache.begin_step(first=refresh), self._sampling.filters
+            self.graphs.run(key, partial(self._step, num_proposals))
 
     def _step(self, num_proposals: int) -> None:
         """Captured: no tensor of the host."""

@@ -21,6 +21,7 @@ from offload_runtime.speculation.step import (
     Proposer,
     StepResult,
     accepted_path,
+    draft_ahead,
     first_token,
     makes_trees,
     run_step,

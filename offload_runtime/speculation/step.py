@@ -11,9 +11,11 @@ that windows of any lengths, of requests with options of their own, share it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -21,9 +23,11 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.memory import pack, unpack, upload
 from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.tree import Proposal
+from offload_runtime.trace import HOST, TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -114,31 +118,6 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
     return ("chain",) if not texts or any(room(len(tokens)) > 0 for tokens in texts.values()) else ()
 
 
-class Cache(Protocol):
-    """What a step needs of the target's cache, whose batch rows are the slots."""
-
-    @property
-    def max_tokens_with_draft(self) -> int:
-        """Most tokens of a sequence, tentative ones included."""
-
-    def length(self, sequence: int) -> int:
-        """Committed tokens of a sequence."""
-
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
-        """Make these rows of a sequence's window part of it: the path from its root, in order."""
-
-
-class Target(Protocol):
-    """What a step needs of the target."""
-
-    @property
-    def cache(self) -> Cache:
-        """Where its keys and values are."""
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        """Logits [N, V] of one pass over a window per sequence, the rows of one window behind those of the other."""
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed."""
@@ -197,8 +176,8 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 
 
 def run_step(
-    target: Target, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
-    watch: Watch = still_computing, on_logits: OnLogits | None = None,
+    target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
+    watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -211,6 +190,7 @@ def run_step(
         requests: One for each slot that takes part.
         watch: From the logits of a pass to the question whether it is still running.
         on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
+        recorder: Of a trace, if there is one.
 
     Returns:
         For each request at least one new token: those accepted and the target's next one.
@@ -222,12 +202,14 @@ def run_step(
     for request in requests:
         committed = cache.length(request.slot)
         assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
-    proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests])
+    proposals = _proposals(
+        proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder
+    )  # fmt: skip
     windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
     logits = target.verify(windows, slots)  # [N, V]
     if any(proposals):
-        proposer.ahead(watch(logits))
+        draft_ahead(proposer, watch(logits), recorder)
     samples = _sample_windows(logits, sampling, windows, slots, [len(request.tokens) for request in requests])
     results = []
     for request, proposal, tokens in zip(requests, proposals, samples, strict=True):
@@ -245,7 +227,15 @@ def run_step(
     return results
 
 
-def first_token(target: Target, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:
+def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: TraceRecorder | None) -> None:
+    """Let a proposer go on while a pass is running; a trace sees it from the host, as the device does it beside."""
+    started_s = time.perf_counter()
+    proposer.ahead(pending)
+    if recorder is not None:
+        recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
+
+
+def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:
     """The token that follows a prefill, from the last row's logits [1, V].
 
     Raises:
@@ -265,10 +255,19 @@ def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
     return replace(request, tree_nodes=max(room, 0))
 
 
-def _proposals(proposer: Proposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
+def _proposals(
+    proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None
+) -> list[Proposal]:  # fmt: skip
     """What is proposed to each request; who may not have any proposals is not asked about."""
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
-    answers = proposer.propose(asked) if asked else []
+    answers: list[Proposal] = []
+    if asked:
+        span: AbstractContextManager[dict[str, Any]] = (
+            recorder.span("propose", host=True) if recorder else nullcontext({})
+        )
+        with span as args:
+            answers = proposer.propose(asked)
+            args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
     proposed = {request.slot: proposal for request, proposal in zip(asked, answers, strict=True)}
     for request in asked:
         proposal = proposed[request.slot]
