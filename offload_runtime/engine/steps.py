@@ -253,13 +253,9 @@ class StepRunner:
             for request in requests
         ]  # fmt: skip
         results = run_step(
-            parts.target.runner,
-            parts.sampling,
-            self.proposer,
-            asked,
-            on_logits=self._on_logits,
+            parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits,
             recorder=parts.recorder,
-        )
+        )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         if parts.recorder is not None:
             parts.recorder.decided(

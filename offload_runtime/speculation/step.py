@@ -262,9 +262,9 @@ def _proposals(
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     answers: list[Proposal] = []
     if asked:
-        span: AbstractContextManager[dict[str, Any]] = (
-            recorder.span("propose", host=True) if recorder else nullcontext({})
-        )
+        span: AbstractContextManager[dict[str, Any]] = nullcontext({})
+        if recorder is not None:
+            span = recorder.span("propose", host=True)
         with span as args:
             answers = proposer.propose(asked)
             args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
