@@ -23,7 +23,7 @@ SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "s
 
 def generate(runtime: Runtime, **options: Any) -> list[list[list[int]]]:
     """Without a gamma of their own, in windows that do not depend on how long anything takes."""
-    gamma = None if isinstance(runtime._parts.proposer, NoProposer) else 7
+    gamma = None if isinstance(runtime.parts.proposer, NoProposer) else 7
     return [
         [result.tokens for result in runtime.generate_batch(PROMPTS, **asked)]
         for asked in ({"max_new_tokens": COUNT, "gamma": gamma, **sampling, **options} for sampling in SAMPLINGS)
@@ -155,7 +155,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert layers == [(done, 15) for done in range(1, 16)]
         nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=COUNT, ignore_eos=True, should_stop=lambda: True)
         assert [len(result.tokens) for result in nothing] == [1, 1]
-        assert all(runtime._parts.target.runner.cache.length(sequence) == 0 for sequence in range(3))
+        assert all(runtime.parts.target.runner.cache.length(sequence) == 0 for sequence in range(3))
         again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
@@ -167,7 +167,7 @@ def test_memory_that_runs_out_costs_no_answer(
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:
         asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": 2}
         whole = runtime.generate_batch(PROMPTS[:3], **asked)
-        runner = runtime._parts.target.runner
+        runner = runtime.parts.target.runner
         with monkeypatch.context() as patch:
             patch.setattr(runner, "verify", raising(error, after=2, then=runner.verify))
             with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:

@@ -53,7 +53,7 @@ class WorkClock:
 
     def __init__(self, runtime: Runtime, patch: pytest.MonkeyPatch, *, step_s: float) -> None:
         self.now_s, self.draft_steps, self._step_s = 0.0, 0, step_s
-        runner = runtime._parts.target.runner
+        runner = runtime.parts.target.runner
         verify = runner.verify
 
         def timed_verify(windows: Any, sequences: Any) -> Any:
@@ -63,8 +63,8 @@ class WorkClock:
         patch.setattr(runner, "verify", timed_verify)
         for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalVerifier, "step")):
             self._count_steps(owner, name, patch)
-        own = runtime._parts
-        runtime._parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime._parts.windows.by_mode))
+        own = runtime.parts
+        runtime.parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime.parts.windows.by_mode))
 
     def _count_steps(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
         done = getattr(owner, name)
@@ -155,7 +155,7 @@ def test_chosen_windows_of_triforce(
 def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of the windows that are verified from now on."""
     widths: list[int] = []
-    runner = runtime._parts.target.runner
+    runner = runtime.parts.target.runner
     verify = runner.verify
 
     def noted(windows: Any, sequences: Any) -> Any:
@@ -305,7 +305,7 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
         long = [5 + index * index % 300 for index in range(224)]
         for _ in range(2):
             runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
-        controller = runtime._parts.controller
+        controller = runtime.parts.controller
         before = controller.first_rate(SamplingParams(), "chain")
         for _ in range(3):
             windows = runtime.generate(long, max_new_tokens=32, ignore_eos=True).stats.windows

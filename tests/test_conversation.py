@@ -39,7 +39,7 @@ class Spy:
     def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prefilled: list[list[int]] = []
         self.prompts: list[list[int]] = []
-        runner = runtime._parts.target.runner
+        runner = runtime.parts.target.runner
         prefill, start = runner.prefill, runtime.start
 
         def spy_prefill(sequence: int, tokens: list[int], *args: Any) -> Any:
@@ -150,7 +150,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy
 def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = runtime.conversation()
     say(conversation, "the fox")
-    decoder = runtime._parts.target.runner.decoder
+    decoder = runtime.parts.target.runner.decoder
     with monkeypatch.context() as patch:  # 2: within prefill, 7: within the first pass
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
         turn = conversation.say("dog", max_new_tokens=COUNT, ignore_eos=True)

@@ -52,7 +52,7 @@ def assert_usable(runtime: Runtime, said: list[int]) -> None:
 def test_end_of_sequence_anywhere_in_a_window(
     runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = runtime._parts
+    parts = runtime.parts
     places = first_places(said)
     assert len(places) >= 8
     for number, place in enumerate(places):
@@ -61,7 +61,7 @@ def test_end_of_sequence_anywhere_in_a_window(
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
         # What the window committed behind the end is gone: all but the last token are in the cache.
-        assert runtime._parts.target.runner.cache.length(0) == len(runtime.encode(PROMPT)) + place
+        assert runtime.parts.target.runner.cache.length(0) == len(runtime.encode(PROMPT)) + place
         if number % 5:
             continue
         # The token itself is no text, even when it is an ordinary one.
@@ -72,7 +72,7 @@ def test_end_of_sequence_anywhere_in_a_window(
 
 
 def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
-    assert runtime._parts.eos_token_ids == {runtime.tokenizer.eos_token_id}
+    assert runtime.parts.eos_token_ids == {runtime.tokenizer.eos_token_id}
 
 
 def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
@@ -134,7 +134,7 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
 
 @pytest.mark.parametrize("after", [0, 1, 3, 4])
 def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._parts.target.runner.decoder
+    decoder = runtime.parts.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
         stream = runtime.stream(PROMPT, max_new_tokens=COUNT)
@@ -150,11 +150,11 @@ def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, mo
 def test_ctrl_c_during_passes(
     runtime: Runtime, said: list[int], where: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runtime._parts.draft is not None
+    assert runtime.parts.draft is not None
     owner, name = {
-        "target layer": (runtime._parts.target.runner.decoder, "layer"),
-        "draft layer": (runtime._parts.draft.runner.cache, "attend"),
-        "copy wait": (runtime._parts.target.engine, "compute_wait"),
+        "target layer": (runtime.parts.target.runner.decoder, "layer"),
+        "draft layer": (runtime.parts.draft.runner.cache, "attend"),
+        "copy wait": (runtime.parts.target.engine, "compute_wait"),
     }[where]
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
     next(stream)
@@ -195,7 +195,7 @@ def test_a_host_that_is_full_in_mid_answer(
 
 
 def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime._parts.target.runner.decoder
+    decoder = runtime.parts.target.runner.decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=8, then=decoder.layer))
         with pytest.raises(KeyboardInterrupt):
@@ -222,7 +222,7 @@ def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said:
 
 def test_stopping_figures(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     place = first_places(said)[4]
-    parts = replace(runtime._parts, eos_token_ids=frozenset({said[place]}))
+    parts = replace(runtime.parts, eos_token_ids=frozenset({said[place]}))
     monkeypatch.setattr(runtime, "_parts", parts)
     stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
     assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))

@@ -194,7 +194,7 @@ def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> No
     target, links = write_checkpoint(tmp_path / "target"), {}
     for resident_layers in (1, "auto"):
         with load(target, draft="none", profile="rtx4090", resident_layers=resident_layers) as runtime:
-            machine, peak = runtime._parts.expected.machine, runtime._parts.target.link_peak_gbps
+            machine, peak = runtime.parts.expected.machine, runtime.parts.target.link_peak_gbps
             assert machine is not None
             links[resident_layers] = machine.link_gbps, peak
     assert links[1][0] == links[1][1] != CARD.link_gbps

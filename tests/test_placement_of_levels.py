@@ -148,8 +148,8 @@ def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Pa
     options = SpeculationOptions("triforce", **SMALL)
     # Of fixed windows: how long they take decides nothing.
     with load(target, draft=short_draft, context=CONTEXT, kv="host", gamma=4, speculation=options) as runtime:
-        assert runtime._parts.draft is not None
-        assert isinstance(runtime._parts.draft.runner.cache, StreamingDraftCache)
+        assert runtime.parts.draft is not None
+        assert isinstance(runtime.parts.draft.runner.cache, StreamingDraftCache)
         inner, outer = runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True).stats.acceptance
     assert inner.accepted > 0 and outer.accepted > 0
 
@@ -160,7 +160,7 @@ def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: P
         "draft": draft, "kv": "gpu", "speculation": SpeculationOptions(mode, **SMALL), "tree_nodes": 0
     }  # fmt: skip
     with load(target, context=CONTEXT, max_batch=2, **options) as runtime:
-        vram = runtime._parts.budget.reserved_bytes + 10_000
+        vram = runtime.parts.budget.reserved_bytes + 10_000
     message = refused(BudgetError, target, max_batch=40, vram=vram, **options)
     named = re.search(r"; ([0-9]+) prompts at once would fit, 40 do not$", message)
     assert named is not None

@@ -181,7 +181,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     with on_host(target, resident_layers=0, pinned=limit, context=1024) as runtime:
         assert not runtime.plan.placement.staged_kv_layers and runtime.plan.placement.staged_layers
         assert tokens_of(runtime) == expected
-        blocks = runtime._parts.target.runner.cache.blocks  # type: ignore[union-attr]
+        blocks = runtime.parts.target.runner.cache.blocks  # type: ignore[union-attr]
         assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
         stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes

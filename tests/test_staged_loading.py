@@ -70,7 +70,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def staged_of(runtime: Runtime) -> tuple[int, ...]:
-    return runtime._parts.target.placement.staged_layers
+    return runtime.parts.target.placement.staged_layers
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -87,7 +87,7 @@ def test_a_refusal_after_any_layer_gives_the_same_tokens(
         staged = staged_of(runtime)
         assert (len(staged) == 0) == (count == NUM_LAYERS)
         assert registrar.locked_bytes <= limit
-        assert runtime._parts.target.pinned_bytes == registrar.locked_bytes
+        assert runtime.parts.target.pinned_bytes == registrar.locked_bytes
         assert runtime.plan.placement.staged_layers == staged
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
         if staged:
@@ -121,7 +121,7 @@ def test_refusals_at_any_moment_give_the_same_tokens(
         assert list(tokens_of(runtime)) == expected
         staged = staged_of(runtime)
         assert (not staged) == (calls[0] >= NUM_LAYERS)
-        arenas = runtime._parts.target.weights.layers
+        arenas = runtime.parts.target.weights.layers
         assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged)
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
     assert not registrar.locked
@@ -138,7 +138,7 @@ def test_a_layer_is_given_up_for_the_ring(
     with load(target, resident_layers=0, draft="none") as runtime:
         assert list(tokens_of(runtime)) == expected
         assert registrar.locked_bytes <= (9 - shrink) * layer_bytes
-        arenas = runtime._parts.target.weights.layers
+        arenas = runtime.parts.target.weights.layers
         assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged_of(runtime))
     assert not registrar.locked
 
@@ -175,7 +175,7 @@ def test_a_limit_is_kept_from_the_beginning(
         if share == 0:
             assert len(staged_of(runtime)) == streamed
         predicted = pass_time(runtime.plan, common_figures(), length_tokens=20, rows=1)
-        assert predicted.bytes_streamed == runtime._parts.target.runner.streamer.bytes_per_pass
+        assert predicted.bytes_streamed == runtime.parts.target.runner.streamer.bytes_per_pass
         assert predicted.staged_bytes * streamed == predicted.bytes_streamed * len(staged_of(runtime))
     assert not registrar.locked
 
@@ -203,13 +203,13 @@ def test_bytes_cross_the_link_once(target: Path, layer_bytes: int, monkeypatch: 
     lock_with(monkeypatch, LimitedRegistrar(5 * layer_bytes))
     with load(target, resident_layers=0, draft="none") as runtime:
         assert staged_of(runtime)
-        engine = runtime._parts.target.engine
+        engine = runtime.parts.target.engine
         engine.drain()
         before = engine.bytes_copied
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
         engine.drain()
         assert engine.bytes_copied - before == (result.stats.passes + 1) * result.stats.bytes_per_pass
-        assert result.stats.pinned_bytes == runtime._parts.target.pinned_bytes > 0
+        assert result.stats.pinned_bytes == runtime.parts.target.pinned_bytes > 0
         assert result.stats.link_peak_gbps
 
 

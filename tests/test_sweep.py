@@ -322,15 +322,15 @@ def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
 def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
     loaded = weakref.ref(proposer_of(runtime))
     policies = [weakref.ref(observer) for observer in target_cache(runtime).observers]
-    before = runtime._parts.budget.reserved_bytes
+    before = runtime.parts.budget.reserved_bytes
     rig = Rig(runtime)
     gc.collect()
     assert not any(ref() for ref in (loaded, *policies))
-    without = runtime._parts.budget.reserved_bytes
+    without = runtime.parts.budget.reserved_bytes
     rig.build(OPTIONS, "topk")
     rig.build(OPTIONS)
     assert len(target_cache(runtime).observers) == 1
-    assert without < before == runtime._parts.budget.reserved_bytes
+    assert without < before == runtime.parts.budget.reserved_bytes
     with pytest.raises(OptionError, match="more than the context"):
         rig.build(replace(OPTIONS, budget_tokens=2048))
 

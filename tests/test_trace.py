@@ -84,9 +84,9 @@ class Traced:
 def traced(path: Path, target: Path, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
     with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
-        cache = runtime._parts.target.runner.cache
+        cache = runtime.parts.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime._parts.target.engine
+        engine = runtime.parts.target.engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
@@ -197,7 +197,7 @@ def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
         expected = [result.tokens for result in runtime.generate_batch(PROMPTS, **ASKED)]
     path, truth = tmp_path / "trace.json", dict(enumerate(map(list.__add__, PROMPTS, expected)))
     with load(target, tree_nodes=nodes, trace=path, **options) as runtime:
-        runtime._parts = replace(runtime._parts, proposer=TreeScript(truth, seed=1, most_branches=20))
+        runtime.parts = replace(runtime.parts, proposer=TreeScript(truth, seed=1, most_branches=20))
         together = runtime.generate_batch(PROMPTS, gamma=gamma, **ASKED)
         alone = runtime.generate(PROMPTS[0], gamma=gamma, **ASKED)
     assert [result.tokens for result in (*together, alone)] == [*expected, expected[0]]
@@ -269,7 +269,7 @@ def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, monkeypa
     for options in RUNS.values():
         with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
             stats = generate(runtime).stats
-            assert runtime._parts.recorder is None
+            assert runtime.parts.recorder is None
             assert stats.hidden_draft_share is None
 
 
@@ -280,9 +280,9 @@ def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, after: int) -
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
     [
-        (lambda runtime: (runtime._parts.target.runner, "verify"), 3, 4),
-        (lambda runtime: (runtime._parts.target.runner.decoder, "layer"), 2, 0),
-        (lambda runtime: (runtime._parts.proposer, "propose"), 2, 3),
+        (lambda runtime: (runtime.parts.target.runner, "verify"), 3, 4),
+        (lambda runtime: (runtime.parts.target.runner.decoder, "layer"), 2, 0),
+        (lambda runtime: (runtime.parts.proposer, "propose"), 2, 3),
     ],
     ids=["between passes", "in prefill", "while drafting"],
 )
@@ -408,5 +408,5 @@ def test_a_gpu_records_no_events_without_a_trace(target: Path, monkeypatch: pyte
     monkeypatch.setattr(CudaClock, "mark", fail)
     with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
         generate(runtime)
-        assert runtime._parts.recorder is None
+        assert runtime.parts.recorder is None
         torch.cuda.synchronize()

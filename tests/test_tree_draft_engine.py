@@ -75,7 +75,7 @@ def run_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) 
     """Let every pass last as long as so many steps, which on a CPU it never does; of each pass those made beside it."""
     proposer, made, beside = drafting(runtime), 0, list[int]()
     assert isinstance(proposer, TreeDraftProposer)
-    expand, ahead = proposer._model.expand, proposer.ahead
+    expand, ahead = proposer.model.expand, proposer.ahead
 
     def counted(asked: Any) -> Any:
         nonlocal made
@@ -87,7 +87,7 @@ def run_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) 
         ahead(lambda: next(left, None) is not None)
         beside.append(made - before)
 
-    monkeypatch.setattr(proposer._model, "expand", counted)
+    monkeypatch.setattr(proposer.model, "expand", counted)
     monkeypatch.setattr(proposer, "ahead", lasting)
     return beside
 
@@ -153,7 +153,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
         expected = [one.tokens for one in plain.generate_batch(prompts, **asked)]
     options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "speculation": NEWEST, **common}
     with Runtime.load(target, draft=draft, **options) as runtime:
-        cache = runtime._parts.draft.runner.cache
+        cache = runtime.parts.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
         beside = run_ahead(runtime, monkeypatch, steps=4)
         said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
@@ -165,7 +165,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
 
 def drafting(runtime: Runtime) -> Proposer:
     """Who drafts, leaving n-grams aside."""
-    both = runtime._parts.proposer
+    both = runtime.parts.proposer
     assert isinstance(both, WithNgrams)
     return both.draft
 
@@ -174,7 +174,7 @@ def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: 
     assert isinstance(drafting(trees), TreeDraftProposer)
     with load(target, draft=draft, tree_nodes=0) as runtime:
         assert isinstance(drafting(runtime), DraftProposer)
-        cache = runtime._parts.draft.runner.cache
+        cache = runtime.parts.draft.runner.cache
         assert isinstance(cache, DeviceKVCache) and not cache.spare_slots
         with pytest.raises(
             OptionError, match=r"tree_nodes 8 .*load a draft model with tree_nodes=8 \(--tree-nodes 8\)"
@@ -233,7 +233,7 @@ def test_what_trees_take_is_in_the_plan(target: Path, draft: Path) -> None:
 def test_the_cache_takes_what_was_planned(target: Path, draft: Path, options: SpeculationOptions) -> None:
     plans: list[RunPlan] = []
     with load(target, draft=draft, tree_nodes=150, speculation=options, on_plan=plans.append) as runtime:
-        runner = runtime._parts.draft.runner
+        runner = runtime.parts.draft.runner
         layers = range(runner.decoder.config.num_layers)
         held_bytes = sum(runner.cache.store(layer).data.nbytes for layer in layers)
         assert len(runner.cache.spare_slots) == tree_slots(150)

@@ -83,13 +83,13 @@ def test_a_runtime_loaded_for_trees(
     both = kv == "host" and resident_layers == 2
     ways = list(zip(SAMPLINGS, expected, strict=True))[:: 1 if both else len(SAMPLINGS)]
     with load(target, tree_nodes=300, max_gamma=5, **options) as runtime:
-        own = runtime._parts
+        own = runtime.parts
         for way, answers in ways:
             truth = {number: PROMPTS[number] + answer for number, answer in enumerate(answers)}
             script = TreeScript(truth, seed=1, most_branches=90)
             for nodes, gamma in ((None, 5), (6, 3)):
                 watch = Watch(monkeypatch)
-                runtime._parts = replace(own, proposer=script)
+                runtime.parts = replace(own, proposer=script)
                 assert generate(runtime, way, gamma=gamma, tree_nodes=nodes) == answers
                 assert watch.num_trees and watch.deepest == gamma
                 sizes = [len(played.proposal) for played in watch.rounds]
@@ -97,7 +97,7 @@ def test_a_runtime_loaded_for_trees(
                 accepted = {played.num_accepted for played in watch.rounds}
                 assert accepted == set(range(gamma + 1)) if nodes is None else {0, 1} <= accepted
                 monkeypatch.undo()
-        runtime._parts = own
+        runtime.parts = own
         watch = Watch(monkeypatch)
         for way, answers in ways:
             assert generate(runtime, way) == answers
@@ -167,7 +167,7 @@ def test_a_window_is_accepted_as_far_as_it_is_right(
         for branches, nodes, passes, deepest in (
             (False, 350, 2, 350), (False, 100, 5, 100), (True, None, 4, 240), (True, 100, 10, 50)
         ):  # fmt: skip
-            runtime._parts = replace(runtime._parts, proposer=Oracle(PROMPTS[1] + plain.tokens, branches=branches))
+            runtime.parts = replace(runtime.parts, proposer=Oracle(PROMPTS[1] + plain.tokens, branches=branches))
             found = runtime.generate(PROMPTS[1], tree_nodes=nodes, **asked)
             assert found.tokens == plain.tokens and found.stats.passes == passes
             assert len(found.stats.accepted_by_depth) == deepest
@@ -187,7 +187,7 @@ def test_accepted_by_depth_and_source(
     """As the rounds say that were played."""
     watch = Watch(monkeypatch)
     with load(target) as runtime:
-        runtime._parts = replace(runtime._parts, proposer=TreeScript({0: PROMPTS[0] + expected[0][0]}, seed=2))
+        runtime.parts = replace(runtime.parts, proposer=TreeScript({0: PROMPTS[0] + expected[0][0]}, seed=2))
         stats = runtime.generate(PROMPTS[0], max_new_tokens=COUNT, ignore_eos=True, tree_nodes=30, gamma=4).stats
     depths = [sum(one.num_accepted > depth for one in watch.rounds) for depth in range(4)]
     assert stats.accepted_by_depth == tuple(depths) and depths[0] > depths[3] > 0

@@ -37,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(runtime: Runtime, **options: Any) -> list[list[int]]:
     """Without a gamma of their own, in windows that do not depend on how long anything takes."""
-    gamma = None if isinstance(runtime._parts.proposer, NoProposer) else 12
+    gamma = None if isinstance(runtime.parts.proposer, NoProposer) else 12
     asked = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": gamma, **options}
     results = [runtime.generate(PROMPT, **asked, **sampling) for sampling in SAMPLINGS]
     return [result.tokens for result in results]
@@ -93,7 +93,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
         WorkClock(runtime, monkeypatch, step_s=0.002)
         widths = window_widths(runtime, monkeypatch)
         stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
-        assert runtime._parts.proposer.modes({0: [1, 2, 3, 1, 2]}) == ("chain",)
+        assert runtime.parts.proposer.modes({0: [1, 2, 3, 1, 2]}) == ("chain",)
     assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}
     # Beside what the middle level proposed.
     assert sum(width - 1 for width in widths) > stats.acceptance[-1].proposed > 0
@@ -103,7 +103,7 @@ def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
         runtime.generate(PROMPT, max_new_tokens=4)
-        kept = [weakref.ref(model.runner.decoder) for model in (runtime._parts.target, runtime._parts.draft) if model]
+        kept = [weakref.ref(model.runner.decoder) for model in (runtime.parts.target, runtime.parts.draft) if model]
     assert len(kept) == 2 and not any(ref() for ref in kept)
 
 

@@ -145,9 +145,9 @@ class Launches:
 
         def watched(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[list[int]]:
             self._counted = dict.fromkeys(self._counted, 0)
-            before = proposer._verifier.counts
+            before = proposer.verifier.counts
             answers = propose(proposer, requests)
-            taken = [after[0] - earlier[0] for after, earlier in zip(proposer._verifier.counts, before, strict=True)]
+            taken = [after[0] - earlier[0] for after, earlier in zip(proposer.verifier.counts, before, strict=True)]
             self.rounds.append((self._counted[DraftModel], self._counted[RetrievalVerifier], taken))
             self.reads.append(self._counted[DeviceWindow])
             return answers
@@ -203,7 +203,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
     options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=3) as runtime:
-        parts, params = runtime._parts, SamplingParams(0.6, seed=3)
+        parts, params = runtime.parts, SamplingParams(0.6, seed=3)
         parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
             parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
@@ -335,13 +335,13 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
             assert together[sequence].tokens == alone[sequence].tokens
         # With far keys or without, and up to four recent blocks: whose they are makes no difference.
         assert 0 < middle_of(runtime).graphs.num_graphs <= 8
-        runtime._parts.proposer.start(numbered(params, 3))
+        runtime.parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
-            runtime._parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
-            runtime._parts.proposer.prepare(sequence, PROMPTS[sequence])
+            runtime.parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
+            runtime.parts.proposer.prepare(sequence, PROMPTS[sequence])
         requests = [DraftRequest(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
         for _ in range(3):  # compiled, captured, replayed
-            runtime._parts.proposer.propose(requests)
+            runtime.parts.proposer.propose(requests)
         read = DeviceWindow.read
 
         def allowed(window: DeviceWindow) -> Any:
@@ -355,7 +355,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
             patch.setattr(DeviceWindow, "read", allowed)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                answers = runtime._parts.proposer.propose(requests)
+                answers = runtime.parts.proposer.propose(requests)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert [len(answer) for answer in answers] == [9, 9, 9]

@@ -223,12 +223,12 @@ def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
 def test_the_runtime_is_itself_again_afterwards(
     runtime: Runtime, exact_report: VerificationReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = runtime._parts
+    parts = runtime.parts
     failing = raising(KeyboardInterrupt(), after=2, then=parts.target.runner.verify)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(parts.target.runner, "verify", failing)
         verify(runtime, PLAN)
-    assert runtime._parts is parts
+    assert runtime.parts is parts
     # A draft's trees follow what it has learnt, so that another time their passes are others.
     again = verify(runtime, replace(PLAN, seeds=32))
     assert [replace(run, passes=0) for run in again.runs] == [replace(run, passes=0) for run in exact_report.runs]

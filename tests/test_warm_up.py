@@ -96,7 +96,7 @@ class Played:
         self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
         self.fed: set[tuple[int, int]] = set()  # of passes that catch up, full blocks before them and tokens
         self.choices = 0
-        start, propose, run, run_rows = model.start, model.propose, model.graphs.run, model._runner.run_rows
+        start, propose, run, run_rows = model.start, model.propose, model.graphs.run, model.runner.run_rows
 
         def started(slots: Sequence[SamplingParams]) -> None:
             self.way = slots[0]
@@ -111,15 +111,15 @@ class Played:
             run(key, step)
 
         def fed(rows: PassRows) -> torch.Tensor:
-            self.fed.add((model._runner.cache.length(0) // BLOCK_TOKENS, rows.shape[1]))
+            self.fed.add((model.runner.cache.length(0) // BLOCK_TOKENS, rows.shape[1]))
             return run_rows(rows)
 
         monkeypatch.setattr(model, "start", started)
         monkeypatch.setattr(model, "propose", proposed)
         monkeypatch.setattr(model.graphs, "run", ran)
-        monkeypatch.setattr(model._runner, "run_rows", fed)
-        if model._choosing is not None:
-            monkeypatch.setattr(model._choosing, "warm_up", self.chosen)
+        monkeypatch.setattr(model.runner, "run_rows", fed)
+        if model.choosing is not None:
+            monkeypatch.setattr(model.choosing, "warm_up", self.chosen)
 
     def chosen(self) -> None:
         """What chooses is compiled."""
@@ -202,8 +202,8 @@ def test_warming_up_the_middle_level_leaves_nothing(
     for warm in (False, True):
         with load(target, **loaded) as runtime:
             if warm:
-                proposer, runner = drafting(runtime._parts.proposer), runtime._parts.target.runner
-                played = played_by(proposer._verifier, monkeypatch)  # type: ignore[union-attr]
+                proposer, runner = drafting(runtime.parts.proposer), runtime.parts.target.runner
+                played = played_by(proposer.verifier, monkeypatch)  # type: ignore[union-attr]
                 warm_up_verifier(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]
                 usual, *others = DIFFERENT_WAYS

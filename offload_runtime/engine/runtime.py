@@ -58,7 +58,7 @@ class Runtime:
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
-        self._parts = parts
+        self.parts = parts  # what generations work with; gone once the runtime is closed
         self._max_batch = self.plan.target.batch
         self._trace = trace
         # A runtime that is dropped without `close` must not leave copies running into memory that others get.
@@ -277,7 +277,7 @@ class Runtime:
         """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
         if owner is None or self._cache_owner is not owner or self._current is None:
             return 0
-        (before,), target = self._current.requests, self._parts.target
+        (before,), target = self._current.requests, self.parts.target
         if target.rope.frequency_set(before.prompt_tokens) != target.rope.frequency_set(len(tokens)):
             return 0  # what is cached was rotated otherwise than this length wants it
         kept = min(target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
@@ -310,13 +310,13 @@ class Runtime:
         self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
         for answer in answers:
             with device_errors(self.device):
-                behind = self._parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
+                behind = self.parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
     @property
     def proposer(self) -> Proposer:
         """Who proposes."""
-        return self._parts.proposer
+        return self.parts.proposer
 
     def _begin(
         self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, hooks: Hooks,
@@ -324,7 +324,7 @@ class Runtime:
     ) -> Generation:  # fmt: skip
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
         require(not self._closed, "this runtime is closed: load it again")
-        parts = self._parts if proposer is None else replace(self._parts, proposer=proposer)
+        parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
         cache = parts.target.runner.cache
@@ -367,14 +367,14 @@ class Runtime:
             return
         self._closed = True
         self._let_go_of_current()
-        budget, recorder = self._parts.budget, self._parts.recorder
+        budget, recorder = self.parts.budget, self.parts.recorder
         try:
             self._unfreeze()
             self._stop_copies()
-            for model in (self._parts.target, self._parts.draft):
+            for model in (self.parts.target, self.parts.draft):
                 if model is not None:
                     model.close()
-            del self._parts
+            del self.parts
             gc.collect()
             budget.release()
         finally:

@@ -48,10 +48,10 @@ class DraftModel:
         self, runner: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
         window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
-        self._runner, self._batch = runner, batch
+        self.runner, self._batch = runner, batch
         cache = runner.cache
         self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
-        self._choosing = cache if isinstance(cache, RetrievedDraftCache) else None
+        self.choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
@@ -87,8 +87,8 @@ class DraftModel:
                 self._take_steps(DIFFERENT_WAYS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._catch_up_behind(length)
-        if self._choosing is not None:
-            self._choosing.warm_up()
+        if self.choosing is not None:
+            self.choosing.warm_up()
         self.forget()
 
     def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
@@ -170,7 +170,7 @@ class DraftModel:
             longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
                 knows.
         """
-        cache, inputs = self._runner.cache, self.window.inputs
+        cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
             sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.start(sequence)
@@ -181,8 +181,8 @@ class DraftModel:
             self.frequencies.set(sequence, length)
         self._set_places(longest)
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
-        if self._choosing is not None:
-            self._choosing.begin_steps(range(self.window.num_rows), new)
+        if self.choosing is not None:
+            self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
         reach = self._reach(max(lengths.values()))
@@ -190,7 +190,7 @@ class DraftModel:
         with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
             for step in range(count):
                 first = step == 0
-                choice = None if self._choosing is None else self._choosing.begin_step(first=first)
+                choice = None if self.choosing is None else self.choosing.begin_step(first=first)
                 key = first, self.window.num_rows, reach, choice, self._sampling.filters
                 self.graphs.run(key, partial(self._step, first, reach))
 
@@ -208,7 +208,7 @@ class DraftModel:
         sequences = self._sequences[:num_rows]
         rows = PassRows.of_step(step, sequences, max_length=reach)
         # A guess promises no bits: the quickest products will do.
-        runner = self._runner
+        runner = self.runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)  # [B * count, V]
         newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
         token = sample(newest, self._sampling, step.ahead, sequences)

@@ -126,7 +126,7 @@ class TreeDraftProposer(Proposer):
         self, chains: Proposer, model: DraftTree, *, device: torch.device, ngrams: NgramProposer | None,
         worth: StepWorth | None = None,
     ) -> None:  # fmt: skip
-        self._chains, self._model, self.ngrams = chains, model, ngrams
+        self._chains, self.model, self.ngrams = chains, model, ngrams
         self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
@@ -150,7 +150,7 @@ class TreeDraftProposer(Proposer):
         self._bars.clear()
         self._worth.forget()
         with self._at_work():
-            self._model.start(slots)
+            self.model.start(slots)
             self._chains.start(slots)
         if self.ngrams is not None:
             self.ngrams.start(slots)
@@ -252,7 +252,7 @@ class TreeDraftProposer(Proposer):
         Returns:
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
-        if before.tree.is_expanded(before.tree.root) and not self._model.holds(before.request.slot, before.text):
+        if before.tree.is_expanded(before.tree.root) and not self.model.holds(before.request.slot, before.text):
             return False
         slots: tuple[int, ...] = ()
         for node in before.tree.walk(new):
@@ -260,7 +260,7 @@ class TreeDraftProposer(Proposer):
                 break
             slots = before.tree.slots(node)
         if slots:
-            self._model.adopt(before.request.slot, new[: len(slots)], slots)
+            self.model.adopt(before.request.slot, new[: len(slots)], slots)
         return True
 
     def _add_ngrams(self, one: GrownTree) -> None:
@@ -326,11 +326,11 @@ class TreeDraftProposer(Proposer):
             deepest: From a request's gamma to the depth of nodes that may be expanded.
         """
         asked: dict[int, list[int]] = {}
-        width = self._model.width(len(grown))
+        width = self.model.width(len(grown))
         for one in grown:
             depth = self._deepest(one, deepest)
             # The root needs no slot, but is expanded alone or first.
-            count = min(width, self._model.num_slots - one.tree.num_slots)
+            count = min(width, self.model.num_slots - one.tree.num_slots)
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
             bar = bars[one.request.slot]
             if promising := [node for node in nodes if one.tree.log_probability(node) > bar]:
@@ -339,7 +339,7 @@ class TreeDraftProposer(Proposer):
 
     def _deepest(self, one: GrownTree, deepest: Callable[[int], int]) -> int:
         """Greatest depth of a node that may be expanded: its keys need a position."""
-        return min(deepest(one.request.gamma), self._model.room(one.length), MOST_DEPTH)
+        return min(deepest(one.request.gamma), self.model.room(one.length), MOST_DEPTH)
 
     def _spine(
         self, asked: Mapping[int, Sequence[int]], bars: Mapping[int, float], deepest: Callable[[int], int]
@@ -357,7 +357,7 @@ class TreeDraftProposer(Proposer):
             length = min(
                 length,
                 self._deepest(one, deepest) - tree.depth(node),
-                self._model.num_slots - tree.num_slots - 1,
+                self.model.num_slots - tree.num_slots - 1,
                 math.floor(min(MOST_SPINE, (bars[sequence] - chance) / math.log(self._best_rate))),
             )
         if not asked or length <= 0:
@@ -390,7 +390,7 @@ class TreeDraftProposer(Proposer):
             sequence: self.trees[sequence].placed(nodes[:1] if spine else nodes, spine)
             for sequence, nodes in asked.items()
         }
-        answers = self._model.expand(
+        answers = self.model.expand(
             {sequence: self.trees[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
         )
         found: dict[int, list[float]] = {}

@@ -41,7 +41,7 @@ class TriForceProposer(Proposer):
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
         self._window = window
-        self._verifier = verifier
+        self.verifier = verifier
         self._draft = draft
         self._gamma = gamma_draft
         self._refresh_steps = refresh_steps
@@ -52,7 +52,7 @@ class TriForceProposer(Proposer):
         return chains_where(self._room, texts)
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._verifier.start(slots)
+        self.verifier.start(slots)
         if self._draft is not None:
             self._draft.start(slots)
         self.num_steps = 0
@@ -69,7 +69,7 @@ class TriForceProposer(Proposer):
             return [Proposal() for _ in requests]
         lengths = {sequence: one.end for sequence, one in inputs.items()}
         reach = {sequence: one.last + 1 - one.end for sequence, one in inputs.items()}
-        refresh = self._verifier.begin(lengths, reach)
+        refresh = self.verifier.begin(lengths, reach)
         for request in requests:
             if self._draft is not None and request.slot in inputs:
                 self._draft.catch_up(request.slot, request.tokens)
@@ -86,7 +86,7 @@ class TriForceProposer(Proposer):
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
         if self._draft is None:
             return ()
-        steps, accepted = self._verifier.counts[slot]
+        steps, accepted = self.verifier.counts[slot]
         return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)
 
     def _inputs(self, request: DraftRequest) -> WindowInput | None:
@@ -118,7 +118,7 @@ class TriForceProposer(Proposer):
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
                     self._draft.steps(self._gamma, longest=longest)
-                self._verifier.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
+                self.verifier.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
                 ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
                 refresh = False

@@ -62,7 +62,7 @@ def play(
     runtime: Runtime, tasks: Mapping[int, Task], params: SamplingParams, *, num_sequences: int
 ) -> dict[int, Played]:
     """Decode these sequences to their ends, each with the noise of its number."""
-    target, proposer = runtime._parts.target.runner, runtime._parts.proposer
+    target, proposer = runtime.parts.target.runner, runtime.parts.proposer
     played = {sequence: Played([]) for sequence in tasks}
     proposer.start(numbered(params, num_sequences))
     for sequence, task in tasks.items():
@@ -90,14 +90,14 @@ def play(
 
 def middle_of(runtime: Runtime) -> RetrievalVerifier:
     """The middle level."""
-    proposer = drafting(runtime._parts.proposer)
-    assert isinstance(proposer, TriForceProposer) and isinstance(proposer._verifier, RetrievalVerifier)
-    return proposer._verifier
+    proposer = drafting(runtime.parts.proposer)
+    assert isinstance(proposer, TriForceProposer) and isinstance(proposer.verifier, RetrievalVerifier)
+    return proposer.verifier
 
 
 def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:
     """All that the levels hold of a sequence: keys and values of target and draft, retrieved chunks, their places."""
-    target, draft, chunks = runtime._parts.target, runtime._parts.draft, middle_of(runtime).cache.chunks
+    target, draft, chunks = runtime.parts.target, runtime.parts.draft, middle_of(runtime).cache.chunks
     layers = range(runtime.config.num_layers)
     found = [target.runner.cache.store(layer).data[sequence] for layer in layers]
     if draft is not None:

@@ -38,49 +38,49 @@ from offload_runtime.speculation import (
 
 def target_of(runtime: Runtime) -> LoadedModel:
     """The target as it was loaded."""
-    return runtime._parts.target
+    return runtime.parts.target
 
 
 def draft_of(runtime: Runtime) -> LoadedModel | None:
     """The draft model, if there is one."""
-    return runtime._parts.draft
+    return runtime.parts.draft
 
 
 def runner_of(runtime: Runtime) -> ModelRunner:
     """The target's runner."""
-    return runtime._parts.target.runner
+    return runtime.parts.target.runner
 
 
 def engine_of(runtime: Runtime) -> CopyEngine:
     """What copies weights and the KV cache to the device."""
-    return runtime._parts.target.engine
+    return runtime.parts.target.engine
 
 
 def budget_of(runtime: Runtime) -> DeviceBudget:
     """The ledger of device memory."""
-    return runtime._parts.budget
+    return runtime.parts.budget
 
 
 def proposer_of(runtime: Runtime) -> Proposer:
     """The one that the runtime was loaded with."""
-    return runtime._parts.proposer
+    return runtime.parts.proposer
 
 
 def request_for(runtime: Runtime, tokens: Sequence[int], params: GenerationParams) -> Request:
     """A request of slot 0."""
-    return Request(0, tokens, params, runtime.tokenizer, runtime._parts.eos_token_ids)
+    return Request(0, tokens, params, runtime.tokenizer, runtime.parts.eos_token_ids)
 
 
 def steps_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, StepRunner]:
     """Who proposes in a generation, and what runs its steps."""
-    parts = runtime._parts
+    parts = runtime.parts
     steps = StepRunner(parts, parts.windows.settle(params, parts.proposer))
     return steps.proposer, steps
 
 
 def slot_sampling(runtime: Runtime) -> SlotSampling:
     """How the runtime chooses the tokens of every slot."""
-    return runtime._parts.sampling
+    return runtime.parts.sampling
 
 
 def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
@@ -130,9 +130,9 @@ def levels_of(proposer: Proposer) -> Levels:
     """The levels of a proposer; none of plain decoding and n-grams."""
     proposer = drafting(proposer)
     if isinstance(proposer, TriForceProposer):
-        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer._verifier, RetrievalVerifier)
+        assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer.verifier, RetrievalVerifier)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
-        return Levels(proposer._window, proposer._verifier, proposer._draft, proposer._gamma)
+        return Levels(proposer._window, proposer.verifier, proposer._draft, proposer._gamma)
     if isinstance(proposer, DraftProposer):
         return Levels(proposer.model.window, None, proposer.model, 0)
     return Levels(None, None, None, 0)
@@ -158,7 +158,7 @@ def release_proposer(runtime: Runtime) -> int:
     Returns:
         How many entries the ledger is left with. What was entered behind the target's own belonged to the proposer.
     """
-    runtime._parts = replace(runtime._parts, proposer=NoProposer())
+    runtime.parts = replace(runtime.parts, proposer=NoProposer())
     reserved = budget_of(runtime).reservations
     return 1 + max(index for index, name in enumerate(reserved) if name.startswith("target: "))
 
