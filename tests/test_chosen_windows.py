@@ -489,12 +489,12 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     assert isinstance(filled, WindowLimits)
     assert filled.window(Choice("chain", 8)) == WindowSize(8, extra_ngrams=12)
     assert filled.window(Choice("chain", 20)) == WindowSize(20) and filled.window(PLAIN) == WindowSize(0)
-    # Where branches were refused, the window is fixed, or a tree takes them in.
+    # Where branches were refused, or the window is fixed.
     bare = streamed.settle(GenerationParams(tree_nodes=0), chains)
     assert isinstance(bare, WindowLimits) and bare.window(Choice("chain", 8)) == WindowSize(8)
     assert streamed.settle(GenerationParams(gamma=3), chains) == WindowSize(3)
     of_trees = streamed.settle(GenerationParams(), trees)
-    assert isinstance(of_trees, WindowLimits) and of_trees.window(Choice("chain", 8)) == WindowSize(8)
+    assert isinstance(of_trees, WindowLimits) and of_trees.window(Choice("tree", 64)) == WindowSize(64, 64)
 
 
 def test_the_printed_windows() -> None:

@@ -37,3 +37,5 @@ def test_what_is_captured_at_load_is_kept() -> None:
     for count in (1, 3):
         assert len(captured_shapes(count, width=32 // count, capacity_tokens=131072)) <= MOST_GRAPHS
     assert len(captured_shapes(1, width=32, capacity_tokens=2048)) == 4
+    # Of each reach few rows, as many as there may be, and spines.
+    assert 3 * len(captured_shapes(1, width=32, capacity_tokens=131072)) // 2 < MOST_GRAPHS

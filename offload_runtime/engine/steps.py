@@ -222,8 +222,10 @@ class StepRunner:
             for mode in able
             if mode in limits and all(self._is_able(request, mode) for request in longest)
         }
-        # Where windows take no time a tree holds what all others would propose: finding out about them is dear.
-        return {"tree": found["tree"]} if windows.free and "tree" in found else found
+        # Where windows take no time a tree as large holds what a chain would propose: finding out about others is dear.
+        if windows.free and "tree" in found and found["tree"] >= found.get("chain", 0):
+            return {"tree": found["tree"]}
+        return found
 
     def _most_nodes(self, request: Request) -> int:
         """Proposals that the target's cache has places for."""

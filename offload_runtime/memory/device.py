@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
+from threading import Lock
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -219,9 +220,7 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
     if not target.is_cuda:
         target.copy_(host)
         return
-    held = _held(target.device)
-    while held and held[0][1].query():
-        held.popleft()
+    assert target.dtype == host.dtype and target.shape == host.shape
     pinned, landed = host.contiguous().pin_memory(), target
     if not target.is_contiguous():
         landed = torch.empty(target.shape, dtype=target.dtype, device=target.device)
@@ -230,7 +229,14 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
         target.copy_(landed)
     read = torch.cuda.Event()
     read.record(torch.cuda.current_stream(target.device))
-    held.append((pinned, read))
+    with _HELD_LOCK:
+        held = _held(target.device)
+        held.append((pinned, read))
+        while held[0][1].query() and len(held) > 1:
+            held.popleft()
+
+
+_HELD_LOCK = Lock()
 
 
 @cache
@@ -244,8 +250,10 @@ def download(source: torch.Tensor) -> torch.Tensor:
     if not source.is_cuda:
         return source
     pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    copy_words(_words(source.contiguous()), _words(pinned))
-    torch.cuda.current_stream(source.device).synchronize()
+    try:
+        copy_words(_words(source.contiguous()), _words(pinned))
+    finally:  # an interruption must not give page-locked memory back that is still written to
+        torch.cuda.current_stream(source.device).synchronize()
     return pinned
 
 

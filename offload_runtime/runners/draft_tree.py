@@ -140,6 +140,7 @@ class DraftTree:
         words = packed_words(input_sizes(batch, rows, MOST_DEPTH))
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._inputs_read = torch.cuda.Event() if device.type == "cuda" else None
         self._outputs = torch.zeros(
             rows + MOST_SPINE * batch, 2 * self._children, dtype=torch.int32, device=device
         )  # fmt: skip
@@ -157,7 +158,7 @@ class DraftTree:
         return len(self._cache.spare_slots)
 
     def width(self, num_sequences: int) -> int:
-        """Most rows of a sequence in a step about so many."""
+        """Most rows of each sequence in a step that serves so many."""
         return max(1, STEP_ROWS // num_sequences)
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
@@ -196,7 +197,6 @@ class DraftTree:
                 for make, shape in steps:
                     self._upload(nothing, spines, shape)
                     self._run(make, shape)
-                    download(self._last_outputs)  # what is page-locked has been read
         self.start(DIFFERENT_WAYS[:1] * count)
         for make, shape in steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
@@ -204,11 +204,11 @@ class DraftTree:
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes, in one step. Waits for it.
+        """What may follow some nodes, in one step, and down their spines, in a step for each of its nodes. Waits.
 
         Args:
-            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. With spines,
-                as long as the shortest of them, the nodes are few.
+            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Spines are
+                cut to the shortest of them, and only few nodes may come with one.
 
         Returns:
             For each sequence what follows its nodes, or the first of them that there was room for, then what follows
@@ -218,6 +218,9 @@ class DraftTree:
         lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
         self._cache.begin_window(list(asked), [line.fed for line in lines])
         further = min(len(one.spine) for one in asked.values())
+        ends = [line.positions[-1] + 1 for line in lines]
+        if any(self._rope.frequency_set(end) != self._rope.frequency_set(end + further) for end in ends):
+            further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
         num_rows = shape.batch * shape.rows
         spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
@@ -279,7 +282,9 @@ class DraftTree:
         return StepShape(batch, rows, depth, reach, committed)
 
     def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
-        """Tell the device what the step is about: enqueued on the current stream. The one before must be over."""
+        """Tell the device what the step is about: enqueued on the current stream."""
+        if self._inputs_read is not None:
+            self._inputs_read.synchronize()  # at once, unless the step before was interrupted
         sizes = input_sizes(shape.batch, shape.batch * shape.rows, shape.depth)
         parts = [part.numpy() for part in unpack(self._inputs_pinned, sizes)]
         tokens, positions, slots, owners, *of_lines, ancestors, spine_slots, _ = parts
@@ -299,8 +304,11 @@ class DraftTree:
                 part[number] = value
             spine_slots[: len(spine), number] = spine
         for row, position in enumerate(positions.tolist()):  # each as of a sequence that ends with it
-            self._frequencies.set(row, position + 1)
+            if position >= 0:
+                self._frequencies.set(row, position + 1)
         copy_words(self._inputs_pinned[:words], self._inputs[:words])
+        if self._inputs_read is not None:
+            self._inputs_read.record(torch.cuda.current_stream(self._device))
 
     def _parts(self, shape: StepShape) -> list[torch.Tensor]:
         """The inputs of a step, in the order of `input_sizes`."""
@@ -374,8 +382,8 @@ class DraftTree:
 
 
 def _children(tokens: list[int], scores: list[float]) -> Children:
-    """What is allowed of a row of the output; nothing where its logits were NaN."""
-    if tokens[0] < 0:
+    """What is allowed of a row of the output; nothing where its logits were NaN, or the best one overflowed."""
+    if tokens[0] < 0 or not isfinite(scores[0]):
         return Children([], [])
     allowed = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
     return Children([token for token, _ in allowed], [score for _, score in allowed])

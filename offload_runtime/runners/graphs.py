@@ -20,6 +20,8 @@ from offload_runtime.memory import packed_words
 MOST_DEPTH = 256
 # On CUDA a step is about few rows of a sequence or as many as there may be.
 NARROW_ROWS = 8
+# Reaches of steps that are captured at load, up to 16384 tokens: a draft of longer texts rarely keeps all of them.
+_MOST_REACHES = 5
 # Tokens up to which all steps are captured as one: reading them for each query on its own takes no longer than
 # reading them for all queries of a program together.
 _LEAST_REACH = 4 * BLOCK_TOKENS
@@ -111,11 +113,10 @@ class StepGraphs:
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph
-        if len(self._graphs) > self._most_graphs:
-            oldest = self._graphs.pop(next(iter(self._graphs)))
-            if oldest is not None:
-                torch.cuda.current_stream(self._device).synchronize()  # it may still be running
-                oldest.reset()
+        if self.num_graphs > self._most_graphs:
+            oldest = next(key for key, graph in self._graphs.items() if graph is not None)
+            torch.cuda.current_stream(self._device).synchronize()  # it may still be running
+            self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `step` without running it.
@@ -228,9 +229,9 @@ def captured_shape(
 
 
 def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[StepShape]:
-    """The shapes of all steps about one text, or about several of about the same length: what is captured at load."""
+    """The shapes of steps about one text, or about several of about the same length: what is captured at load."""
     reaches = [_LEAST_REACH]
-    while reaches[-1] < capacity_tokens:
+    while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
     return [
         captured_shape(batch, rows, reach, reach, width=width, capacity_tokens=capacity_tokens)

@@ -1,6 +1,7 @@
-"""A sequence's tree of candidates with what a draft said about its nodes, and the way from its nodes to a draft's step.
+"""A draft model as a proposer: chains, and trees that grow while a pass runs.
 
-Pure data on the host: `TreeDraftProposer` grows it, a `DraftTree` says what follows its nodes.
+`TreeDraftProposer` decides which nodes of a tree the next step of the draft is about; a `DraftTree` says what follows
+them, and a `CandidateTree` keeps what was found.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LeastOfBest:
 _NEGLIGIBLE = math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
-# How often the draft's own choice is right, before anything is known, and how many children this looks back on.
+# How probable the best child of a node is before anything is known, and how many nodes this looks back on.
 _FIRST_RATE, _RATE_MEMORY = 0.75, 50
 # A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
 _MARGIN = math.log(2)

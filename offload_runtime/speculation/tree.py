@@ -159,7 +159,7 @@ class CandidateTree:
 
     @property
     def num_slots(self) -> int:
-        """How many there are of them."""
+        """Candidates that have keys."""
         return len(self._slots)
 
     def token(self, node: int) -> int:
