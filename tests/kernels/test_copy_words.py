@@ -40,16 +40,16 @@ def test_there_and_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_nothing_waits_for_copies_on_their_way() -> None:
-    """A copy of a gigabyte is still running when the words have gone up and come back."""
+    """Copies of two gigabytes in all are still running when the words have gone up and come back."""
     device = torch.device("cuda")
-    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    large = torch.empty(16 << 20, dtype=torch.uint8, pin_memory=True)
     landing, small = torch.empty_like(large, device=device), words(9000)
     download(upload(small, device))  # compiles
     torch.cuda.synchronize()
     side, copying = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(copying):
-        landing.copy_(large, non_blocking=True)
-        landing.copy_(large, non_blocking=True)
+        for _ in range(128):
+            landing.copy_(large, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
     with torch.cuda.stream(side):
