@@ -56,7 +56,7 @@ def test_end_of_sequence_anywhere_in_a_window(
     places = first_places(said)
     assert len(places) >= 8
     for number, place in enumerate(places):
-        monkeypatch.setattr(runtime, "_parts", replace(parts, eos_token_ids=frozenset({said[place]})))
+        monkeypatch.setattr(runtime, "parts", replace(parts, eos_token_ids=frozenset({said[place]})))
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
@@ -223,6 +223,6 @@ def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said:
 def test_stopping_figures(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     place = first_places(said)[4]
     parts = replace(runtime.parts, eos_token_ids=frozenset({said[place]}))
-    monkeypatch.setattr(runtime, "_parts", parts)
+    monkeypatch.setattr(runtime, "parts", parts)
     stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
     assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))

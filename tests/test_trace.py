@@ -340,7 +340,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_b
     folder.rmdir()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
         runtime.close()
-    assert not runtime._stop_copies.alive and not hasattr(runtime, "_parts")
+    assert not runtime._stop_copies.alive and not hasattr(runtime, "parts")
     runtime.close()
 
 
