@@ -26,6 +26,7 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
+_HELD_LOCK = Lock()  # around what `_held` gives, as several runtimes may share a device
 
 
 class DeviceBudget:
@@ -234,9 +235,6 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
         held.append((pinned, read))
         while held[0][1].query() and len(held) > 1:
             held.popleft()
-
-
-_HELD_LOCK = Lock()
 
 
 @cache

@@ -348,8 +348,9 @@ class TreeDraftProposer(Proposer):
         """Nodes behind the most probable one of each sequence, best child after best child, that the next step had
         better be about; 0 where it had better be about all that is asked.
 
-        A spine's steps follow each other without the host, and are about a single row: five of them take as long as
-        one about 32 nodes (135M draft, H200). So an accurate draft gets deep and an inaccurate one wide.
+        A spine's steps follow each other without the host, and are about a single row: a chain's take 0.52 ms each,
+        where one about 32 nodes takes 2.5 with what the host does (135M draft, H200). So an accurate draft gets deep
+        and an inaccurate one wide.
         """
         length = MOST_SPINE
         for sequence, (node, *_) in asked.items():
