@@ -336,8 +336,8 @@ class SpeculationOptions:
     `auto`, with a draft model, takes the one that is predicted to be faster. `draft_cache`: the draft's own cache,
     `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
     `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
-    tokens and `retrieval` beyond them, by what is predicted as well. Of the middle level: `budget_tokens` per layer and
-    KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps; the draft proposes
+    tokens and `retrieval` beyond them, by what is predicted as well. Of the retrieval verifier: `budget_tokens` per
+    layer and KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps; the draft proposes
     `gamma_draft` tokens to each step. A draft that retrieves does so with the same `budget_tokens` and `chunk_size`.
     """
 
@@ -370,10 +370,10 @@ def idle_options(has_draft: bool, mode: str, draft_cache: str) -> dict[str, str]
     """
     idle: dict[str, str] = {}
     if mode in ("none", "chain"):
-        why = f"with --speculation {mode}, which has no middle level: drop it, or take --speculation triforce"
+        why = f"with --speculation {mode}, which has no retrieval verifier: drop it, or take --speculation triforce"
         idle |= dict.fromkeys(("chunk_size", "budget_tokens", "refresh_steps", "gamma_draft"), why)
     elif mode == "auto" and not has_draft:
-        why = "without a draft model, because auto takes no middle level then: name one with --draft, or take "
+        why = "without a draft model, because auto takes no retrieval verifier then: name one with --draft, or take "
         why += "--speculation triforce --draft none"
         idle |= dict.fromkeys(("chunk_size", "budget_tokens", "refresh_steps"), why)
     if has_draft and mode != "none" and draft_cache in ("auto", "retrieval"):  # a draft's own cache may be of chunks
@@ -451,7 +451,7 @@ class RuntimeConfig:
         if mode == "triforce" and draft == "ngram":
             raise OptionError(
                 "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
-                "--draft none, which lets the middle level decode by itself"
+                "--draft none, which lets the retrieval verifier decode by itself"
             )
         if mode == "none" and draft not in ("ngram", "none"):
             raise OptionError("--speculation none would leave the draft model idle: drop one of the two")

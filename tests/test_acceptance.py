@@ -16,7 +16,7 @@ from offload_runtime.kv.host_io import HostWrites
 from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup
-from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseMiddle, decode, replay
+from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseVerifier, decode, replay
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.test_cli_fakes import make_stats
 
@@ -26,7 +26,7 @@ BUDGET, CHUNK, SINKS = 192, 8, 16
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(740)]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
 Shared = dict[SamplingParams, tuple[list[int], DenseLlama]]
-Levels = tuple[Acceptance, Acceptance]  # of the draft, of the middle level
+Levels = tuple[Acceptance, Acceptance]  # of the draft, of the retrieval verifier
 Book = Callable[[int, SamplingParams, ModelConfig], Levels]
 
 
@@ -91,15 +91,15 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
             return known
         truth, full = plain[params]
         guesser = DenseDraft(dense(draft), params)
-        middle = DenseMiddle(
+        verifier = DenseVerifier(
             full, dense(target), make_policy(config), chunk_size=CHUNK, refresh_steps=refresh_steps,
             params=params,
         )  # fmt: skip
         outer = replay(
-            truth, len(PROMPT), lambda tokens, count: middle.propose(tokens, count, guesser, GAMMA_DRAFT),
-            gamma=GAMMA, proposed_by="middle",
+            truth, len(PROMPT), lambda tokens, count: verifier.propose(tokens, count, guesser, GAMMA_DRAFT),
+            gamma=GAMMA, proposed_by="retrieval",
         )  # fmt: skip
-        inner = Acceptance("draft", "middle", middle.steps, middle.steps * GAMMA_DRAFT, middle.accepted)
+        inner = Acceptance("draft", "retrieval", verifier.steps, verifier.steps * GAMMA_DRAFT, verifier.accepted)
         found[refresh_steps, params] = inner, outer
         return inner, outer
 
@@ -165,7 +165,7 @@ def test_every_generation_and_every_answer_of_a_batch_has_its_own_figures(runtim
     assert [result.stats.acceptance for result in together] == [stats.acceptance for stats in alone]
     assert alone[0].acceptance != alone[1].acceptance and len(alone[0].acceptance) == 2
     assert runtime.generate(PROMPT, max_new_tokens=1, gamma=GAMMA).stats.acceptance == (
-        Acceptance("draft", "middle", 0, 0, 0), Acceptance("middle", "target", 0, 0, 0)
+        Acceptance("draft", "retrieval", 0, 0, 0), Acceptance("retrieval", "target", 0, 0, 0)
     )  # fmt: skip
 
 
@@ -184,12 +184,12 @@ def test_a_stream_tells_no_figures_of_another(runtime: Runtime) -> None:
 
 
 def test_rates() -> None:
-    level = Acceptance("draft", "middle", 4, 12, 6)
+    level = Acceptance("draft", "retrieval", 4, 12, 6)
     assert make_stats(acceptance=(level,)).to_dict()["acceptance"] == [
         {
-            "proposed_by": "draft", "verified_by": "middle", "verifications": 4, "proposed": 12, "accepted": 6,
+            "proposed_by": "draft", "verified_by": "retrieval", "verifications": 4, "proposed": 12, "accepted": 6,
             "rate": 0.5, "accepted_per_verification": 1.5,
         }
     ]  # fmt: skip
-    nothing = Acceptance("draft", "middle", 0, 0, 0)
+    nothing = Acceptance("draft", "retrieval", 0, 0, 0)
     assert (nothing.rate, nothing.accepted_per_verification) == (0.0, 0.0)

@@ -92,7 +92,7 @@ LARGE = replace(
 
 
 def chosen(plan: RunPlan) -> tuple[bool, str, bool]:
-    """Whether there is a middle level, the draft's cache, whether the target's is in host memory."""
+    """Whether there is a retrieval verifier, the draft's cache, whether the target's is in host memory."""
     return plan.has_verifier, "n-grams" if plan.draft is None else plan.draft.cache, plan.target.on_host
 
 
@@ -129,7 +129,7 @@ def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) 
     assert any(rooms), "trees are somewhere the fastest"
     assert {cache for _, cache, _ in seen} == {"retrieval", "streaming"} or draft == "llama-68m"
     assert {on_host for _, _, on_host in seen} == {False, True}
-    assert {middle for middle, _, _ in seen} == {False, True} or target == "qwen2.5-32b"
+    assert {verifier for verifier, _, _ in seen} == {False, True} or target == "qwen2.5-32b"
 
 
 @pytest.mark.parametrize("vram_bytes", [12 * GB, 20 * GB, 26 * GB, 60 * GB])
@@ -209,7 +209,7 @@ def test_a_run_chooses_what_its_plan_does(target: Path, draft: Path, kv: str) ->
 
 
 def test_the_link_that_is_played_is_the_one_to_choose_by(target: Path, draft: Path) -> None:
-    """Chunks that a middle level fetches from host memory are waited for."""
+    """Chunks that a retrieval verifier fetches from host memory are waited for."""
 
     def said(**options: Any) -> str:
         with load(target, draft=draft, context=CONTEXT, kv="host", vram=1 << 30, profile=CARD, **options) as runtime:

@@ -44,7 +44,7 @@ def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
     assert said(runtime) == ["one", "two", "three"]
     assert runtime.requests[2][1] == GenerationParams(1024, sampling=SamplingParams(0.7, seed=9))
     # Two words of system prompt, then a word each way and turn.
-    figures = "12.5 tokens/s · 1.50 tokens per pass · accepted 0.90 of the middle level's, 0.65 of the draft's · "
+    figures = "12.5 tokens/s · 1.50 tokens per pass · accepted 0.90 of the retrieval verifier's, 0.65 of the draft's · "
     assert figures + "link 20.0 of 25.0 GB/s (80 %), idle 4.0 % · context 8 of 100" in result.stderr
 
 

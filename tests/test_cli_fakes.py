@@ -24,7 +24,7 @@ def make_stats(**changes: Any) -> GenerationStats:
         "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
         "measured_s_per_pass": 0.12, "predicted_s_per_pass": None, "emulated": None,
         "link_idle_share": 0.04,
-        "acceptance": (Acceptance("draft", "middle", 5, 20, 13), Acceptance("middle", "target", 2, 10, 9)),
+        "acceptance": (Acceptance("draft", "retrieval", 5, 20, 13), Acceptance("retrieval", "target", 2, 10, 9)),
     }  # fmt: skip
     return GenerationStats(**{**figures, **changes})
 

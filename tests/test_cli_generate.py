@@ -42,7 +42,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
     for figure in (
         "12.5 tokens/s",
         "1.50 tokens per pass",
-        "accepted 0.90 of the middle level's, 0.65 of the draft's",
+        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's",
         "20.0 of 25.0 GB/s (80 %), idle 4.0 %",
         "0.25 s",
     ):
@@ -200,23 +200,23 @@ def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, 
     assert runtime.loads == []
 
 
-MIDDLE = ("--budget-tokens 64", "--chunk-size 4", "--refresh-steps 2")
+VERIFIER = ("--budget-tokens 64", "--chunk-size 4", "--refresh-steps 2")
 KEPT = ("--sink-tokens 4", "--recent-tokens 9")
 IDLE = [
-    *(("--speculation none --draft some/draft", option) for option in (*MIDDLE, "--gamma-draft 2")),
-    *(("--speculation chain --draft some/draft --draft-cache streaming", option) for option in MIDDLE),
-    *(("--speculation chain --draft some/draft", option) for option in (*MIDDLE[2:], "--gamma-draft 2")),
-    *((f"--draft {draft}", option) for draft in ("ngram", "none") for option in (*MIDDLE, *KEPT, "--gamma-draft 2")),
+    *(("--speculation none --draft some/draft", option) for option in (*VERIFIER, "--gamma-draft 2")),
+    *(("--speculation chain --draft some/draft --draft-cache streaming", option) for option in VERIFIER),
+    *(("--speculation chain --draft some/draft", option) for option in (*VERIFIER[2:], "--gamma-draft 2")),
+    *((f"--draft {draft}", option) for draft in ("ngram", "none") for option in (*VERIFIER, *KEPT, "--gamma-draft 2")),
     *((f"--draft some/draft --draft-cache {cache}", option) for cache in ("full", "retrieval") for option in KEPT),
     *(("--speculation triforce --draft none", option) for option in (*KEPT, "--gamma-draft 2", "--draft-cache full")),
     ("--draft ngram", "--draft-cache streaming"),
 ]
 BUSY = [
-    *(("--speculation triforce --draft some/draft", option) for option in (*MIDDLE, *KEPT, "--gamma-draft 2")),
-    *(("--draft some/draft", option) for option in (*MIDDLE, *KEPT, "--gamma-draft 2", "--draft-cache full")),
-    *(("--speculation triforce --draft none", option) for option in (*MIDDLE, "--gamma 3")),
-    *(("--speculation chain --draft some/draft", option) for option in (*MIDDLE[:2], *KEPT, "--draft-cache full")),
-    *(("--speculation chain --draft some/draft --draft-cache retrieval", option) for option in MIDDLE[:2]),
+    *(("--speculation triforce --draft some/draft", option) for option in (*VERIFIER, *KEPT, "--gamma-draft 2")),
+    *(("--draft some/draft", option) for option in (*VERIFIER, *KEPT, "--gamma-draft 2", "--draft-cache full")),
+    *(("--speculation triforce --draft none", option) for option in (*VERIFIER, "--gamma 3")),
+    *(("--speculation chain --draft some/draft", option) for option in (*VERIFIER[:2], *KEPT, "--draft-cache full")),
+    *(("--speculation chain --draft some/draft --draft-cache retrieval", option) for option in VERIFIER[:2]),
 ]
 
 

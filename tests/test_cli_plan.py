@@ -45,7 +45,7 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
         "machine: rtx4090", "TriForce: the draft, then the target over 4096 retrieved tokens", "all 32 layers on the",
         "KV cache of 1 x 131072 tokens: 2 of 32 layers on the device (8, 24), 30 streamed (0-7, 9-23, 25-31)",
         "retrieval cache", "draft weights", "ring of KV pieces", "workspace", "of 25.8 GB", "of 68.7 GB", "page-locked",
-        "pass, 25 tokens", "middle step", "to first token", "0.98", "1 GB more device memory: ", "a second card: ",
+        "pass, 25 tokens", "verifier step", "to first token", "0.98", "1 GB more device memory: ", "a second card: ",
     ):  # fmt: skip
         assert text in result.stdout, text
     parts = re.search(r"device memory\n(.*?)├", result.stdout, re.DOTALL)
@@ -190,8 +190,8 @@ def test_triforce_without_enough_page_locked_memory() -> None:
     assert re.search(r"--pinned page-locks 8\.0 GB of the 16\.\d GB of the KV cache, too little by 8", asked.stderr)
     assert "--speculation chain" in asked.stdout and "short of page-locked memory" in asked.stdout
     left = json.loads(plan("llama-3.1-8b", *arguments, "--json").stdout)
-    assert left["fits"] and not left["middle_level"]
-    assert left["why_no_middle_level"].startswith("it reads keys and values where they lie")
+    assert left["fits"] and not left["retrieval_verifier"]
+    assert left["why_no_retrieval_verifier"].startswith("it reads keys and values where they lie")
 
 
 def test_without_a_profile_the_users_own_or_a_common_card() -> None:

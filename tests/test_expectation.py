@@ -127,19 +127,19 @@ def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
         assert (predicted.tree_nodes, predicted.gamma) == (nodes or 0, gamma or 63)
 
 
-def test_a_middle_level_takes_the_steps_that_it_took() -> None:
+def test_a_retrieval_verifier_takes_the_steps_that_it_took() -> None:
     plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
     draft = plan.draft
     assert draft is not None and plan.has_verifier
-    inner = Acceptance("draft", "middle", 2000, 8000, 3000)
-    answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "middle")))
+    inner = Acceptance("draft", "retrieval", 2000, 8000, 3000)
+    answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "retrieval")))
     predicted = Expectation(plan, CARD).seconds_per_pass([answer])
     step_s = verifier_step_s(plan, CARD) + 4 * draft_step_s(plan, CARD)
     hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
     assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + 10 * step_s - hidden_s)
     alone = _plan("llama-2-7b-128k", "none", context=131072, mode="triforce")
     assert alone.has_verifier
-    without = replace(answer, acceptance=(_verified(200, 4800, "middle"),))
+    without = replace(answer, acceptance=(_verified(200, 4800, "retrieval"),))
     step_s = verifier_step_s(alone, CARD)
     expected = _pass_s(alone, length=120_500, rows=25) + 24 * step_s - hidden_s
     assert Expectation(alone, CARD).seconds_per_pass([without]) == pytest.approx(expected)
@@ -172,7 +172,7 @@ def test_a_step_serves_all_answers_of_a_batch() -> None:
     assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 5 * three_s)
 
 
-def test_a_step_of_the_middle_level_serves_all_answers_of_a_batch() -> None:
+def test_a_step_of_the_retrieval_verifier_serves_all_answers_of_a_batch() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", context=32768, batch=3, mode="triforce", kv="host")
     assert plan.has_verifier
     config, target = plan.target.config, plan.target
@@ -256,7 +256,7 @@ def test_rounds_that_were_not_played_yet() -> None:
     trees = [foreseen("tree", size) - foreseen("ngram", size) for size in (32, 64)]
     assert trees[1] - trees[0] == pytest.approx(step_s) and trees[0] > 2 * step_s
     assert foreseen("chain", 16, 4) > foreseen("chain", 16)
-    middle = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
-    steps = [Expectation(middle, CARD).seconds_of_step(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
+    verifier = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
+    steps = [Expectation(verifier, CARD).seconds_of_step(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
     assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]))
-    assert steps[1] - steps[0] > verifier_step_s(middle, CARD)
+    assert steps[1] - steps[0] > verifier_step_s(verifier, CARD)

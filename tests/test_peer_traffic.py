@@ -233,11 +233,11 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tu
     found = measure_ours(long_models, own, "--repeats", "2", "--vram", "all")
     told, passes = found["speculation"], sum(run["passes"] for run in found["runs"])
     assert sum(told["windows"].values()) == passes and set(told["windows"]) <= {"chain 3", "plain"}
-    draft, middle = told["levels"]
-    assert (draft["proposed_by"], draft["verified_by"]) == ("draft", "middle") and draft["proposed"] > 0
-    assert (middle["proposed_by"], middle["verified_by"]) == ("middle", "target")
-    assert middle["accepted"] == told["accepted"] and middle["proposed"] == told["proposed"] > 0
-    assert middle["rate"] == told["acceptance"] and 0 <= draft["rate"] < 1
+    draft, verifier = told["levels"]
+    assert (draft["proposed_by"], draft["verified_by"]) == ("draft", "retrieval") and draft["proposed"] > 0
+    assert (verifier["proposed_by"], verifier["verified_by"]) == ("retrieval", "target")
+    assert verifier["accepted"] == told["accepted"] and verifier["proposed"] == told["proposed"] > 0
+    assert verifier["rate"] == told["acceptance"] and 0 <= draft["rate"] < 1
     assert found["settings"]["budget_tokens"] == 64 and found["settings"]["draft_cache"] == "streaming"
     assert found["streamed"]["kv"] > 0
     (note,) = found["notes"]

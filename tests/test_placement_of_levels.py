@@ -107,7 +107,7 @@ def test_who_asked_for_no_triforce_is_not_told_why_there_is_none(target: Path, d
     assert placement(target, "none", kv="host") == "plain decoding"
 
 
-def test_auto_does_without_a_middle_level_that_does_not_fit(target: Path, draft: Path) -> None:
+def test_auto_does_without_a_retrieval_verifier_that_does_not_fit(target: Path, draft: Path) -> None:
     speculation = SpeculationOptions("chain", **SMALL)
     vram = least_vram(target, draft=draft, kv="host", speculation=speculation)
     said = placement(target, draft=draft, kv="host", vram=vram + 10_000)
@@ -116,7 +116,7 @@ def test_auto_does_without_a_middle_level_that_does_not_fit(target: Path, draft:
 
 @pytest.mark.usefixtures("nothing_loaded")
 def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_draft: Path) -> None:
-    """It would have nothing to say there, and the middle level would wait for it."""
+    """It would have nothing to say there, and the retrieval verifier would wait for it."""
     message = refused(
         OptionError, target, draft=short_draft, kv="host", speculation=SpeculationOptions("triforce", "full", **SMALL)
     )

@@ -507,7 +507,7 @@ def test_branches_of_a_streaming_cache_lie_beside_its_places() -> None:
 
 
 def test_graphs_of_steps_are_counted_where_there_are_any() -> None:
-    """Of the draft and, with TriForce, of the middle level, which needs room to choose chunks in."""
+    """Of the draft and, with TriForce, of the retrieval verifier, which needs room to choose chunks in."""
     drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m")}
     request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b-128k"), context=32768, kv="host")
     machine = machine_figures(load_profile("rtx4090"))

@@ -103,12 +103,12 @@ def on_chip() -> Iterator[str]:
 
 
 def steps() -> Iterator[str]:
-    found = next(row for row in result("middle-step-h200")["middle_passes"] if row["tokens"] == 17)
+    found = next(row for row in result("verifier-step-h200")["verifier_passes"] if row["tokens"] == 17)
     copy_gbps = load_profile("h200").hbm_gbps
     assert copy_gbps is not None
     copy_ms = found["bytes"] / (copy_gbps * 1e6)
-    yield f"over 17 tokens takes {found['middle_step_ms']:.1f} ms"
-    times = found["middle_step_ms"] / copy_ms
+    yield f"over 17 tokens takes {found['verifier_step_ms']:.1f} ms"
+    times = found["verifier_step_ms"] / copy_ms
     yield f"{times:.2f} x what reading its weights and keys takes at the {copy_gbps / 1e3:.2f} TB/s"
     yield f"{found['times_hbm']:.2f} x at the 4.8 of its data sheet"
     yield f"A step of the draft takes {found['draft_step_ms']:.2f} ms"
@@ -304,7 +304,7 @@ def long_contexts_beside_others() -> Iterator[str]:
         "ours-chains": "the same without n-grams",
         "transformers-offloaded-cache": "transformers 5.17, KV cache offloaded",
     }
-    new_tokens, of_middle, of_ngrams = [], [], 0
+    new_tokens, of_verifier, of_ngrams = [], [], 0
     for label in ("32K", "120K"):
         found = result(f"compare-7b-{label.lower()}-h200")
         agreed, asked = found["agreement"], found["configuration"]
@@ -313,10 +313,10 @@ def long_contexts_beside_others() -> Iterator[str]:
         assert min(share for shares in agreed["in_common"].values() for share in shares) > 0.98
         new_tokens.append(asked["new_tokens"])
         ours = found["results"]["ours"]
-        middle = ours["speculation"]["levels"][1]
-        assert ours["runs"][0]["passes"] == middle["verifications"]
-        of_middle += [middle["accepted"], middle["proposed"]]
-        of_ngrams += ours["speculation"]["accepted"] - middle["accepted"]
+        verifier = ours["speculation"]["levels"][1]
+        assert ours["runs"][0]["passes"] == verifier["verifications"]
+        of_verifier += [verifier["accepted"], verifier["proposed"]]
+        of_ngrams += ours["speculation"]["accepted"] - verifier["accepted"]
         if assistant := found["results"].get("deepspeed-assistant", {}).get("assistant"):
             rates = {int(tokens): f"{rate:.1f}" for tokens, rate in assistant["tok_per_s_by_tokens"].items()}
             best = assistant["tokens"]
@@ -328,7 +328,7 @@ def long_contexts_beside_others() -> Iterator[str]:
                 f"| {row['peak_vram_bytes']['driver'] / 1e9:.1f} GB | {ours_is(found, key)}|"
             )
     yield "{} and {} tokens of one answer".format(*new_tokens)
-    yield "{} of {} proposals of TriForce's middle level at 32K and {} of {} at 120K".format(*of_middle)
+    yield "{} of {} proposals of TriForce's retrieval verifier at 32K and {} of {} at 120K".format(*of_verifier)
     assert of_ngrams == 1
 
 

@@ -1,4 +1,4 @@
-"""The middle level's cache: what the policies choose, and that the cache holds just that."""
+"""The retrieval verifier's cache: what the policies choose, and that the cache holds just that."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_a_failure_is_raised_stays_raised_and_ends_the_threads(where: str, after
             engine.drain()
 
 
-def test_closing_ends_the_threads_in_the_middle_of_everything() -> None:
+def test_closing_ends_the_threads_in_the_verifier_of_everything() -> None:
     started = time.perf_counter()
     with staged(ALL, slots=3, before_fill=lambda: time.sleep(0.01)) as (streamer, _):
         layers = streamer.layers()

@@ -152,9 +152,9 @@ def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Pat
     found = {name: rows_of(tmp_path / f"{name}.json") for name in small}
     assert {name: tuple(rows) for name, rows in found.items()} == small
     assert all(row["identical_to_plain"] for rows in found.values() for row in rows.values())
-    # 512 tokens hold all that is far, so the middle level is wrong only where rounding decides.
+    # 512 tokens hold all that is far, so the retrieval verifier is wrong only where rounding decides.
     assert found["budget"]["512"]["acceptance_judged"] > 0.95 > found["budget"]["64"]["acceptance_judged"]
-    assert found["policy"]["chain"]["middle_steps_per_pass"] == 0
+    assert found["policy"]["chain"]["verifier_steps_per_pass"] == 0
     assert found["gamma"]["4"]["accepted"] <= found["gamma"]["4"]["passes"] * 4
     for row in found["needle"].values():
         assert row["prompt_tokens"] == 900 and row["number_log_probability"] < 0
@@ -278,7 +278,7 @@ def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtim
         found = session.decode(start, proposer, params, gamma=8, count=24)
         assert compare(expected.texts, found.texts).identical
     assert found.rounds == expected.rounds
-    assert (found.middle_steps, found.draft_accepted) == (expected.middle_steps, expected.draft_accepted)
+    assert (found.verifier_steps, found.draft_accepted) == (expected.verifier_steps, expected.draft_accepted)
     assert 0 < found.draft_accepted < found.draft_proposed  # both levels are put to the test
     assert any(played.num_accepted < played.num_proposed for played in found.rounds)
 
@@ -351,7 +351,7 @@ def test_acceptance_is_counted_by_depth() -> None:
 def test_the_bound_is_a_pass_and_its_steps() -> None:
     setting = Setting(replace(OPTIONS, refresh_steps=2), 0.6, 900, 9, 8)
     row = {
-        "pass_s": 0.1, "middle_steps_per_pass": 5.0, "middle_step_ms": 4.0, "middle_step_with_refresh_ms": 8.0,
+        "pass_s": 0.1, "verifier_steps_per_pass": 5.0, "verifier_step_ms": 4.0, "verifier_step_with_refresh_ms": 8.0,
         "draft_step_ms": 1.0, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025,
         "draft_steps_per_pass": 6.0,
     }  # fmt: skip
@@ -384,7 +384,7 @@ def test_longer_contexts_come_first() -> None:
 
 
 def test_agreement_with_itself_is_full(runtime: Runtime) -> None:
-    """A needle's middle level that holds everything says what the full target says."""
+    """A needle's retrieval verifier that holds everything says what the full target says."""
     setting = Setting(replace(OPTIONS, budget_tokens=768, gamma_draft=3), 0.6, 800, 9, 8, depth=0.5)
     row = NeedleTest(Session(runtime), Rig(runtime), TOKENS).measure(setting)
     assert row["policies"]["retrieval"]["agreement"] == 1.0 == row["policies"]["streaming"]["agreement"]

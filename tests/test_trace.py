@@ -171,7 +171,7 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     assert hidden is None if name == "plain" else hidden == 0.0 if name == "neither" else 0.0 <= (hidden or 0.0) <= 1.0
     steps = {bar.name for bar in run.rows["draft"]}
     assert ("draft steps" in steps) == (options["draft"] == draft)
-    assert ("middle step" in steps) == (name == "TriForce")
+    assert ("verifier step" in steps) == (name == "TriForce")
     with load(target, context=CONTEXT, **options) as runtime:
         asked = runtime.generate_batch(PROMPTS, **ASKED) if name == "batch" else [generate(runtime)]
     assert [result.tokens for result in asked] == [result.tokens for result in run.results]

@@ -210,17 +210,17 @@ def test_a_tally_counts_depths_and_sources() -> None:
 
 def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
     tally = Tally()
-    tally.add(["middle"] * 4 + ["ngram"] * 6, ["middle", "ngram", "ngram"])
-    tally.add(["middle"] * 4, ["middle"] * 4)
+    tally.add(["retrieval"] * 4 + ["ngram"] * 6, ["retrieval", "ngram", "ngram"])
+    tally.add(["retrieval"] * 4, ["retrieval"] * 4)
     tally.add(["ngram"] * 3, [])
-    *_, level = tally.levels("middle", (Acceptance("draft", "middle", 3, 9, 5),))
-    assert level == Acceptance("middle", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
+    *_, level = tally.levels("retrieval", (Acceptance("draft", "retrieval", 3, 9, 5),))
+    assert level == Acceptance("retrieval", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
 
 
 def test_the_printed_summary() -> None:
     stats = make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7})
     assert speed_figures(stats)[2:5] == [
-        "accepted 0.90 of the middle level's, 0.65 of the draft's", "by depth 9, 8, 2",
+        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's", "by depth 9, 8, 2",
         "by source 12 draft's, 7 n-grams'",
     ]  # fmt: skip
     assert speed_figures(make_stats(accepted_by_depth=tuple(range(20, 0, -1))))[3].endswith("14, 13, ...")

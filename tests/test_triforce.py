@@ -80,7 +80,7 @@ def test_what_n_grams_add_changes_no_token(
             assert result.tokens == said and 8 < max(widths) < COUNT
             assert result.stats.passes < 0.5 * COUNT
             sources |= set(result.stats.accepted_by_source)
-    assert {"ngram", "middle"} <= sources
+    assert {"ngram", "retrieval"} <= sources
 
 
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
@@ -95,7 +95,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
         stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
         assert runtime.parts.proposer.modes({0: [1, 2, 3, 1, 2]}) == ("chain",)
     assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}
-    # Beside what the middle level proposed.
+    # Beside what the retrieval verifier proposed.
     assert sum(width - 1 for width in widths) > stats.acceptance[-1].proposed > 0
 
 
@@ -117,7 +117,7 @@ def test_with_a_draft_and_without(target: Path, draft: Path, expected: list[list
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_middle_level_that_sees_everything_is_right_in_every_generation(target: Path, device: str) -> None:
+def test_a_retrieval_verifier_that_sees_everything_is_right_in_every_generation(target: Path, device: str) -> None:
     """Also where steps are replays of what an earlier generation captured, and chunks are chosen in some steps only."""
     options = SpeculationOptions("triforce", budget_tokens=512, refresh_steps=3)
     with Runtime.load(
@@ -130,7 +130,9 @@ def test_a_middle_level_that_sees_everything_is_right_in_every_generation(target
             assert result.stats.passes <= 3  # a near-tie may cost one of the two that are needed
 
 
-def test_a_budget_that_holds_everything_makes_the_middle_level_right(target: Path, expected: list[list[int]]) -> None:
+def test_a_budget_that_holds_everything_makes_the_retrieval_verifier_right(
+    target: Path, expected: list[list[int]]
+) -> None:
     options = SpeculationOptions("triforce", budget_tokens=512)
     with load(target, draft="none", context=CONTEXT, kv="host", speculation=options) as runtime:
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19)

@@ -15,7 +15,7 @@ from offload_runtime.runners import DeviceWindow, DraftModel
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import DraftRequest, TriForceProposer
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
-from tests.helpers.levels_together import Task, middle_of, play, stored
+from tests.helpers.levels_together import Task, play, stored, verifier_of
 from tests.helpers.sampling import numbered
 
 CONTEXT, GAMMA_DRAFT = 900, 2
@@ -90,7 +90,7 @@ def test_a_chain_says_what_plain_decoding_says(
         check(runtime, expected["gqa"])
 
 
-def test_a_middle_level_without_a_draft(
+def test_a_retrieval_verifier_without_a_draft(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]]
 ) -> None:
     options = SpeculationOptions("triforce", budget_tokens=96, chunk_size=8, refresh_steps=3)
@@ -136,7 +136,7 @@ class Launches:
     """Steps that were launched, and those that each sequence took, by rounds."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[int, int, list[int]]] = []  # of the draft, of the middle level, of each sequence
+        self.rounds: list[tuple[int, int, list[int]]] = []  # of the draft, of the retrieval verifier, of each sequence
         self.reads: list[int] = []  # how often the host looked at the window in each round
         self._counted = {DraftModel: 0, RetrievalVerifier: 0, DeviceWindow: 0}
         for level, name in ((DraftModel, "_step"), (RetrievalVerifier, "_step"), (DeviceWindow, "read")):
@@ -183,7 +183,7 @@ def test_a_batch_takes_the_steps_of_its_slowest_sequence(
 def test_levels_that_always_agree_take_no_step_too_many(
     models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that is the target, under a middle level that sees everything."""
+    """A draft that is the target, under a retrieval verifier that sees everything."""
     options = SpeculationOptions("triforce", "full", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
     target, _ = models["gqa"]
     with load(target, draft=target, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
@@ -209,13 +209,13 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
             parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
         texts = PROMPTS[:3]
         parts.proposer.propose([DraftRequest(sequence, texts[sequence], 4) for sequence in range(3)])
-        before, counts = [stored(runtime, sequence) for sequence in range(3)], middle_of(runtime).counts
+        before, counts = [stored(runtime, sequence) for sequence in range(3)], verifier_of(runtime).counts
         parts.proposer.propose([DraftRequest(1, texts[1], 12)])
         after = [stored(runtime, sequence) for sequence in range(3)]
         for sequence in (0, 2):
             assert all((left == right).all() for left, right in zip(before[sequence], after[sequence], strict=True))
         assert not all((left == right).all() for left, right in zip(before[1], after[1], strict=True))
-        steps = [now[0] - then[0] for now, then in zip(middle_of(runtime).counts, counts, strict=True)]
+        steps = [now[0] - then[0] for now, then in zip(verifier_of(runtime).counts, counts, strict=True)]
         assert steps[0] == steps[2] == 0 < steps[1]
 
 
@@ -267,7 +267,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
     options = SpeculationOptions("triforce", "full", **SMALL)
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=4) as runtime:
-        window = middle_of(runtime)._window
+        window = verifier_of(runtime)._window
         for prompts in (1, 3, 1):
             runtime.generate_batch(PROMPTS[:prompts], max_new_tokens=6, ignore_eos=True)
             assert window.num_rows == prompts
@@ -276,7 +276,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
         assert window.num_rows == 1
 
 
-def test_a_middle_level_that_sees_everything_is_right_about_every_sequence(
+def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
     """It has the target's noise of each sequence: nothing is ever rejected but by rounding."""
@@ -334,7 +334,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
         for sequence in TASKS:
             assert together[sequence].tokens == alone[sequence].tokens
         # With far keys or without, and up to four recent blocks: whose they are makes no difference.
-        assert 0 < middle_of(runtime).graphs.num_graphs <= 8
+        assert 0 < verifier_of(runtime).graphs.num_graphs <= 8
         runtime.parts.proposer.start(numbered(params, 3))
         for sequence in range(3):
             runtime.parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])

@@ -168,11 +168,13 @@ def test_choices_among_any_number_of_chunks_are_played() -> None:
         assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
 
 
-def played_by(middle: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, bool, SamplingParams]]:
-    """What a middle level plays from now on: sequences, tokens of the longest, whether there are chunks to choose, and
-    how tokens are."""
+def played_by(
+    verifier: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch
+) -> set[tuple[int, int, bool, SamplingParams]]:
+    """What a retrieval verifier plays from now on: sequences, tokens of the longest, whether there are chunks to
+    choose, and how tokens are."""
     played: set[tuple[int, int, bool, SamplingParams]] = set()
-    start, begin, way = middle.start, middle.begin, DIFFERENT_WAYS[0]
+    start, begin, way = verifier.start, verifier.begin, DIFFERENT_WAYS[0]
 
     def started(slots: Sequence[SamplingParams]) -> None:
         nonlocal way
@@ -181,17 +183,17 @@ def played_by(middle: RetrievalVerifier, monkeypatch: pytest.MonkeyPatch) -> set
 
     def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         answer = begin(lengths, counts)
-        played.add((len(lengths), max(lengths.values()), middle.cache.recent[0].start > 0, way))
+        played.add((len(lengths), max(lengths.values()), verifier.cache.recent[0].start > 0, way))
         return answer
 
-    monkeypatch.setattr(middle, "start", started)
-    monkeypatch.setattr(middle, "begin", begun)
+    monkeypatch.setattr(verifier, "start", started)
+    monkeypatch.setattr(verifier, "begin", begun)
     return played
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
-def test_warming_up_the_middle_level_leaves_nothing(
+def test_warming_up_the_retrieval_verifier_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, context: int
 ) -> None:
     target = write_checkpoint(tmp_path / "target", context=1200)

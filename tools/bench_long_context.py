@@ -118,10 +118,10 @@ class Bench:
         """Times of single steps of the two inner levels, replayed as in decoding."""
         return self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=24)
 
-    def middle_passes(
+    def verifier_passes(
         self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: float
     ) -> list[dict[str, Any]]:
-        """Steps of the middle level over so many tokens, beside the time that reading all they touch once takes."""
+        """Steps of the retrieval verifier over so many tokens, beside the time of reading all they touch once."""
         config, itemsize = runner_of(self.runtime).decoder.config, self.runtime.dtype.itemsize
         shared_bytes = (config.vocab_size + 1) * config.hidden_size * itemsize  # head and final norm
         layers_bytes = packed_bytes(config, self.runtime.dtype) - shared_bytes * (
@@ -131,11 +131,11 @@ class Bench:
         for count in rows:
             set_variant(proposer, gamma_draft=count - 1, refresh_steps=1)
             steps_ms = self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=64)
-            recent = levels_of(proposer).middle.cache.recent[0]  # type: ignore[union-attr]
+            recent = levels_of(proposer).verifier.cache.recent[0]  # type: ignore[union-attr]
             keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
             nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
             hbm_ms = 1e3 * nbytes / (hbm_gbps * GB)
-            times = steps_ms["middle_step_ms"] / hbm_ms
+            times = steps_ms["verifier_step_ms"] / hbm_ms
             found.append({"tokens": count, **steps_ms, "bytes": nbytes, "hbm_ms": hbm_ms, "times_hbm": times})
         return found
 
@@ -173,11 +173,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         set_variant(proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])
-        report["middle_passes"] = bench.middle_passes(
+        report["verifier_passes"] = bench.verifier_passes(
             proposer, arguments.step_rows, arguments.budget, arguments.hbm_gbps
         )
-        for row in report["middle_passes"]:
-            _show("middle pass", row)
+        for row in report["verifier_passes"]:
+            _show("verifier pass", row)
         report["decoding"] = []
         for temperature in arguments.temperatures:
             params = SamplingParams(temperature, seed=1)
@@ -221,7 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--variants", type=_triples, default=[(4, 1, 24), (4, 4, 24)],
         help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
     )  # fmt: skip
-    parser.add_argument("--step-rows", type=harness.integers, default=[17], help="tokens of timed middle passes")
+    parser.add_argument("--step-rows", type=harness.integers, default=[17], help="tokens of timed verifier passes")
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
     parser.add_argument("--temperatures", type=harness.floats, default=[0.6])
     return parser

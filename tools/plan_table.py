@@ -71,7 +71,7 @@ HEADER = (
     "first token, s | tokens/s plain | with the draft |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|"
 )
-_MIDDLE, _WHOLE, _STREAMING, _FAR = (
+_VERIFIER, _WHOLE, _STREAMING, _FAR = (
     USUAL_ACCEPTANCE[level] for level in ("verifier", "full", "streaming", "streaming, far")
 )
 INTRODUCTION = f"""# Plans
@@ -92,10 +92,10 @@ DETAILS = f"""
 ## At several contexts
 
 What `offload-runtime plan` says. A draft
-(Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B) proposes to the target or to TriForce's middle level, whichever is predicted to
-be faster. The last column takes {_MIDDLE} of the middle level's proposals to be right, {_WHOLE} of a draft's that
-sees the whole text (of the first child of a node, where it grows trees), and {_STREAMING} of one that sees only its
-beginning and its end ({_FAR} in contexts beyond 8192 tokens).
+(Llama-68M, Llama-3.2-1B, Qwen2.5-0.5B) proposes to the target or to TriForce's retrieval verifier, whichever is
+predicted to be faster. The last column takes {_VERIFIER} of the retrieval verifier's proposals to be right,
+{_WHOLE} of a draft's that sees the whole text (of the first child of a node, where it grows trees), and
+{_STREAMING} of one that sees only its beginning and its end ({_FAR} in contexts beyond 8192 tokens).
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/plan`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
 Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.

@@ -9,7 +9,7 @@ rows of W are split along K between the warps, for one warp's chain of dependent
 RMSNorm's factor is one number a row, multiplied in behind the sum, so that x is read once.
 
 Sums are fp32, in an order that depends on the number of rows: a row's bits depend on how many share its pass. This is
-for passes that promise no bits, a draft's and the middle level's.
+for passes that promise no bits, a draft's and the retrieval verifier's.
 """
 
 from dataclasses import dataclass

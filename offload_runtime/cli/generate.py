@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Mapping[str, str]]
 
-_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "middle": "middle level's"}
+_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval verifier's"}
 
 
 def generate(options: GenerateOptions) -> None:

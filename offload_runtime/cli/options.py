@@ -127,9 +127,11 @@ class RunOptions:
         SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.", "--budget-tokens", "--retrieval-budget"
     )
     refresh_steps: int | None = _tuning(
-        SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the middle level."
+        SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the retrieval verifier."
     )
-    gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to the middle level.")
+    gamma_draft: int | None = _tuning(
+        SpeculationOptions.gamma_draft, "Tokens the draft proposes to the retrieval verifier."
+    )
     tree_nodes: int | None = _count(
         _proposing,
         "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "

@@ -183,7 +183,7 @@ def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
     if plan.draft is not None:
         table.add_row("draft step", _seconds(predicted.draft_step_s))
     if predicted.verifier_step_s is not None:
-        table.add_row("middle step", _seconds(predicted.verifier_step_s))
+        table.add_row("verifier step", _seconds(predicted.verifier_step_s))
     prefill = predicted.prefill
     whole, link, compute = (_seconds(part) for part in (prefill.seconds, prefill.link_s, prefill.compute_s))
     table.add_row("to first token", whole, format_bytes(prefill.link_bytes), link, "", compute, "", prefill.bound_by)
@@ -248,7 +248,7 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade])
     record = asdict(predicted)
     del record["plain"], record["verify"]
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
-    record["middle_step_s"], record["by_acceptance"] = record.pop("verifier_step_s"), record.pop("steps")
+    record["by_acceptance"] = record.pop("steps")
     upgrades = [asdict(gain) for gain in gains]
     return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
@@ -284,8 +284,8 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         },
         "prefill_attention": plan.prefill_attention,
         "draft_cache": None if plan.draft is None else plan.draft.cache,
-        "middle_level": plan.has_verifier,
-        "why_no_middle_level": None if plan.has_verifier else plan.reason or None,
+        "retrieval_verifier": plan.has_verifier,
+        "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,
     }
 
 

@@ -31,17 +31,17 @@ class GenerationStats:
         peak_vram_bytes: Most device memory in use so far: by the driver on CUDA, by the ledger on the CPU.
         pinned_bytes: Page-locked host memory.
         acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a
-            middle level `draft` to `middle`, then `middle` to `target`. Empty for plain decoding.
+            retrieval verifier `draft` to `retrieval`, then `retrieval` to `target`. Empty for plain decoding.
         measured_s_per_pass: From pass to pass, proposing and sampling included; None without passes after prefill.
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`); None without them.
         emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
-            way to the device; chunks that a middle level gathers are no copies. None where nothing is streamed.
+            way to the device; chunks that a retrieval verifier gathers are no copies. None where nothing is streamed.
         hidden_draft_share: Share of the drafting in which a pass of the target was running or the link brought what
             passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
-        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `middle`.
+        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `retrieval`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
             number is that of proposals, n-grams beside a chain not counted.
     """

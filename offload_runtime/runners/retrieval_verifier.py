@@ -1,4 +1,4 @@
-"""The middle level: the target's own weights over a small retrieved cache, as a step on the device.
+"""The retrieval verifier: the target's own weights over a small retrieved cache, as a step on the device.
 
 A step feeds every sequence's newest known token and the draft's proposals behind it, samples with the shared noise,
 accepts by equality, and moves the windows' ends, all without the host.
@@ -90,7 +90,7 @@ class RetrievalVerifier:
         """
         assert num_proposals <= self._gamma
         recorder = self.recorder
-        with recorder.span("middle step", proposals=num_proposals, refresh=refresh) if recorder else nullcontext():
+        with recorder.span("verifier step", proposals=num_proposals, refresh=refresh) if recorder else nullcontext():
             key = num_proposals, self.cache.begin_step(first=refresh), self._sampling.filters
             self.graphs.run(key, partial(self._step, num_proposals))
 
@@ -99,7 +99,7 @@ class RetrievalVerifier:
         window, count = self._window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
-        # The middle level promises no bits, so its products only have to be quick.
+        # The retrieval verifier promises no bits, so its products only have to be quick.
         logits = window_pass(self._decoder, self._layers, self.cache, rows, None)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)
         window.accept(samples.view(window.num_rows, count), self._counts)

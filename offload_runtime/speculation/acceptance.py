@@ -12,8 +12,8 @@ class Acceptance:
     """What one level decided about the proposals of another.
 
     Attributes:
-        proposed_by: `ngram`, `draft` or `middle` (the target over retrieved chunks).
-        verified_by: `middle` or `target`.
+        proposed_by: `ngram`, `draft` or `retrieval` (the target over retrieved chunks).
+        verified_by: `retrieval` or `target`.
         verifications: Windows of at least one proposal that were verified.
         proposed: Proposals in them, all branches of trees included.
         accepted: Of these, those that agreed, up to the first of a window that did not.
@@ -84,7 +84,7 @@ class Tally:
             inner: The levels before, as `Proposer.counts` tells them.
         """
         verifications, proposed, accepted = self._verifications, self._proposed.total(), self._by_source.total()
-        if proposed_by == "middle":
+        if proposed_by == "retrieval":
             verifications, proposed = self._verified[proposed_by], self._proposed[proposed_by]
             accepted = self._by_source[proposed_by]
         return (*inner, Acceptance(proposed_by, "target", verifications, proposed, accepted))

@@ -31,7 +31,7 @@ class TriForceProposer(Proposer):
         max_tokens_with_draft: Of a sequence in the target's cache, tentative ones included.
     """
 
-    name = "middle"
+    name = "retrieval"
     # The first step of a draft feeds two tokens, and a window without a draft needs one.
     _KNOWN_TOKENS = 2
 
@@ -87,7 +87,7 @@ class TriForceProposer(Proposer):
         if self._draft is None:
             return ()
         steps, accepted = self.verifier.counts[slot]
-        return (Acceptance("draft", "middle", steps, steps * self._gamma, accepted),)
+        return (Acceptance("draft", "retrieval", steps, steps * self._gamma, accepted),)
 
     def _inputs(self, request: DraftRequest) -> WindowInput | None:
         """What the device is told of a sequence; None where there is no room to propose anything."""

@@ -133,7 +133,7 @@ def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     own = drafting(runtime.proposer)
     proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
     if own.name not in (None, NGRAM):
-        proposers["triforce" if own.name == "middle" else "draft"] = own
+        proposers["triforce" if own.name == "retrieval" else "draft"] = own
     return proposers
 
 

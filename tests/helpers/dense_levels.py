@@ -110,7 +110,7 @@ def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
     return min(len(proposals), len(samples))
 
 
-class DenseMiddle:
+class DenseVerifier:
     """The target over chosen chunks of its full context's keys and its newest blocks.
 
     Args:

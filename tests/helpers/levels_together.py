@@ -88,8 +88,8 @@ def play(
     return played
 
 
-def middle_of(runtime: Runtime) -> RetrievalVerifier:
-    """The middle level."""
+def verifier_of(runtime: Runtime) -> RetrievalVerifier:
+    """The retrieval verifier."""
     proposer = drafting(runtime.parts.proposer)
     assert isinstance(proposer, TriForceProposer) and isinstance(proposer.verifier, RetrievalVerifier)
     return proposer.verifier
@@ -97,7 +97,7 @@ def middle_of(runtime: Runtime) -> RetrievalVerifier:
 
 def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:
     """All that the levels hold of a sequence: keys and values of target and draft, retrieved chunks, their places."""
-    target, draft, chunks = runtime.parts.target, runtime.parts.draft, middle_of(runtime).cache.chunks
+    target, draft, chunks = runtime.parts.target, runtime.parts.draft, verifier_of(runtime).cache.chunks
     layers = range(runtime.config.num_layers)
     found = [target.runner.cache.store(layer).data[sequence] for layer in layers]
     if draft is not None:

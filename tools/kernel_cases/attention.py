@@ -106,7 +106,7 @@ def make_pieces_case(queries: int, context: int, piece_tokens: int, num_heads: i
 
 
 def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int, num_kv_heads: int) -> Case:
-    """The middle level: retrieved keys, all of them seen, and the newest blocks of a sequence of 120K tokens."""
+    """The retrieval verifier: retrieved keys, all of them seen, and the newest blocks of a sequence of 120K tokens."""
     start = 480 * BLOCK_TOKENS  # first position of the newest blocks
     kv_bytes = _kv_bytes(retrieved + recent, num_kv_heads)
     count = num_inputs(kv_bytes)

@@ -118,10 +118,10 @@ def finish_writing_back(cache: DeviceKVCache | HostKVCache) -> None:
 
 @dataclass(frozen=True)
 class Levels:
-    """What a proposer consists of; `gamma` is the number of tokens that the draft proposes to a middle step."""
+    """What a proposer consists of; `gamma` is the number of tokens that the draft proposes to a verifier step."""
 
     window: DeviceWindow | None
-    middle: RetrievalVerifier | None
+    verifier: RetrievalVerifier | None
     draft: DraftModel | None
     gamma: int
 
@@ -138,8 +138,8 @@ def levels_of(proposer: Proposer) -> Levels:
     return Levels(None, None, None, 0)
 
 
-def middle_passes(proposer: Proposer) -> int:
-    """Steps of the middle level since the proposer was started, each of all sequences."""
+def verifier_passes(proposer: Proposer) -> int:
+    """Steps of the retrieval verifier since the proposer was started, each of all sequences."""
     proposer = drafting(proposer)
     return proposer.num_steps if isinstance(proposer, TriForceProposer) else 0
 

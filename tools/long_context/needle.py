@@ -1,4 +1,4 @@
-"""A needle in a novel: whether the target finds it, and how often a middle level agrees with it on the way.
+"""A needle in a novel: whether the target finds it, and how often a retrieval verifier agrees with it on the way.
 
 The manner of TriForce's table of cache policies (arXiv 2404.11912): a policy that loses the needle agrees on nothing
 of the answer. Whether the *model* finds it is another matter, and reported beside.
@@ -128,7 +128,7 @@ class NeedleTest:
     ) -> dict[str, Any]:  # fmt: skip
         """Agreement on the right answer, whatever the target would say, and acceptance over what it does say."""
         proposer = self._rig.build(setting.options, setting.policy)
-        guesses = [self._middle_tokens(hay, proposer, params) for params in samplings]
+        guesses = [self._verifier_tokens(hay, proposer, params) for params in samplings]
         number = slice(hay.number_tokens)
         found = self._session.decode(
             [hay.prompt], proposer, SamplingParams(), gamma=setting.gamma, count=len(hay.answer)
@@ -149,20 +149,20 @@ class NeedleTest:
         window = Window((hay.prompt[-1], *hay.answer[:-1]))
         return runner_of(self._session.runtime).verify([window], [0]).clone()
 
-    def _middle_tokens(self, hay: Haystack, proposer: Proposer, params: SamplingParams) -> list[int]:
-        """What the middle level says at every token of the answer behind the right ones before it, chunks chosen anew
-        each time. Their keys are its own, as in drafting."""
+    def _verifier_tokens(self, hay: Haystack, proposer: Proposer, params: SamplingParams) -> list[int]:
+        """What the retrieval verifier says at every token of the answer behind the right ones before it, chunks
+        chosen anew each time. Their keys are its own, as in drafting."""
         self._session.go_to([hay.prompt])
         proposer.start([params])
         levels, length = levels_of(proposer), len(hay.prompt)
-        middle, window = levels.middle, levels.window
-        assert middle is not None and window is not None, "a hierarchy"
-        middle.begin({0: length}, {0: len(hay.answer)})
+        verifier, window = levels.verifier, levels.window
+        assert verifier is not None and window is not None, "a hierarchy"
+        verifier.begin({0: length}, {0: len(hay.answer)})
         known, tokens = [hay.prompt[-2], hay.prompt[-1], *hay.answer], []
         for number in range(len(hay.answer)):
             end = length + number
             window.upload({0: WindowInput(known[number : number + 2], end, end + 1, end + 1)})
-            middle.step(0, refresh=True)
+            verifier.step(0, refresh=True)
             tokens += window.read()[0].between(end, end + 1)
         return tokens
 

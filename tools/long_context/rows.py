@@ -121,7 +121,7 @@ SWEEPS = {
         ("4", "8", "12", "16", "24", "32", "48", "d1", "d2", "d3", "d4", "d5", "d6", "d7", "d8"), _with_gamma,
     ),
     "batch": Varied("sequences x tokens of context", ("2x56K", "6x19K", "10x12K"), _in_batch),
-    "policy": Varied("who chooses the chunks; chain: no middle level", (*CHUNK_POLICIES, CHAIN), _with_policy),
+    "policy": Varied("who chooses the chunks; chain: no retrieval verifier", (*CHUNK_POLICIES, CHAIN), _with_policy),
     "needle": Varied("depth of the needle, as a share of the context", ("0.9", "0.5", "0.1"), _at_depth),
 }  # fmt: skip
 
@@ -243,15 +243,15 @@ class RowMeasurement:
 def bound(row: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """What the times of single passes and steps would allow if nothing else took time.
 
-    tokens/s = tokens per pass / (time of a pass + steps per pass * time of a step), a step of the middle level with
-    the draft's before it or, in a chain, a step of the draft.
+    tokens/s = tokens per pass / (time of a pass + steps per pass * time of a step), a step of the retrieval verifier
+    with the draft's before it or, in a chain, a step of the draft.
     """
     if setting.options.mode == "chain":
         steps, step_ms = row["draft_steps_per_pass"], row["draft_step_ms"]
     else:
         share, drafted = 1 / setting.options.refresh_steps, setting.options.gamma_draft
-        steps = row["middle_steps_per_pass"]
-        step_ms = share * row["middle_step_with_refresh_ms"] + (1 - share) * row["middle_step_ms"]
+        steps = row["verifier_steps_per_pass"]
+        step_ms = share * row["verifier_step_with_refresh_ms"] + (1 - share) * row["verifier_step_ms"]
         step_ms += drafted * row.get("draft_step_ms", 0.0)
     bound_s = (row["pass_s"] + 1e-3 * steps * step_ms) / row["tokens_per_pass"]
     return {

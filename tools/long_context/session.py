@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from harness import percentiles
-from long_context.internals import Levels, assign_sampling, levels_of, middle_passes, runner_of, slot_sampling
+from long_context.internals import Levels, assign_sampling, levels_of, runner_of, slot_sampling, verifier_passes
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
@@ -34,17 +34,17 @@ class Decoding:
         rounds: What every pass gave every sequence.
         passes: Of the target, each over a window of every sequence.
         elapsed_s: Of all of it, drafting included.
-        middle_passes: Of the middle level, each a step of every sequence that does not have enough yet.
-        middle_steps: Steps of the middle level, of all sequences together.
-        draft_proposed, draft_accepted: Proposals of the draft to those steps; 0 without a middle level.
+        verifier_passes: Of the retrieval verifier, each a step of every sequence that does not have enough yet.
+        verifier_steps: Steps of the retrieval verifier, of all sequences together.
+        draft_proposed, draft_accepted: Proposals of the draft to those steps; 0 without a retrieval verifier.
     """
 
     texts: tuple[tuple[int, ...], ...]
     rounds: tuple[StepResult, ...]
     passes: int
     elapsed_s: float
-    middle_passes: int = 0
-    middle_steps: int = 0
+    verifier_passes: int = 0
+    verifier_steps: int = 0
     draft_proposed: int = 0
     draft_accepted: int = 0
 
@@ -64,20 +64,20 @@ class Decoding:
         return self.num_tokens / self.passes
 
     def acceptance(self) -> dict[str, Any]:
-        """Shares of accepted proposals, for a report: at the target and, with a middle level, there.
+        """Shares of accepted proposals, for a report: at the target and, with a retrieval verifier, there.
 
         `acceptance` counts all proposals of a window, `acceptance_judged` only those whose predecessors were all
         accepted. `accepted_by_depth[d]`: of the windows with more than d proposals, how many had the first d + 1
-        accepted. `middle_steps_per_pass` are steps of all sequences at once, and so are `draft_steps_per_pass`, which
+        accepted. `verifier_steps_per_pass` are steps of all sequences at once, and so are `draft_steps_per_pass`, which
         a draft alone takes for the longest of a pass's windows.
         """
         batch = len(self.rounds) // self.passes
         windows = [self.rounds[first : first + batch] for first in range(0, len(self.rounds), batch)]
         return {
             **target_acceptance(self.rounds),
-            "middle_steps_per_pass": self.middle_passes / self.passes,
+            "verifier_steps_per_pass": self.verifier_passes / self.passes,
             "draft_steps_per_pass": sum(max(one.num_proposed for one in window) for window in windows) / self.passes,
-            "draft_accepted_per_step": self.draft_accepted / self.middle_steps if self.middle_steps else None,
+            "draft_accepted_per_step": self.draft_accepted / self.verifier_steps if self.verifier_steps else None,
             "draft_acceptance": self.draft_accepted / self.draft_proposed if self.draft_proposed else None,
         }
 
@@ -108,8 +108,8 @@ def together(decodings: Sequence[Decoding]) -> Decoding:
         rounds=tuple(played for one in decodings for played in one.rounds),
         passes=sum(one.passes for one in decodings),
         elapsed_s=sum(one.elapsed_s for one in decodings),
-        middle_passes=sum(one.middle_passes for one in decodings),
-        middle_steps=sum(one.middle_steps for one in decodings),
+        verifier_passes=sum(one.verifier_passes for one in decodings),
+        verifier_steps=sum(one.verifier_steps for one in decodings),
         draft_proposed=sum(one.draft_proposed for one in decodings),
         draft_accepted=sum(one.draft_accepted for one in decodings),
     )
@@ -207,7 +207,7 @@ class Session:
         self._cut(start)
         levels = levels_of(proposer)
         before, texts, rounds, passes = _counts(levels), [list(known) for known in start], [], 0
-        earlier_passes = middle_passes(proposer)
+        earlier_passes = verifier_passes(proposer)
         first, started_s = sum(len(text) for text in texts), time.perf_counter()
         while sum(len(text) for text in texts) - first < count * len(texts):
             rounds += self._round(texts, proposer, gamma)
@@ -218,7 +218,7 @@ class Session:
         return Decoding(
             texts=tuple(tuple(text[len(known) :]) for text, known in zip(texts, start, strict=True)),
             rounds=tuple(rounds), passes=passes, elapsed_s=elapsed_s,
-            middle_passes=middle_passes(proposer) - earlier_passes, middle_steps=steps,
+            verifier_passes=verifier_passes(proposer) - earlier_passes, verifier_steps=steps,
             draft_proposed=steps * levels.gamma, draft_accepted=accepted,
         )  # fmt: skip
 
@@ -263,21 +263,21 @@ class Session:
     ) -> dict[str, float]:
         """Medians of single steps of the inner levels, of all sequences, which go on from step to step as in decoding.
 
-        `middle_step_ms`, `middle_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
+        `verifier_step_ms`, `verifier_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
         """
         self.go_to(start)
         self._start(proposer, params, len(start))
         self._round([list(known) for known in start], proposer, gamma)
         self._cut(start)
         levels = levels_of(proposer)
-        if levels.middle is None:
+        if levels.verifier is None:
             return {"draft_step_ms": self._draft_step_ms(start, levels, gamma)}
         found = {}
-        for name, refresh in (("middle_step_ms", False), ("middle_step_with_refresh_ms", True)):
+        for name, refresh in (("verifier_step_ms", False), ("verifier_step_with_refresh_ms", True)):
             times_ms: list[tuple[float, float]] = []
             while len(times_ms) < _TIMED_STEPS + _UNTIMED:
                 times_ms += self._inner_steps_ms(start, levels, gamma, refresh)
-            found[name] = percentiles([middle for middle, _ in times_ms[_UNTIMED:]]).median
+            found[name] = percentiles([verifier_ms for verifier_ms, _ in times_ms[_UNTIMED:]]).median
             if levels.draft is not None:
                 found["draft_step_ms"] = percentiles([draft for _, draft in times_ms[_UNTIMED:]]).median
         return found
@@ -285,10 +285,10 @@ class Session:
     def _inner_steps_ms(
         self, start: Sequence[Sequence[int]], levels: Levels, gamma: int, refresh: bool
     ) -> list[tuple[float, float]]:
-        """A window's worth of middle steps: the milliseconds of each, and of one of the draft's steps before it."""
-        window, middle, draft, guesses = levels.window, levels.middle, levels.draft, levels.gamma
-        assert window is not None and middle is not None, "a hierarchy"
-        middle.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
+        """A window's worth of verifier steps: the milliseconds of each, and of one of the draft's steps before it."""
+        window, verifier, draft, guesses = levels.window, levels.verifier, levels.draft, levels.gamma
+        assert window is not None and verifier is not None, "a hierarchy"
+        verifier.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
         if draft is not None:
             for sequence, known in enumerate(start):
                 draft.catch_up(sequence, known)
@@ -299,7 +299,7 @@ class Session:
             draft_ms = 0.0
             if draft is not None:
                 draft_ms = self._timed_ms(partial(draft.steps, guesses, longest=longest)) / guesses
-            times_ms.append((self._timed_ms(partial(middle.step, guesses, refresh=refresh)), draft_ms))
+            times_ms.append((self._timed_ms(partial(verifier.step, guesses, refresh=refresh)), draft_ms))
         return times_ms
 
     def _draft_step_ms(self, start: Sequence[Sequence[int]], levels: Levels, gamma: int) -> float:
@@ -337,6 +337,6 @@ def _known(start: Sequence[Sequence[int]], count: int, *, beyond: int = 0) -> di
 
 
 def _counts(levels: Levels) -> tuple[int, int]:
-    """Steps of the middle level and proposals that they accepted, of all sequences. Waits for the device."""
-    counts = levels.middle.counts if levels.middle is not None else []
+    """Steps of the retrieval verifier and proposals that they accepted, of all sequences. Waits for the device."""
+    counts = levels.verifier.counts if levels.verifier is not None else []
     return sum(steps for steps, _ in counts), sum(accepted for _, accepted in counts)

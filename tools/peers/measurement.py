@@ -109,7 +109,8 @@ def read_in_chunks(model: PreTrainedModel, chunk: int) -> None:
         count = inputs["input_ids"].shape[1]
         if count <= chunk:
             return None
-        past = inputs["past_key_values"].get_seq_length()
+        cache = inputs["cache" if "cache" in inputs else "past_key_values"]  # its name before transformers 5.24
+        past = cache.get_seq_length()
         rest = max(inputs.get("logits_to_keep") or count, (count - 1) % chunk + 1)
         for start in range(0, count - rest, chunk):
             piece = _piece(inputs, past, start, min(start + chunk, count - rest))

@@ -328,8 +328,8 @@ def measure(options: PeerOptions, own: OurOptions, windows: Sequence[int] = (), 
 def notes_on(runtime: Runtime, runs: Sequence[Run]) -> list[str]:
     """What the figures leave out."""
     on_host = any(run.kv is not None and run.kv.to_device for run in runs)
-    if on_host and levels_of(proposer_of(runtime)).middle is not None:
-        return ["GB/s and bound: without the chunks that the middle level gathers straight from host memory"]
+    if on_host and levels_of(proposer_of(runtime)).verifier is not None:
+        return ["GB/s and bound: without the chunks that the retrieval verifier gathers straight from host memory"]
     return []
 
 

@@ -29,7 +29,7 @@ _TITLES = {
     "context": "Speed-up by length of context",
     "gamma": "Speed-up by tokens proposed",
     "batch": "Speed-up of several sequences at once",
-    "policy": "Speed-up by policy of the middle level",
+    "policy": "Speed-up by policy of the retrieval verifier",
     "needle": "A needle in a novel: agreement by policy",
     "window": "A pass by tokens in its window",
     "resident": "Decoding by layers that stay on the GPU",
@@ -41,7 +41,7 @@ Panel = tuple[Callable[[Any, Rows], None], Rows]
 _MEASURED, _BOUND, _PLAIN = "tab:blue", "tab:red", "tab:gray"
 _LEVELS = {
     "acceptance_judged": ("by the target, of proposals behind accepted ones", "tab:green"),
-    "draft_acceptance": ("by the middle level, of all that the draft proposes", "tab:purple"),
+    "draft_acceptance": ("by the retrieval verifier, of all that the draft proposes", "tab:purple"),
 }  # fmt: skip
 _POLICY_COLOURS = {"retrieval": "tab:green", "topk": "tab:orange", "streaming": "tab:purple"}
 # Measured figures that are further apart are on a logarithmic scale.
@@ -192,7 +192,7 @@ def panels_of(sweep: str, rows: Rows) -> list[Panel]:
 def axis_label(sweep: str, rows: Rows) -> str:
     """What the panel's values are, with their unit."""
     if sweep == "gamma" and rows[0]["value"].startswith("d"):
-        return "tokens that the draft proposes to a step of the middle level"
+        return "tokens that the draft proposes to a step of the retrieval verifier"
     return (LONG_CONTEXT | STREAMED_WEIGHTS)[sweep].axis
 
 
@@ -302,7 +302,7 @@ def _share_axis(axes: Any) -> None:
 
 
 def _draw_needle(axes: Any, rows: Rows) -> None:
-    """Of the answer's tokens, those on which a middle level agrees with the full cache; more than all is not to be."""
+    """Of the answer's tokens, those on which a retrieval verifier agrees with the full cache."""
     policies = list(rows[0]["policies"])
     width = 0.8 / len(policies)
     for number, policy in enumerate(policies):
