@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from offload_runtime.weights.loader import Progress
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
+_WRITERS = 8  # files made at a time: 26 GB take 23 s on 16 cores, one after the other 75 (H200's host)
 
 
 def _storage_error(error: Exception, target: Path, needed_bytes: int) -> StorageError:
@@ -92,7 +95,7 @@ def convert_to_safetensors(
     out_dir: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    max_shard_bytes: float = 2e9,
+    max_shard_bytes: float = 7e8,
     on_progress: Progress | None = None,
 ) -> Path:
     """Write a checkpoint directory: configuration, tokenizer with chat template, generation settings and weights.
@@ -101,7 +104,7 @@ def convert_to_safetensors(
         source: What to convert.
         out_dir: New directory; it appears only when it is complete.
         dtype: Of the written weights.
-        max_shard_bytes: Largest file, unless a single tensor is larger; it is held in memory until it is written.
+        max_shard_bytes: Largest file, unless a tensor is larger; eight are held in memory until they are written.
         on_progress: Called with (bytes converted, bytes of all weights).
 
     Returns:
@@ -119,17 +122,26 @@ def convert_to_safetensors(
     needed = checkpoint_tensors(source.config())
     shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in source.fills}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
-    total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
+    total_bytes, done_bytes, counting = sum(shape.nbytes for shape in shapes.values()), 0, threading.Lock()
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
         _write_descriptions(source, directory, dtype)
-        for file_name, names in split.filename_to_tensors.items():
+
+        def write(file_name: str, names: Sequence[str]) -> None:
+            nonlocal done_bytes
             tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
             for name, tensor in tensors.items():
                 source.fills[name](tensor)
-                done_bytes += tensor.nbytes
-                if on_progress is not None:
-                    on_progress(done_bytes, total_bytes)
+                with counting:
+                    done_bytes += tensor.nbytes
+                    if on_progress is not None:
+                        on_progress(done_bytes, total_bytes)
             save_file(tensors, directory / file_name, metadata={"format": "pt"})
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            try:
+                list(pool.map(write, *zip(*split.filename_to_tensors.items(), strict=True)))
+            finally:
+                pool.shutdown(cancel_futures=True)  # of the others where one has failed
         if split.is_sharded:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
