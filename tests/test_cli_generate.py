@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,20 @@ def test_ctrl_c_during_prefill_does_not_wait_for_its_end(runtime: FakeRuntime) -
     result = generate("--prompt", "a")
     assert (result.exit_code, result.stdout) == (130, NOISE)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_answer_in_a_thread_leaves_the_signals_alone(runtime: FakeRuntime, files: list[str], batched: bool) -> None:
+    """Only the main thread of a program may handle them."""
+    results: list[Result] = []
+    arguments = files if batched else ["--prompt", "a"]
+    thread = threading.Thread(target=lambda: results.append(generate(*arguments)))
+    handler = signal.getsignal(signal.SIGINT)
+    thread.start()
+    thread.join()
+    assert results[0].exit_code == 0, results[0].exception
+    assert ("answer 2" if batched else "Hello") in results[0].stdout
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_link_figure_says_when_nothing_is_streamed() -> None:

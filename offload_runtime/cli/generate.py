@@ -139,12 +139,15 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
             raise KeyboardInterrupt
         bars.update("prefill", done_layers, layers)
 
-    previous = signal.signal(signal.SIGINT, on_signal)
+    # Only the main thread may take signals: an answer that another one waits for goes on to its end.
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGINT, on_signal) if is_main else None
     try:
         with terminal.ProgressBars(enabled=show_progress) as bars:
             yield stop, bars, on_prefill
     finally:
-        signal.signal(signal.SIGINT, previous)
+        if is_main:
+            signal.signal(signal.SIGINT, previous)
 
 
 def stream_answer(
