@@ -390,17 +390,20 @@ class Watched:
 
 def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
     watched = Watched()
-    assert watched.least_gain() == 0  # nothing is known
+    assert watched.least_gain() == 0  # find out how long a step takes
     watched.rounds(1, tokens=0, seconds=0.0)
     watched.stepped(0.01)
-    assert watched.least_gain() == 0
+    assert watched.least_gain() == math.inf, "nobody knows what time is worth"
     watched.rounds(4, tokens=6, seconds=0.2)
     assert watched.worth.tok_per_s == pytest.approx(30) and watched.least_gain() == pytest.approx(0.3, abs=0.011)
     watched.rounds(20, tokens=2, seconds=0.2)
     assert watched.least_gain() == pytest.approx(0.1, abs=0.011)
-    watched.worth.forget()  # another generation
+    watched.worth.pause()  # another answer
     watched.rounds(1, tokens=50, seconds=9.0)
-    assert watched.least_gain() == 0
+    assert watched.least_gain() == pytest.approx(0.1, abs=0.011)
+    watched.worth.forget()  # tokens are chosen in another way
+    watched.rounds(1, tokens=50, seconds=9.0)
+    assert watched.least_gain() == math.inf
     watched.rounds(1, tokens=6, seconds=0.2)
     assert watched.least_gain() == pytest.approx(0.3, abs=0.011)
 
@@ -408,6 +411,10 @@ def test_a_step_pays_where_it_adds_more_than_its_time_is_worth() -> None:
 def test_while_the_link_is_busy_any_step_pays() -> None:
     watched = Watched(free_s=0.05)
     watched.stepped(0.01)
+    watched.rounds(1, tokens=0, seconds=0.0)
+    assert watched.least_gain() == 0
+    watched.now_s += 0.045
+    assert watched.least_gain() == math.inf, "half of a step would delay the pass"
     watched.rounds(3, tokens=6, seconds=0.2)
     assert watched.least_gain() == 0
     watched.now_s += 0.045  # half of a step would delay the pass

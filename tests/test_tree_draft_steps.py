@@ -136,14 +136,14 @@ def test_what_a_smaller_window_held_does_not_end_a_larger_one() -> None:
     assert any(gain >= 0.7 for gain in later), "more nodes at once were worth a step"
 
 
-def test_chains_between_trees_are_not_held_against_them() -> None:
+def test_what_chains_between_trees_bring_counts_too() -> None:
     script = random_tokens(200, seed=21)
     now_s = 0.0
     worth = StepWorth(clock=lambda: now_s)
     proposer = sure_proposer(SureModel(script), worth)
     for request, nodes in enumerate([8, 8, 8, None, None, None, 8, 8]):
         proposer.propose([DraftRequest(0, script[: 10 + 5 * request], 4, nodes, cost_aware=True)])
-        if request > 1:
+        if request:
             assert worth.tok_per_s == pytest.approx(5 / 0.2)
         now_s += 0.2
 

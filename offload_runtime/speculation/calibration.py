@@ -135,12 +135,12 @@ class StepWorth:
         return self._new_tokens / self._round_s if self._round_s > 0 else None
 
     def forget(self) -> None:
-        """What comes next is not another round of what was before."""
+        """What comes next is nothing like what was before."""
         self.pause()
         self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
 
     def pause(self) -> None:
-        """What is played until rounds begin again is not counted."""
+        """The next round to begin is not behind the last one."""
         self._began_s = None
 
     def begin(self, new_tokens: int) -> None:
@@ -171,9 +171,13 @@ class StepWorth:
         self._level_s[levels > 1] = known_s, count + 1
 
     def pays(self, gain: float, levels: int = 1) -> bool:
-        """Whether so many steps should be made that are expected to add `gain` tokens to what the next pass gives."""
+        """Whether so many steps should be made that are expected to add `gain` tokens to what the next pass gives.
+
+        As long as no rate is known only those that delay nothing are: first windows that were drafted to their end
+        took 0.30 and 0.13 s, where 17 tokens came every 0.2 s (135M draft of a 13B target, H200).
+        """
         step_s, rate = self.seconds(levels), self.tok_per_s
-        if self._began_s is None or step_s is None or rate is None:
+        if self._began_s is None or step_s is None:
             return True
         late_s = self._clock() + step_s - self._began_s - self._free_s
-        return gain >= rate * min(step_s, late_s)
+        return late_s <= 0 if rate is None else gain >= rate * min(step_s, late_s)

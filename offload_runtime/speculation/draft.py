@@ -134,6 +134,7 @@ class TreeDraftProposer(Proposer):
         self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
         self.probabilities = ChildProbabilities()
         self.trees: dict[int, GrownTree] = {}
+        self._lengths: dict[int, int] = {}  # by sequence, of the text behind which was last proposed
         self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
         self._going_on: list[int] = []  # sequences whose windows are being verified
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
@@ -147,9 +148,10 @@ class TreeDraftProposer(Proposer):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if slots[0].without_noise != self._way:
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
+            self._worth.forget()
         self._way = slots[0].without_noise
         self._bars.clear()
-        self._worth.forget()
+        self._lengths.clear()
         with self._at_work():
             self.model.start(slots)
             self._chains.start(slots)
@@ -168,14 +170,15 @@ class TreeDraftProposer(Proposer):
         self._going_on = []
         answers: dict[int, Proposal] = {}
         with self._at_work():
+            lengths = {request.slot: len(request.tokens) for request in requests}
+            self._worth.begin(sum(length - self._lengths.get(slot, length) for slot, length in lengths.items()))
+            self._lengths |= lengths
             if chains:
                 for request in chains:
                     self.trees.pop(request.slot, None)
                 guesses = self._chains.propose(chains)
                 answers |= {request.slot: proposal for request, proposal in zip(chains, guesses, strict=True)}
-                self._worth.pause()  # what a chain brings is not seen here
             if trees:
-                self._worth.begin(sum(self._new_tokens(request) for request in trees))
                 grown = [self._follow(request) for request in trees]
                 self._fill_windows(grown)
                 answers |= {one.request.slot: one.window()[0] for one in grown}
@@ -210,11 +213,6 @@ class TreeDraftProposer(Proposer):
         self.trees.clear()
         self._going_on = []
         self._worth.pause()
-
-    def _new_tokens(self, request: DraftRequest) -> int:
-        """What the step before gave this request."""
-        before = self.trees.get(request.slot)
-        return 0 if before is None else len(request.tokens) - before.length
 
     def _follow(self, request: DraftRequest) -> GrownTree:
         """The tree behind a request's text: what is left of the one before, or a new one, with what n-grams say."""
