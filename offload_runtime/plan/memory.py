@@ -409,6 +409,11 @@ class RunPlan:
         return max(sum(part.nbytes for part in self.host), self.loading_bytes + PROCESS_BYTES)
 
     @property
+    def short_of_host_bytes(self) -> int:
+        """What of that peak is more than the run may take; 0 where it fits."""
+        return max(0, self.host_bytes - self.limits.ram_bytes)
+
+    @property
     def pinned_bytes(self) -> int:
         """Peak of page-locked host memory."""
         return sum(part.nbytes for part in self.host if part.pinned)
@@ -438,7 +443,7 @@ class RunPlan:
         return prefill_attention_name(device_type_of(self.request))
 
 
-def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | str, tree_nodes: int) -> RunPlan:
+def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) -> RunPlan:
     """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
 
     Raises:
@@ -447,7 +452,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, context: int | st
     config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
     device_type = device_type_of(request)
     dtype = resolve_dtype(request.dtype, request.target, device_type)
-    tokens = resolve_context(context, config, kv=request.kv)
+    tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
     # By the weights as they are computed with: no bit may depend on how they are stored.
     shape = target_shape(packed_bytes(config, dtype), device_type)

@@ -66,12 +66,12 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is `auto` of the longest one that host memory has room for. Errors as of `plan_run`."""
-    plan = _with_tree_room(request, machine, limits, request.context)
+    plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context == "auto" and (shorter := _shorter_context(plan)) is not None:
-        plan = _with_tree_room(request, machine, limits, shorter)
-    return plan
+        plan = _with_tree_room(replace(request, context=shorter), machine, limits)
+    return replace(plan, request=request)
 
 
 def check_host_memory(plan: RunPlan) -> None:
@@ -81,7 +81,7 @@ def check_host_memory(plan: RunPlan) -> None:
         BudgetError: Says of what, by how much, and what would help.
     """
     limits, target = plan.limits, plan.target
-    if plan.host_bytes <= limits.ram_bytes:
+    if not plan.short_of_host_bytes:
         return
     loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
     parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
@@ -93,7 +93,7 @@ def check_host_memory(plan: RunPlan) -> None:
     ways += ["choose a 16-bit --dtype or a smaller model", f"or {limits.ram_way}"]
     raise BudgetError(
         f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.host_bytes - limits.ram_bytes)} ({_listed(parts)}): {', '.join(ways)}"
+        f"{format_bytes_up(plan.short_of_host_bytes)} ({_listed(parts)}): {', '.join(ways)}"
     )
 
 
@@ -107,8 +107,8 @@ def _shorter_context(plan: RunPlan) -> int | None:
     Returns:
         A number of whole blocks, at least `_LEAST_CONTEXT_TOKENS`; None where a shorter context is no way out.
     """
-    target, missing_bytes = plan.target, plan.host_bytes - plan.limits.ram_bytes
-    if not target.on_host or missing_bytes <= 0:
+    target, missing_bytes = plan.target, plan.short_of_host_bytes
+    if not target.on_host or not missing_bytes:
         return None
     fewer = -(-missing_bytes // (target.batch * target.config.kv_bytes_per_token(target.dtype.itemsize)))
     tokens = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -118,9 +118,7 @@ def _shorter_context(plan: RunPlan) -> int | None:
 # --- room for trees
 
 
-def _with_tree_room(
-    request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits, context: int | str
-) -> RunPlan:
+def _with_tree_room(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """A plan with room for trees: as much as is asked for, or none, some or much of it, whichever is predicted to be
     the fastest. As fast with more device memory or faster, if the plan is for every room.
 
@@ -129,7 +127,7 @@ def _with_tree_room(
     """
 
     def planned(nodes: int) -> RunPlan:
-        return _fastest_plan(make_plan(request, limits, context=context, tree_nodes=nodes), machine)
+        return _fastest_plan(make_plan(request, limits, tree_nodes=nodes), machine)
 
     if request.tree_nodes is not None:
         return planned(request.tree_nodes)
@@ -149,7 +147,7 @@ def _with_tree_room(
             if len(found) == 1:
                 refused = "the draft's KV cache has no places for branches (--draft-cache full or streaming has)"
             break
-        if roomy.host_bytes <= max(limits.ram_bytes, lean.host_bytes):
+        if roomy.short_of_host_bytes <= lean.short_of_host_bytes:
             found.append(roomy)
     if copies:
         return max(reversed(found), key=lambda plan: tok_per_s(plan, machine))  # room that makes nothing slower
@@ -183,19 +181,17 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         if not fitting:
             raise
         raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
-    triforce = _fastest([way for way in ways if way.has_verifier], machine)
-    chain = _fastest([way for way in ways if not way.has_verifier], machine)
-    if triforce is None or chain is None:
-        one = chain or triforce
-        assert one is not None
-        return replace(one, reason=obstacle)
-    ram_bytes, compared = plan.limits.ram_bytes, _comparison(triforce, chain, machine)
-    if triforce.host_bytes > max(ram_bytes, chain.host_bytes):
-        missing = format_bytes_up(triforce.host_bytes - ram_bytes)
-        return replace(chain, reason=f"it takes {missing} more than the {format_bytes(ram_bytes)} of host memory")
-    if chain.host_bytes > ram_bytes or tok_per_s(triforce, machine) > tok_per_s(chain, machine):
-        return replace(triforce, reason=f"predicted to be faster: {compared}")
-    return replace(chain, reason=f"predicted to be slower: {compared}")
+    levels = [[way for way in ways if way.has_verifier is verified] for verified in (False, True)]
+    best = [_fastest(level, machine) for level in levels if level]
+    if len(best) == 1:
+        return replace(best[0], reason=obstacle)
+    chain, triforce = best
+    if triforce.short_of_host_bytes > chain.short_of_host_bytes:
+        missing, limit = format_bytes_up(triforce.short_of_host_bytes), format_bytes(plan.limits.ram_bytes)
+        return replace(chain, reason=f"it takes {missing} more than the {limit} of host memory")
+    chosen = _fastest(best, machine)
+    speed = "faster" if chosen.has_verifier else "slower"
+    return replace(chosen, reason=f"predicted to be {speed}: {_comparison(triforce, chain, machine)}")
 
 
 def _refuses(plan: RunPlan) -> bool:
@@ -206,12 +202,10 @@ def _refuses(plan: RunPlan) -> bool:
     return False
 
 
-def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan | None:
-    """Of equally fast ones that whose passes bring the fewest bytes, and the first of those. Where host memory has room
-    for none, what takes the least of it."""
-    ranked = sorted(ways, key=lambda way: (-tok_per_s(way, machine), way.streamed_bytes))
-    fitting = (way for way in ranked if way.host_bytes <= way.limits.ram_bytes)
-    return next(fitting, None) or min(ranked, key=lambda way: way.host_bytes, default=None)
+def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
+    """The fastest of some ways, at least one, that host memory has room for; where it has room for none, what takes the
+    least of it. Of equally fast ones it is that whose passes bring the fewest bytes, and the first of those."""
+    return min(ways, key=lambda way: (way.short_of_host_bytes, -tok_per_s(way, machine), way.streamed_bytes))
 
 
 def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:

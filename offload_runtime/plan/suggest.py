@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 from offload_runtime.config import (
     GB,
@@ -29,6 +30,8 @@ _MOST_BYTES = 1 << 43
 _BYTES_STEP = 10_000_000
 # Of `--vram`: sizes that are typed as they are printed.
 _VRAM_STEP = 100_000_000
+# What is changed, as options of the command line, and the request that follows.
+Change: TypeAlias = tuple[str, RuntimeConfig]
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,11 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan |
     try:
         return plan_run(request, machine)
     except (BudgetError, ContextLengthError, OptionError) as error:
-        changed = [_attempt(*change, machine) for change in _single_changes(request, machine)]
-        suggestions = [suggestion for suggestion in changed if suggestion is not None]
-        if not suggestions and (smallest := _smallest(request, machine)) is not None:
-            suggestions.append(smallest)
+        suggestions = [*_fitting(_single_changes(request, machine), machine)]
+        if not suggestions:
+            suggestions += islice(_fitting(_smallest(request, machine), machine), 1)
         short_bytes, larger = _larger_machine(request, machine)
-        if larger is not None:
-            suggestions.append(larger)
+        suggestions += larger
         if not suggestions and isinstance(error, OptionError):
             raise
         return Refusal(error, short_bytes, tuple(suggestions))
@@ -78,9 +79,11 @@ def _plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | 
         return None
 
 
-def _attempt(change: str, request: RuntimeConfig, machine: MachineFigures) -> Suggestion | None:
-    plan = _plan_or_none(request, machine)
-    return None if plan is None else Suggestion(change, machine, plan)
+def _fitting(changes: Iterable[Change], machine: MachineFigures) -> Iterator[Suggestion]:
+    """Of some changes those that fit, each tried when it is asked for."""
+    for change, request in changes:
+        if (plan := _plan_or_none(request, machine)) is not None:
+            yield Suggestion(change, machine, plan)
 
 
 # --- other settings
@@ -88,14 +91,14 @@ def _attempt(change: str, request: RuntimeConfig, machine: MachineFigures) -> Su
 
 def _largest(
     option: str, values: Sequence[int], changed: Callable[[int], RuntimeConfig], machine: MachineFigures
-) -> Iterator[tuple[str, RuntimeConfig]]:
+) -> Iterator[Change]:
     """The change to the last of an option's ascending values that fits, as all before it are taken to."""
     index = bisect_left(values, True, key=lambda value: _plan_or_none(changed(value), machine) is None)
     if index:
         yield f"{option} {values[index - 1]}", changed(values[index - 1])
 
 
-def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[tuple[str, RuntimeConfig]]:
+def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
     """The change to the longest context that fits, if it is shorter than what was asked for."""
     return _largest("--context", _contexts(request), lambda tokens: replace(request, context=tokens), machine)
 
@@ -111,7 +114,7 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
     return sizes[index] if index < len(sizes) else None
 
 
-def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[tuple[str, RuntimeConfig]]:
+def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
     whole = machine.vram_bytes
     if request.vram_bytes is not None:
         # A limit that this card has where another was asked for: the least that is more, or nearly all of the card
@@ -145,7 +148,7 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
         yield _without_draft(request)
 
 
-def _without_draft(request: RuntimeConfig) -> tuple[str, RuntimeConfig]:
+def _without_draft(request: RuntimeConfig) -> Change:
     """The change and the request with n-grams in the place of the draft model, which TriForce does not go with."""
     change, options = "--draft ngram", request.speculation
     if options.mode == "triforce":
@@ -153,9 +156,7 @@ def _without_draft(request: RuntimeConfig) -> tuple[str, RuntimeConfig]:
     return _proposing(change, request, "ngram", options)
 
 
-def _proposing(
-    change: str, request: RuntimeConfig, draft: Any, options: SpeculationOptions
-) -> tuple[str, RuntimeConfig]:
+def _proposing(change: str, request: RuntimeConfig, draft: Any, options: SpeculationOptions) -> Change:
     """A change of how tokens are proposed and its request, without what nothing looks at any more: on the command line
     it would be refused."""
     usual, gamma = SpeculationOptions(), request.gamma
@@ -182,8 +183,9 @@ def _contexts(request: RuntimeConfig) -> Sequence[int]:
     return range(least, asked, _CONTEXT_STEP)
 
 
-def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Suggestion | None:
-    """Every other setting as small as it goes, and the longest context that then fits."""
+def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
+    """The change of every other setting to as small as it goes, then with the longest context that fits with that; and
+    the same with all of the card where less was allowed."""
     changes: list[str] = []
     if request.max_batch != 1:
         changes, request = ["--batch 1"], replace(request, max_batch=1)
@@ -199,11 +201,9 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Suggestion | N
         whole = _whole_card(machine.vram_bytes)
         ways.append(([f"--vram {size_option_down(whole)}", *changes], replace(request, vram_bytes=whole)))
     for changes, request in ways:
-        if (suggestion := _attempt(" ".join(changes), request, machine)) is not None:
-            return suggestion
+        yield " ".join(changes), request
         for change, shorter in _shorter(request, machine):
-            return _attempt(" ".join([change, *changes]), shorter, machine)
-    return None
+            yield " ".join([change, *changes]), shorter
 
 
 def _whole_card(vram_bytes: int) -> int:
@@ -214,9 +214,9 @@ def _whole_card(vram_bytes: int) -> int:
 # --- a larger machine
 
 
-def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, int], Suggestion | None]:
-    """What is short, by the name of the memory, and a machine with the least of each kind that the run needs; of a
-    context that the model has."""
+def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, int], Iterable[Suggestion]]:
+    """What is short, by the name of the memory, and a machine with the least of each kind that the run needs, if there
+    is one; of a context that the model has."""
     whole, prefix = machine.vram_bytes, ""
     vram_limit = whole if request.vram_bytes is None else min(request.vram_bytes, whole)
     there = limits_of(machine, replace(request, vram_bytes=vram_limit))
@@ -227,7 +227,7 @@ def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[di
     # From what there is on, in steps.
     vram_bytes = _least_vram(request, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
     if vram_bytes is None:
-        return {}, None
+        return {}, ()
     request = replace(request, vram_bytes=vram_bytes)
     needed_pinned = _least(request, ample, least_pinned_bytes)
     pinnable_bytes = None if there.pinned_bytes is None else max(there.pinned_bytes, needed_pinned)
@@ -238,14 +238,14 @@ def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[di
         name: nbytes - limit for (name, nbytes), limit in zip(needed.items(), limits, strict=True) if nbytes > limit
     }
     if not short_bytes or ([*short_bytes] == ["device memory"] and not prefix and vram_bytes <= whole):
-        return short_bytes, None  # this machine has it: an option's value, not another machine
+        return short_bytes, ()  # this machine has it: an option's value, not another machine
     listed = " and ".join(f"{format_bytes_up(needed[name])} of {name}" for name in short_bytes)
     larger = replace(
         machine, vram_bytes=max(whole, vram_bytes), ram_bytes=max(machine.ram_bytes, needed_host),
         pinnable_bytes=pinnable_bytes,
     )  # fmt: skip
     asked = replace(request, ram_bytes=max(there.ram_bytes, needed_host))
-    return short_bytes, _attempt(f"{prefix}{listed}", asked, larger)
+    return short_bytes, _fitting([(f"{prefix}{listed}", asked)], larger)
 
 
 def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callable[[RunPlan], int]) -> int:
@@ -256,8 +256,7 @@ def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callab
         BudgetError, OptionError, ContextLengthError: It cannot be in any case.
     """
     limits, nodes = limits_of(machine, request), request.tree_nodes or 0
-    plan = make_plan(request, limits, context=request.context, tree_nodes=nodes)
-    return min(map(needed_bytes, find_candidates(plan)[0]))
+    return min(map(needed_bytes, find_candidates(make_plan(request, limits, tree_nodes=nodes))[0]))
 
 
 # --- what would make it faster
