@@ -22,7 +22,6 @@ from types import MappingProxyType
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB
-from offload_runtime.kv.retrieval import summaries_bytes
 from offload_runtime.model import padded_rows
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
@@ -131,13 +130,11 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     tile = target.shape.window_rows
     height = padded_rows(batch * rows, tile)
     # What crosses the link.
-    weight_bytes, kv_bytes, pieces = target.bytes_of_layers(placement.streamed_layers), 0, 0
-    staged_bytes = target.bytes_of_layers(placement.staged_layers)
-    for layer in target.kv_layers_on_host:
-        streamed = target.streamed_kv_bytes(layer, length_tokens)
-        kv_bytes += streamed
-        staged_bytes += streamed if layer in placement.staged_kv_layers else 0
-        pieces += batch * -(-streamed // (batch * target.kv_piece_bytes))
+    streamed = {layer: target.streamed_kv_bytes(layer, length_tokens) for layer in target.kv_layers_on_host}
+    weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
+    staged_kv_bytes = sum(streamed[layer] for layer in placement.staged_kv_layers)
+    staged_bytes = target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
+    pieces = batch * sum(-(-nbytes // (batch * target.kv_piece_bytes)) for nbytes in streamed.values())
     link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
@@ -154,7 +151,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
         stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))
-        stages.append((count, batch * keys * _kv_token_bytes(target) / attained_hbm, attention_s))
+        key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
+        stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
     launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * height // tile) + _PIECE_LAUNCHES * pieces
     return PassTime(
@@ -164,11 +162,6 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
         launch_s=layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s, lookahead_s=lookahead_s,
     )  # fmt: skip
-
-
-def _kv_token_bytes(model: ModelPlan) -> int:
-    """Keys and values of a token in one layer."""
-    return 2 * model.config.kv_size * model.dtype.itemsize
 
 
 def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
@@ -196,7 +189,7 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    kv_bytes = draft.config.num_layers * draft.batch * kept * _kv_token_bytes(draft)
+    kv_bytes = draft.batch * kept * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
     return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, layer_launches=_LAYER_LAUNCHES)
 
 
@@ -206,15 +199,12 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     target = plan.target
     if not plan.has_verifier:
         return 0.0
-    options, batch = plan.request.speculation, target.batch
-    token_bytes = batch * target.config.num_layers * _kv_token_bytes(target)
+    options, batch = target.options, target.batch
+    token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
-    scored_bytes = summaries_bytes(
-        target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=batch
-    )
     return _step_s(
         target, machine, rows=batch * (1 + gamma_draft(plan)),
-        kv_bytes=held_bytes + recent_bytes + scored_bytes // options.refresh_steps,
+        kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
         layer_launches=_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps,
         fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
     )  # fmt: skip
@@ -268,7 +258,7 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
 
 def gamma_draft(plan: RunPlan) -> int:
     """Tokens that the draft proposes to a step of the retrieval verifier; 0 without either."""
-    return plan.request.speculation.gamma_draft if plan.has_verifier and plan.draft is not None else 0
+    return plan.draft.options.gamma_draft if plan.has_verifier and plan.draft is not None else 0
 
 
 def tree_nodes(plan: RunPlan) -> int:

@@ -6,7 +6,7 @@ Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOption
 from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
-from offload_runtime.kv.retrieval import retrieved_bytes, retrieved_draft_bytes, summaries_bytes
+from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
@@ -94,8 +94,8 @@ class ModelPlan:
     """One model of a run, before it is loaded. `layout` is how its weights lie in memory.
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
-    draft, `retrieval` or `streaming`, whose sizes are those of `options`. A prefill may borrow `borrowable_bytes` of
-    memory that only decoding uses.
+    draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
+    reads of a target's. A prefill may borrow `borrowable_bytes` of memory that only decoding uses.
     """
 
     config: ModelConfig
@@ -105,8 +105,8 @@ class ModelPlan:
     window_tokens: int
     batch: int
     placement: Placement
+    options: SpeculationOptions
     cache: str = "full"
-    options: SpeculationOptions = field(default_factory=SpeculationOptions)
     borrowable_bytes: int = 0
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
@@ -213,20 +213,30 @@ class ModelPlan:
     @property
     def kv_parts(self) -> tuple[MemoryPart, ...]:
         """The same part by part."""
-        if self.cache == "retrieval":
-            retrieved = retrieved_draft_bytes(
-                self.config, self.dtype, capacity_tokens=self.context_tokens, budget_tokens=self.options.budget_tokens,
-                chunk_size=self.options.chunk_size, batch=self.batch,
-            )  # fmt: skip
-            return (MemoryPart("KV cache", retrieved),)
         if not self.on_host:
-            return (MemoryPart("KV cache", self.whole_kv_bytes),)
+            chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
+            return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
         resident, streamed = len(self.placement.resident_kv_layers), len(self.kv_layers_on_host)
         return (
             MemoryPart("KV of resident layers", resident * self.kv_layer_bytes),
             MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
             MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
             MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
+        )
+
+    @property
+    def summaries_bytes(self) -> int:
+        """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
+        return summaries_bytes(
+            self.config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
+        )
+
+    @property
+    def retrieved_bytes(self) -> int:
+        """The chunks that are read, which lie on the device once more, and what they are chosen by."""
+        budget_tokens, chunk_size = self.options.budget_tokens, self.options.chunk_size
+        return self.summaries_bytes + retrieved_bytes(
+            self.config, self.dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=self.batch
         )
 
     @property
@@ -359,22 +369,16 @@ class RunPlan:
     @property
     def verifier_bytes(self) -> int:
         """Of a retrieval verifier: retrieved chunks, what they are chosen by, and what steps need but for graphs."""
-        target, options = self.target, self.request.speculation
-        return self.verifier_step_bytes + retrieved_bytes(
-            target.config, target.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-            batch=target.batch,
-        ) + summaries_bytes(
-            target.config, chunk_size=options.chunk_size, capacity_tokens=target.context_tokens, batch=target.batch
-        )  # fmt: skip
+        return self.verifier_step_bytes + self.target.retrieved_bytes
 
     @property
     def verifier_step_bytes(self) -> int:
         """Of these, the window and what a step computes on its way, of all sequences."""
-        target, options = self.target, self.request.speculation
+        target, rows = self.target, self.target.options.gamma_draft + 1
+        far_chunks = target.context_tokens // target.options.chunk_size
         return verifier_step_bytes(
-            target.config, target.dtype.itemsize, batch=target.batch, rows=options.gamma_draft + 1,
-            far_chunks=target.context_tokens // options.chunk_size,
-        )  # fmt: skip
+            target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks
+        )
 
     # --- of the host
 
@@ -457,7 +461,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     # By the weights as they are computed with: no bit may depend on how they are stored.
     shape = target_shape(packed_bytes(config, dtype), device_type)
     layout, placement = ModelLayout.plain(config, dtype), all_resident(config.num_layers)
-    target = ModelPlan(config, layout, shape, tokens, window, request.max_batch, placement)
+    target = ModelPlan(config, layout, shape, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
     draft = _plan_draft(request, target, draft_shape(device_type), tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
@@ -485,7 +489,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
         )
     plan = ModelPlan(
         config, ModelLayout.plain(config, target.dtype), shape, context, target.window_tokens, target.batch,
-        all_resident(config.num_layers), cache, options, tree_nodes=tree_nodes, step_rows=max(STEP_ROWS, target.batch),
+        all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes, step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip
     if cache == "streaming":
         return with_streaming_cache(plan)
