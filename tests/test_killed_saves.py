@@ -76,7 +76,7 @@ def test_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remains = [path for path in (tmp_path / "profiles").iterdir() if path.name != "mine.toml"]
     assert len(remains) == 1 and load_profile("mine") == before
     shipped = {path.stem for path in shipped_directory().glob("*.toml")}
-    assert {entry.name for entry in list_profiles()} == {"mine"} | shipped, "what is left is no profile"
+    assert set(list_profiles()) == {"mine"} | shipped, "what is left is no profile"
     after = replace(load_profile("h200"), name="mine")
     save_profile(after, "mine")
     assert load_profile("mine") == after

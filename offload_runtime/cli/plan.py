@@ -19,7 +19,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
 from offload_runtime.config import GB, format_bytes, writing
 from offload_runtime.errors import OptionError
-from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
 if TYPE_CHECKING:
     from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
@@ -56,8 +56,8 @@ def choose_profile(name: str | None) -> MachineProfile:
 
     if name is not None:
         return load_profile(name)
-    own = [entry for entry in list_profiles() if not entry.shipped]
-    found = load_profile(own[0].path) if len(own) == 1 else None
+    own = [path for path in list_profiles().values() if path.parent == own_directory()]
+    found = load_profile(own[0]) if len(own) == 1 else None
     if found is None or not found.gpus:
         found = load_profile(COMMON_PROFILE)
     terminal.status_line(

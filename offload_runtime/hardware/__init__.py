@@ -9,6 +9,7 @@ from offload_runtime.hardware.profile import (
     check_name,
     list_profiles,
     load_profile,
+    own_directory,
     profile_to_mapping,
     profile_toml,
     save_profile,

@@ -267,15 +267,6 @@ _SUFFIX = ".toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass(frozen=True)
-class ProfileEntry:
-    """A profile that can be loaded by name; `shipped` tells it from the user's own."""
-
-    name: str
-    path: Path
-    shipped: bool
-
-
 def own_directory() -> Path:
     """Where `save_profile` puts profiles: in OFFLOAD_RUNTIME_CONFIG, else in the platform's configuration directory.
 
@@ -296,14 +287,14 @@ def shipped_directory() -> Path:
     return Path(__file__).resolve().parents[2] / "profiles"
 
 
-def list_profiles() -> list[ProfileEntry]:
-    """All profiles that can be loaded by name, sorted; one of the user's own hides a shipped one of its name."""
-    found: dict[str, ProfileEntry] = {}
-    for directory, shipped in ((shipped_directory(), True), (own_directory(), False)):
+def list_profiles() -> dict[str, Path]:
+    """The files of all profiles that can be loaded by name, sorted by it; one of the user's own, which lies in
+    `own_directory`, hides a shipped one of its name."""
+    found: dict[str, Path] = {}
+    for directory in (shipped_directory(), own_directory()):
         with suppress(OSError):  # not there, or not to be read: it lists nothing
-            for path in directory.glob(f"*{_SUFFIX}"):
-                found[path.stem] = ProfileEntry(path.stem, path, shipped)
-    return [found[name] for name in sorted(found)]
+            found |= {path.stem: path for path in directory.glob(f"*{_SUFFIX}")}
+    return dict(sorted(found.items()))
 
 
 def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
@@ -319,15 +310,15 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith(_SUFFIX) or Path(text).name != text:
         return _read(Path(name_or_path).expanduser())
-    entries = {entry.name: entry for entry in list_profiles()}
-    if text not in entries:
-        nearest = difflib.get_close_matches(text, entries, n=1)
+    files = list_profiles()
+    if text not in files:
+        nearest = difflib.get_close_matches(text, files, n=1)
         guess = f"did you mean {nearest[0]}? " if nearest else ""
         raise ProfileError(
-            f"there is no profile {text!r}: {guess}there are {', '.join(entries) or 'none'}; "
+            f"there is no profile {text!r}: {guess}there are {', '.join(files) or 'none'}; "
             f"`offload-runtime profile --save {text}` measures this machine"
         )
-    return _read(entries[text].path)
+    return _read(files[text])
 
 
 def _read(path: Path) -> MachineProfile:

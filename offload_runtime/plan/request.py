@@ -21,7 +21,7 @@ from offload_runtime.config import (
 )
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError, ProfileError
-from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
+from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
@@ -203,9 +203,9 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         return figures
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for entry in sorted(list_profiles(), key=lambda entry: entry.shipped):
+        for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
             with suppress(ProfileError, OptionError):  # nobody asked for this one
-                found = load_profile(entry.path)
+                found = load_profile(path)
                 if found.gpu_name == name:
                     return known_figures(found, device, dtype)
     return None
