@@ -1,7 +1,7 @@
 """Measurements of a GPU: what NVIDIA's management library (NVML) tells of its link, and the speed of its link, memory,
 products and launches.
 
-That NVML is missing or refuses costs a reason, no more.
+That NVML is missing or refuses costs a reason, no more. What is measured is the current device, which callers set.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _EAGER_LAUNCHES = 2000
 _GRAPH_KERNELS = 1000
 
 
-def _event_time_s(device: torch.device, enqueue: Callable[[], object], *, budget_s: float) -> float:
+def _event_time_s(enqueue: Callable[[], object], *, budget_s: float) -> float:
     """Shortest time between two events around `enqueue` on the current stream, in seconds; see `best_time_s`."""
     times_s: list[float] = []
 
@@ -104,13 +104,12 @@ def _event_time_s(device: torch.device, enqueue: Callable[[], object], *, budget
         end.synchronize()
         times_s.append(start.elapsed_time(end) / 1e3)
 
-    with torch.cuda.device(device):
-        best_time_s(once, budget_s=budget_s)
+    best_time_s(once, budget_s=budget_s)
     return min(times_s[1:])
 
 
 class LinkBench:
-    """Buffers on both sides of one GPU's link: each [nbytes] uint8, pinned or on the device, all pages touched.
+    """Buffers on both sides of one GPU's link: each uint8 [nbytes], pinned or on the device, all pages touched.
 
     Args:
         device: The GPU, with its index.
@@ -139,15 +138,13 @@ class LinkBench:
         one cached place."""
         rates = {}
         for size_mib in sizes_mib:
-            piece_bytes = int(size_mib * MIB)
-            if piece_bytes <= self.nbytes:
-                seconds = _event_time_s(self.device, partial(self.copy_in, piece_bytes), budget_s=budget_s)
-                rates[size_mib] = self.nbytes / seconds / GB
+            seconds = _event_time_s(partial(self.copy_in, int(size_mib * MIB)), budget_s=budget_s)
+            rates[size_mib] = self.nbytes / seconds / GB
         return rates, max(rates.values())
 
     def back_gbps(self, *, budget_s: float) -> float:
         """Device to host in GB/s."""
-        return self.nbytes / _event_time_s(self.device, self.copy_back, budget_s=budget_s) / GB
+        return self.nbytes / _event_time_s(self.copy_back, budget_s=budget_s) / GB
 
     def both_gbps(self, *, budget_s: float) -> float:
         """Each direction in GB/s while both run, by the slower one."""
@@ -163,7 +160,7 @@ class LinkBench:
             for stream in streams:
                 current.wait_stream(stream)
 
-        return 4 * self.nbytes / _event_time_s(self.device, both, budget_s=budget_s) / GB
+        return 4 * self.nbytes / _event_time_s(both, budget_s=budget_s) / GB
 
 
 def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
@@ -184,19 +181,15 @@ def busy_link(bench: LinkBench) -> Iterator[Callable[[], int]]:
     """
     stop, arrived_bytes = threading.Event(), 0
 
-    def enqueue() -> torch.cuda.Event:
-        bench.copy_in()
-        done = torch.cuda.Event()
-        done.record()
-        return done
-
     def copy_on() -> None:
         nonlocal arrived_bytes
         stream = torch.cuda.Stream(bench.device)
         with torch.cuda.device(bench.device), torch.cuda.stream(stream):
-            previous = enqueue()
+            bench.copy_in()
+            previous = stream.record_event()
             while not stop.is_set():
-                latest = enqueue()  # the next ones wait in the queue while these run
+                bench.copy_in()  # the next ones wait in the queue while those before run
+                latest = stream.record_event()
                 previous.synchronize()
                 arrived_bytes += bench.nbytes
                 previous = latest
@@ -237,7 +230,7 @@ def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) 
     if nbytes < 128 * MIB:  # the second-level cache would answer
         raise CannotMeasureError(f"only {format_bytes(free_bytes)} of VRAM is free: close other programs")
     source, sink = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))  # [nbytes] uint8, GPU
-    return 2 * nbytes / _event_time_s(device, lambda: sink.copy_(source), budget_s=budget_s) / GB
+    return 2 * nbytes / _event_time_s(lambda: sink.copy_(source), budget_s=budget_s) / GB
 
 
 def measure_tflops(device: torch.device, dtypes: Sequence[str], *, budget_s: float) -> dict[str, float]:
@@ -249,7 +242,7 @@ def measure_tflops(device: torch.device, dtypes: Sequence[str], *, budget_s: flo
         left, right = (torch.randn(size, size, device=device).to(_TORCH_DTYPES[name]) for _ in range(2))  # [n, n], GPU
         product = torch.empty_like(left)
         multiply = partial(torch.mm, left, right, out=product)
-        rates[name] = 2 * size**3 / _event_time_s(device, multiply, budget_s=budget_s) / 1e12
+        rates[name] = 2 * size**3 / _event_time_s(multiply, budget_s=budget_s) / 1e12
     return rates
 
 
@@ -267,12 +260,11 @@ def measure_launch_us(device: torch.device, *, budget_s: float) -> float:
 
 def measure_graph_launch_us(device: torch.device, *, budget_s: float) -> float:
     """One small kernel within a CUDA graph of many, each after the one before, in microseconds."""
-    with torch.cuda.device(device):
-        count = torch.zeros(1, device=device)
-        count.add_(1)  # its module must be loaded before a capture
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_GRAPH_KERNELS):
-                count.add_(1)
-        return _event_time_s(device, graph.replay, budget_s=budget_s) / _GRAPH_KERNELS * 1e6
+    count = torch.zeros(1, device=device)
+    count.add_(1)  # its module must be loaded before a capture
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_GRAPH_KERNELS):
+            count.add_(1)
+    return _event_time_s(graph.replay, budget_s=budget_s) / _GRAPH_KERNELS * 1e6

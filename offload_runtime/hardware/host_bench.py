@@ -8,11 +8,12 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,14 +55,10 @@ def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
 
 def read_cpu(proc: Path) -> CpuFigures:
     """Name, usable logical cores and features; Linux alone tells name and features properly."""
-    try:
-        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    entries: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        entries.setdefault(key.strip(), value.strip())
+    text = ""
+    with suppress(OSError):
+        text = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace")
+    entries = dict(reversed(re.findall(r"^([^:\n]*\w)\s*: (.*)$", text, re.MULTILINE)))  # the first core's stay
     flags = set((entries.get("flags") or entries.get("Features") or "").split())
     name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
     return CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))

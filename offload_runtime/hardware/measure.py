@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,18 @@ _WAKING_S = 0.3
 
 @dataclass(frozen=True)
 class _Effort:
-    """How much of each thing is measured, and for how long; `budget_s` is of one figure."""
+    """How much of each thing is measured, and for how long; `budget_s` is of one figure. `host_bytes` are read and
+    locked of the host's memory, and half as many read from a disk."""
 
     budget_s: float
     host_bytes: int
     link_bytes: int
     copy_sizes_mib: tuple[float, ...]
     hbm_bytes: int
-    pin_bytes: int
-    disk_bytes: int
 
 
-_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, gpu_bench.COPY_SIZES_MIB, 2 * GIB, 2 * GIB, GIB)
-_QUICK = _Effort(0.15, GIB // 2, GIB // 8, gpu_bench.QUICK_COPY_SIZES_MIB, GIB, GIB // 2, GIB // 4)
+_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, gpu_bench.COPY_SIZES_MIB, 2 * GIB)
+_QUICK = _Effort(0.15, GIB // 2, GIB // 8, gpu_bench.QUICK_COPY_SIZES_MIB, GIB)
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -145,14 +145,10 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
 def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
     """How fast memory is locked, and how much of it can be."""
 
-    def pinnable_bytes() -> int:
-        if full:
-            return host_bench.try_pinnable_bytes(host)
-        return host_bench.estimate_pinnable_bytes(host, sample_locked="pin_gbps" in found.figures)
-
-    nbytes = host_bench.sample_bytes(host, effort.pin_bytes)
+    nbytes = host_bench.sample_bytes(host, effort.host_bytes)
     found.take("pinning", "pin_gbps", lambda: host_bench.measure_pin_gbps(nbytes))
-    found.take("pinning all", "pinnable_bytes", pinnable_bytes)
+    judge = partial(host_bench.estimate_pinnable_bytes, sample_locked="pin_gbps" in found.figures)
+    found.take("pinning all", "pinnable_bytes", partial(host_bench.try_pinnable_bytes if full else judge, host))
 
 
 def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None:
@@ -201,7 +197,7 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
             with torch.cuda.device(device):
                 gpu = _measure_gpu(found, effort, device, reader)
                 _measure_pinning(found, effort, host, full=options.full)
-    _measure_disk(found, effort.disk_bytes, options)
+    _measure_disk(found, effort.host_bytes // 2, options)
     profile = MachineProfile(
         name="this-machine", source=_source(options, gpu), ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures
     )
