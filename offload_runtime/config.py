@@ -66,26 +66,32 @@ def size_option_down(size_bytes: int) -> str:
     return format_bytes(size_bytes // step * step).replace(" ", "")
 
 
-def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds: str) -> Path:
+# Where the XDG specification puts a kind of files in the user's home.
+_IN_HOME = {"config": ".config", "cache": ".cache", "state": ".local/state"}
+
+
+def user_directory(kind: str, *, holds: str) -> Path:
     """The user's own directory for one kind of files.
 
+    Our environment variable OFFLOAD_RUNTIME_KIND names it above all else. Otherwise it lies in the platform's directory
+    for such files: that of APPDATA (settings) or LOCALAPPDATA on Windows, elsewhere that of XDG_KIND_HOME or, where
+    this is not set, the usual one in the user's home.
+
     Args:
-        variable: Our environment variable that names it, above all else.
-        windows: The platform's variable for the directory that ours lies in.
-        xdg: The same elsewhere.
-        in_home: That directory in the user's home where `xdg` is not set.
+        kind: `config`, `cache` or `state`.
         holds: What is kept there, for the message.
 
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
+    variable, windows = f"OFFLOAD_RUNTIME_{kind.upper()}", "APPDATA" if kind == "config" else "LOCALAPPDATA"
     try:
         if chosen := os.environ.get(variable):
             return Path(chosen).expanduser()
         if sys.platform == "win32" and (platform := os.environ.get(windows)):
             return Path(platform) / "offload-runtime"
-        base = os.environ.get(xdg)
-        return (Path(base) if base else Path.home() / in_home) / "offload-runtime"
+        base = os.environ.get(f"XDG_{kind.upper()}_HOME")
+        return (Path(base) if base else Path.home() / _IN_HOME[kind]) / "offload-runtime"
     except RuntimeError as error:  # pathlib's way to say so
         raise StorageError(
             f"there is no directory for {holds} ({error}): set {variable} to an absolute path"

@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,7 +158,9 @@ def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None
             return host_bench.measure_disk_gbps(options.disk_file, most_bytes=4 * nbytes)
         if options.quick:
             raise CannotMeasureError("left out of --quick: name a file with --disk-file")
-        with host_bench.temporary_disk_file(_cache_directory(), nbytes) as own:
+        # Beside the models that were downloaded, where a large file may lie for a moment.
+        directory = user_directory("cache", holds="the file that the disk is measured by")
+        with host_bench.temporary_disk_file(directory, nbytes) as own:
             return host_bench.measure_disk_gbps(own, most_bytes=nbytes)
 
     found.take("disk", "disk_gbps", reading)
@@ -237,11 +238,3 @@ def _source(options: MeasureOptions, gpu: GpuReport | None) -> str:
     how = "offload-runtime profile" + (" --quick" if options.quick else "") + (" --full" if options.full else "")
     driver = f", driver {gpu.nvml.driver}" if gpu is not None and gpu.nvml.driver else ""
     return f"measured on {date.today().isoformat()} by {how}, torch {torch.__version__}{driver}"
-
-
-def _cache_directory() -> Path:
-    """Where a large file may lie for a moment: beside the models that were downloaded."""
-    return user_directory(
-        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
-        holds="the file that the disk is measured by",
-    )  # fmt: skip

@@ -79,6 +79,7 @@ _BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 1
 _BY_DTYPE = _table(
     _Rule(", ".join(DTYPES), lambda key: key in DTYPES), _number(1e-6, 1e6, " (TFLOP/s)"), "bf16 = 165.0"
 )
+_CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
 
 
 def _key(rule: _Rule, *, gpu: bool = False) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class MachineProfile:
     host_gbps_while_link_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_gbps_while_host_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     disk_gbps: float | None = field(default=None, metadata=_key(_RATE))
-    cpu: CpuFigures | None = None
+    cpu: CpuFigures | None = field(default=None, metadata=_key(_CPU))
     tflops: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_DTYPE, gpu=True))
     link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
@@ -193,10 +194,8 @@ def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
     """Check every value that is given; `prefix` goes before the key in the message."""
     for entry in fields(record):
         value = getattr(record, entry.name)
-        if "rule" not in entry.metadata or (value is None and entry.default is None):
-            continue
         rule: _Rule = entry.metadata["rule"]
-        if not rule.admits(value):
+        if not (rule.admits(value) or (value is None and entry.default is None)):
             raise ProfileError(f"{prefix}{entry.name} must be {rule.wanted}, not {value!r}")
 
 
@@ -238,10 +237,7 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
     """
     _check_keys(table, MachineProfile, "")
     values = dict(table)
-    if "cpu" in values:
-        cpu = values["cpu"]
-        if not isinstance(cpu, Mapping):
-            raise ProfileError(f'cpu must be a table, such as [cpu] name = "…" cores = 16, not {cpu!r}')
+    if isinstance(cpu := values.get("cpu"), Mapping):
         _check_keys(cpu, CpuFigures, "cpu.")
         values["cpu"] = CpuFigures(**cpu)
     for key, kind in (("link_by_copy_mib", float), ("host_by_threads", int)):
@@ -273,10 +269,7 @@ def own_directory() -> Path:
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
-    settings = user_directory(
-        "OFFLOAD_RUNTIME_CONFIG", windows="APPDATA", xdg="XDG_CONFIG_HOME", in_home=".config", holds="settings"
-    )
-    return settings / "profiles"
+    return user_directory("config", holds="settings") / "profiles"
 
 
 def shipped_directory() -> Path:
