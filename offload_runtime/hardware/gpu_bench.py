@@ -82,9 +82,6 @@ def read_nvml(uuid: str) -> NvmlAnswer:
 
 
 MIB = 1 << 20
-# From a few rows of a KV cache to a whole layer.
-COPY_SIZES_MIB = (0.0625, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
-QUICK_COPY_SIZES_MIB = (0.25, 1.0, 16.0, 64.0)
 # Streaming cuts larger copies into pieces of this size.
 _PIECE_BYTES = 64 * MIB
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -233,13 +230,13 @@ def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) 
     return 2 * nbytes / _event_time_s(lambda: sink.copy_(source), budget_s=budget_s) / GB
 
 
-def measure_tflops(device: torch.device, dtypes: Sequence[str], *, budget_s: float) -> dict[str, float]:
+def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]:
     """Dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
     size = 8192 if torch.cuda.mem_get_info(device)[0] > 2 * GB else 4096
     rates = {}
-    for name in dtypes:
+    for name, dtype in _TORCH_DTYPES.items():
         # Products of zeros draw less power and run at higher clocks than any model's.
-        left, right = (torch.randn(size, size, device=device).to(_TORCH_DTYPES[name]) for _ in range(2))  # [n, n], GPU
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # [n, n], GPU
         product = torch.empty_like(left)
         multiply = partial(torch.mm, left, right, out=product)
         rates[name] = 2 * size**3 / _event_time_s(multiply, budget_s=budget_s) / 1e12

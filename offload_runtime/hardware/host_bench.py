@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -305,17 +305,11 @@ def try_pinnable_bytes(host: HostInfo) -> int:
         CannotMeasureError: Not one block can be locked.
         BudgetError: The system refuses to give as much.
     """
-    blocks = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB
-    arenas: list[HostArena] = []
-    try:
-        for _ in range(blocks):
-            arenas.append(_written_arena(GIB))
-            if not arenas[-1].pin_blocks(Registrar()):
-                break
-        locked_bytes = sum(arena.pinned_bytes for arena in arenas)
-    finally:
-        for arena in arenas:
-            arena.close()
+    blocks, locked_bytes = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB, 0
+    if blocks:
+        with closing(_written_arena(blocks * GIB)) as arena:
+            arena.pin_blocks(Registrar())
+            locked_bytes = arena.pinned_bytes
     if not locked_bytes:
         raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")
     return locked_bytes

@@ -17,7 +17,7 @@ from offload_runtime.errors import BudgetError, DeviceError, OptionError, Storag
 from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
-from offload_runtime.hardware.profile import DTYPES, MachineProfile
+from offload_runtime.hardware.profile import MachineProfile
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 from offload_runtime.memory import resolve_device
 
@@ -43,8 +43,9 @@ class _Effort:
     hbm_bytes: int
 
 
-_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, gpu_bench.COPY_SIZES_MIB, 2 * GIB)
-_QUICK = _Effort(0.15, GIB // 2, GIB // 8, gpu_bench.QUICK_COPY_SIZES_MIB, GIB)
+# Copies from a few rows of a KV cache to a whole layer, none larger than the buffers.
+_THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, (0.0625, 0.25, 1.0, 4.0, 16.0, 64.0, 256.0), 2 * GIB)
+_QUICK = _Effort(0.15, GIB // 2, GIB // 8, (0.25, 1.0, 16.0, 64.0), GIB)
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -99,7 +100,7 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     found.take("HBM", "hbm_gbps", lambda: gpu_bench.measure_hbm_gbps(device, effort.hbm_bytes, budget_s=budget_s))
     found.take("launches", "launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s))
     found.take("CUDA graphs", "graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s))
-    found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, DTYPES, budget_s=budget_s))
+    found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, budget_s=budget_s))
     # Only now all modules are loaded that a runtime loads as well.
     found.take("reserved VRAM", "vram_reserved_bytes", lambda: _reserved_bytes(device))
     return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)
