@@ -60,8 +60,7 @@ _FAR_TOKENS = 8192
 _OTHER_CHILDREN = (0.7, 0.1, 0.05)
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
-_DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24}
-_CPU_DEFAULT_GAMMA = 7
+_DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
 
@@ -277,8 +276,8 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.gamma
     elif tree_nodes(plan):
         chosen = request.max_gamma
-    elif plan.request.device == "cpu":
-        chosen = _CPU_DEFAULT_GAMMA
+    elif request.device == "cpu":
+        chosen = _DEFAULT_GAMMA["cpu"]
     elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
     else:

@@ -161,10 +161,9 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     """
     if not profile.gpus or profile.vram_bytes is None:
         raise OptionError(f"the profile {profile.name} has no GPU to plan for: choose another with --profile")
-    missing = [name for name in ("link_gbps", "hbm_gbps") if getattr(profile, name) is None]
-    if missing:
+    if profile.link_gbps is None or profile.hbm_gbps is None:
+        missing = [name for name in ("link_gbps", "hbm_gbps") if getattr(profile, name) is None]
         raise OptionError(f"the profile {profile.name} does not know {', '.join(missing)}: add it, or measure again")
-    assert profile.link_gbps is not None and profile.hbm_gbps is not None
     reserved_bytes = profile.vram_reserved_bytes or TYPICAL_CONTEXT_BYTES + LAZY_MODULE_BYTES
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
@@ -285,8 +284,6 @@ def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     else:
         ram_bytes, ram_name = asked_ram, "--ram"
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
-    if asked_pinned is None and host.wsl:  # Windows' driver locks about half of what the virtual machine has
+    if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
-    if not page_locks:
-        pinned_bytes = None
     return MemoryLimits(None, 0, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name, page_locks)

@@ -99,8 +99,16 @@ def _largest(
 
 
 def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
-    """The change to the longest context that fits, if it is shorter than what was asked for."""
-    return _largest("--context", _contexts(request), lambda tokens: replace(request, context=tokens), machine)
+    """The change to the longest context that fits, if it is shorter than what was asked for: whole blocks, and the
+    longest that the model has when more was asked for."""
+    config = request.target.config()
+    longest = longest_context(config)
+    asked = resolve_context("auto", config, kv=request.kv) if request.context == "auto" else int(request.context)
+    options, least = request.speculation, _CONTEXT_STEP
+    if options.mode == "triforce" or (request.proposed_by == "the draft" and options.draft_cache == "retrieval"):
+        least = -(-options.budget_tokens // _CONTEXT_STEP) * _CONTEXT_STEP  # of less they cannot retrieve as much
+    contexts = [*range(least, min(asked, longest), _CONTEXT_STEP), *([longest] if asked > longest else [])]
+    return _largest("--context", contexts, lambda tokens: replace(request, context=tokens), machine)
 
 
 def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence[int]) -> int | None:
@@ -168,19 +176,6 @@ def _proposing(change: str, request: RuntimeConfig, draft: Any, options: Specula
     if dropped:
         change += " without " + ", ".join(f"--{name.replace('_', '-')}" for name in dropped)
     return change, replace(request, draft=draft, speculation=options, gamma=gamma)
-
-
-def _contexts(request: RuntimeConfig) -> Sequence[int]:
-    """Contexts below the asked one: whole blocks, and the longest that the model has when more was asked for."""
-    config = request.target.config()
-    longest = longest_context(config)
-    asked = resolve_context("auto", config, kv=request.kv) if request.context == "auto" else int(request.context)
-    options, least = request.speculation, _CONTEXT_STEP
-    if options.mode == "triforce" or (request.proposed_by == "the draft" and options.draft_cache == "retrieval"):
-        least = -(-options.budget_tokens // _CONTEXT_STEP) * _CONTEXT_STEP  # of less they cannot retrieve as much
-    if asked > longest:
-        return [*range(least, longest, _CONTEXT_STEP), longest]
-    return range(least, asked, _CONTEXT_STEP)
 
 
 def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
