@@ -66,26 +66,30 @@ def size_option_down(size_bytes: int) -> str:
     return format_bytes(size_bytes // step * step).replace(" ", "")
 
 
-def user_directory(variable: str, *, windows: str, xdg: str, in_home: str, holds: str) -> Path:
-    """The user's own directory for one kind of files.
+# Where a user's directories of each kind lie in the home, unless XDG's variable of the kind names another place.
+_IN_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
+
+
+def user_directory(kind: str, holds: str) -> Path:
+    """The user's own directory for one kind of files: in the platform's directory for such files, unless our own
+    environment variable names another one.
 
     Args:
-        variable: Our environment variable that names it, above all else.
-        windows: The platform's variable for the directory that ours lies in.
-        xdg: The same elsewhere.
-        in_home: That directory in the user's home where `xdg` is not set.
+        kind: `CACHE`, `CONFIG` or `STATE`, as in our variable `OFFLOAD_RUNTIME_CACHE` and in XDG's `XDG_CACHE_HOME`; of
+            Windows' two directories settings lie in the one that goes with the user from machine to machine.
         holds: What is kept there, for the message.
 
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
+    variable, windows = f"OFFLOAD_RUNTIME_{kind}", "APPDATA" if kind == "CONFIG" else "LOCALAPPDATA"
     try:
         if chosen := os.environ.get(variable):
             return Path(chosen).expanduser()
         if sys.platform == "win32" and (platform := os.environ.get(windows)):
             return Path(platform) / "offload-runtime"
-        base = os.environ.get(xdg)
-        return (Path(base) if base else Path.home() / in_home) / "offload-runtime"
+        base = os.environ.get(f"XDG_{kind}_HOME")
+        return (Path(base) if base else Path.home() / _IN_HOME[kind]) / "offload-runtime"
     except RuntimeError as error:  # pathlib's way to say so
         raise StorageError(
             f"there is no directory for {holds} ({error}): set {variable} to an absolute path"

@@ -239,10 +239,7 @@ def open_history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
-        path = user_directory(
-            "OFFLOAD_RUNTIME_STATE", windows="LOCALAPPDATA", xdg="XDG_STATE_HOME", in_home=".local/state",
-            holds="the history of chats",
-        ) / "chat_history"  # fmt: skip
+        path = user_directory("STATE", "the history of chats") / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))

@@ -245,7 +245,4 @@ def _source(options: MeasureOptions, gpu: GpuReport | None) -> str:
 
 def _cache_directory() -> Path:
     """Where a large file may lie for a moment: beside the models that were downloaded."""
-    return user_directory(
-        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
-        holds="the file that the disk is measured by",
-    )  # fmt: skip
+    return user_directory("CACHE", "the file that the disk is measured by")

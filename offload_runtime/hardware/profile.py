@@ -282,10 +282,7 @@ def own_directory() -> Path:
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
-    settings = user_directory(
-        "OFFLOAD_RUNTIME_CONFIG", windows="APPDATA", xdg="XDG_CONFIG_HOME", in_home=".config", holds="settings"
-    )
-    return settings / "profiles"
+    return user_directory("CONFIG", "settings") / "profiles"
 
 
 def shipped_directory() -> Path:

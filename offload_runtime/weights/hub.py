@@ -51,10 +51,7 @@ def default_cache_dir() -> Path:
     Raises:
         StorageError: The user has no home directory and no variable names another place.
     """
-    return user_directory(
-        "OFFLOAD_RUNTIME_CACHE", windows="LOCALAPPDATA", xdg="XDG_CACHE_HOME", in_home=".cache",
-        holds="downloaded models",
-    )  # fmt: skip
+    return user_directory("CACHE", "downloaded models")
 
 
 def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
