@@ -2,7 +2,8 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. Today all are stored as they are
-computed with (`Plain`); another encoding is another pair of classes here, and a layout that names it.
+computed with (`Plain`); another encoding is another pair of classes here, an `Encoding` and a child of `Weight`, and a
+layout that names it.
 """
 
 from __future__ import annotations
@@ -22,27 +23,35 @@ from offload_runtime_kernels.swiglu import swiglu
 Fill = Callable[[torch.Tensor], None]
 
 
-class Weight(Protocol):
+@dataclass(frozen=True, eq=False)
+class Weight:
     """One tensor of a block: a matrix [M, K] with its bias, or a vector. It looks at the block's bytes, wherever they
-    are, and holds nothing of its own that would age when other bytes arrive there."""
+    are, and holds nothing of its own that would age when other bytes arrive there.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the decoded tensor."""
+    This one is stored as its elements: `stored` is [M, K] or [M], `bias` [M] or None. One that is stored otherwise is a
+    child that says how it is decoded (`dense`) and filled; its products are those of the decoded tensor, unless it has
+    faster ones.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of the stored tensor."""
+    stored: torch.Tensor
+    bias: torch.Tensor | None = None
 
     @property
     def dense(self) -> torch.Tensor:
         """The decoded tensor, without the bias, in the dtype that the model computes in."""
+        return self.stored
 
     def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
         """Let `fill` write the rows `[row_start, row_end)`, which stay as they are stored; in host memory only."""
+        fill(self.stored[row_start:row_end])
 
     def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
         """x W^T + b in products of exactly `tile_rows` rows, so that a row's bits do not depend on its company.
+
+        A library chooses its kernel, and with it the order of its sums, by the shape of the product. At one fixed
+        height the rows of cuBLAS bf16 products are bitwise independent of their place and neighbours (measured on an
+        H200 for heights 1 to 1024). So every product has exactly `tile_rows` rows; longer inputs are cut, shorter ones
+        are padded beforehand.
 
         Args:
             x: [N, K], contiguous, N a multiple of `tile_rows`.
@@ -51,13 +60,30 @@ class Weight(Protocol):
         Returns:
             [N, M].
         """
+        assert x.shape[0] % tile_rows == 0
+        transposed = self.dense.t()
+        out = x.new_empty(x.shape[0], transposed.shape[1])
+        for x_tile, out_tile in zip(x.split(tile_rows), out.split(tile_rows), strict=True):
+            if self.bias is None:
+                torch.mm(x_tile, transposed, out=out_tile)
+            else:
+                torch.addmm(self.bias, x_tile, transposed, out=out_tile)
+        return out
 
     def fused_linear(
         self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """The same of few rows and without promised bits, in as few launches as there is a way to: see
-        `few_row_linear`, also for the arguments."""
+        """The same of few rows and without promised bits, in as few launches as there is a way to: `few_row_linear`,
+        which also describes the arguments, or the same in ordinary kernels where there are too many rows for it."""
+        if x.shape[0] <= MOST_ROWS:
+            return few_row_linear(x, self.dense, bias=self.bias, norm=norm, residual=residual, gated=gated)
+        if norm is not None:
+            x = add_rms_norm(x, None, norm.weight, norm.eps)
+        y = self.linear(x, x.shape[0])
+        if gated:
+            y = swiglu(y)
+        return y if residual is None else residual.add_(y)
 
 
 class Encoding(Protocol):
@@ -86,60 +112,6 @@ class Plain:
         """Bytes of a stored tensor."""
         return math.prod(shape) * self.dtype.itemsize
 
-    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> PlainWeight:
+    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
         """A tensor seen through its bytes, without copying."""
-        return PlainWeight(stored.view(self.dtype).view(shape), bias)
-
-
-@dataclass(frozen=True, eq=False)
-class PlainWeight:
-    """A `Weight` whose bytes are its elements: `dense` [M, K] or [M] writes through to them; `bias` [M] or None."""
-
-    dense: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-        return tuple(self.dense.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tensor."""
-        return self.dense.nbytes
-
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
-        """Let `fill` write the rows `[row_start, row_end)`."""
-        fill(self.dense[row_start:row_end])
-
-    def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
-        """x W^T + b, tile by tile: [N, K] to [N, M].
-
-        A library chooses its kernel, and with it the order of its sums, by the shape of the product. At one fixed
-        height the rows of cuBLAS bf16 products are bitwise independent of their place and neighbours (measured on an
-        H200 for heights 1 to 1024). So every product has exactly `tile_rows` rows; longer inputs are cut, shorter ones
-        are padded beforehand.
-        """
-        assert x.shape[0] % tile_rows == 0
-        out = x.new_empty(x.shape[0], self.dense.shape[0])
-        transposed = self.dense.t()
-        for x_tile, out_tile in zip(x.split(tile_rows), out.split(tile_rows), strict=True):
-            if self.bias is None:
-                torch.mm(x_tile, transposed, out=out_tile)
-            else:
-                torch.addmm(self.bias, x_tile, transposed, out=out_tile)
-        return out
-
-    def fused_linear(
-        self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """`few_row_linear`, or the same in ordinary kernels where there are too many rows for it."""
-        if x.shape[0] <= MOST_ROWS:
-            return few_row_linear(x, self.dense, bias=self.bias, norm=norm, residual=residual, gated=gated)
-        if norm is not None:
-            x = add_rms_norm(x, None, norm.weight, norm.eps)
-        y = self.linear(x, x.shape[0])
-        if gated:
-            y = swiglu(y)
-        return y if residual is None else residual.add_(y)
+        return Weight(stored.view(self.dtype).view(shape), bias)
