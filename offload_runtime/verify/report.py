@@ -1,8 +1,8 @@
 """The proof that speculation changes nothing, on the machine at hand.
 
-1. *Identity* (`identity`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
+1. *Equality* (`equality`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
    compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits behind each.
-2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`goodness_of_fit`).
+2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`distribution`).
 
 Everything is seeded, so a second run on the same machine says the same.
 """
