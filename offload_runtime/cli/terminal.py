@@ -11,7 +11,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,7 +111,7 @@ def only_json(wanted: bool) -> Iterator[TextIO]:
         yield output
 
 
-class ProgressBars:
+class ProgressBars(AbstractContextManager["ProgressBars"]):
     """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete; a count, or bytes
     with their speed.
 
@@ -132,9 +132,6 @@ class ProgressBars:
             disable=not (enabled and sys.stderr.isatty()),
         )
         self._tasks: dict[str, progress.TaskID] = {}
-
-    def __enter__(self) -> ProgressBars:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
