@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, dequantize, get_tensor_name_map
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
@@ -103,8 +104,6 @@ def _value(reader: HeaderReader, kind: int) -> Any:
 
 def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     """One entry of the tensor table; the offset is still relative to the data section."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     name, num_dims = _string(reader), reader.number("<I")
     if num_dims > 4:
         raise ValueError(f"{name} has {num_dims} dimensions")
@@ -267,8 +266,6 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 def _check_kind(tensor: StoredTensor) -> None:
     """Refuse a quantisation that the `gguf` package cannot undo, before anything is loaded."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-
     kind = GGMLQuantizationType[tensor.dtype]
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
@@ -281,8 +278,6 @@ def _check_kind(tensor: StoredTensor) -> None:
 def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
     """Dequantise into `out`, a few rows at a time; with `head_dim` the rows of each head are put back in order, whose
     two halves llama.cpp interleaves. A vector counts as one row."""
-    from gguf import GGMLQuantizationType, dequantize
-
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     columns, row_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
     unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
@@ -291,12 +286,10 @@ def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None
         part = out[start : start + step] if out.dim() > 1 else out
         stored = np.empty((min(step, rows - start), row_bytes), dtype=np.uint8)
         tensor.read_into(stored.reshape(-1).data, start * row_bytes)
-        values = np.asarray(dequantize(stored, GGMLQuantizationType[tensor.dtype]), dtype=np.float32)
-        values = values.reshape(part.shape)
+        values = torch.from_numpy(dequantize(stored, GGMLQuantizationType[tensor.dtype]))
         if head_dim is not None:
-            pairs = values.reshape(-1, head_dim // 2, 2, *part.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(part.shape)
-        part.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+            values = values.reshape(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2)
+        part.copy_(values.reshape(part.shape))
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
@@ -309,8 +302,6 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
 
 def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTensor]:
     """transformers' name to stored tensor for all that the model needs, in the order of the file."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.arch)
     names = get_tensor_name_map(arch, config.num_layers)
 
