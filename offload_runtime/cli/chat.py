@@ -23,7 +23,7 @@ from offload_runtime.cli.generate import (
     stream_answer,
 )
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import write_atomically
+from offload_runtime.config import require, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class ChatSession:
                 listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
                 raise OptionError(f"unknown command {name}; {listing}")
             command = COMMANDS[name]
-            if command.argument == "FILE" and not argument:
-                raise OptionError(f"{name} needs the name of a file: {name} FILE")
+            require(bool(argument) or command.argument != "FILE", f"{name} needs the name of a file: {name} FILE")
             command.run(self, "".join(argument))
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.

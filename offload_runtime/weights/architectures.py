@@ -92,13 +92,10 @@ def checked_number(where: object, name: str, value: Any, *, at_least: float = -m
 
 def token_ids(value: object) -> tuple[int, ...]:
     """Token ids from a configuration's field: a number, a list of numbers or nothing."""
-    if value is None:
-        return ()
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
-        return tuple(value)
-    raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
+    ids = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(item, int) for item in ids):
+        raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
+    return tuple(ids)
 
 
 def _check_rope_numbers(rope: Mapping[str, Any], head_dim: int, where: str) -> None:
