@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -26,11 +26,9 @@ from offload_runtime.errors import BudgetError, OptionError
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.generate import OnProgress
-    from offload_runtime.engine.request import PromptRoom
+    from offload_runtime.engine.request import Prompt, PromptRoom
 
     CheckPrompts = Callable[[PromptRoom], object]
-
-Prompt = str | Sequence[Mapping[str, str]]
 
 _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval verifier's"}
 

@@ -248,17 +248,15 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": header.token_id("padding"),
         "dtype": "bfloat16",
+        # Of some families only; the others have no such tensors, or have them whatever their configuration says.
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
     }
     family = header.arch
     if family == "llama" and header.get("attention.sliding_window"):  # only Mistral has them of what is stored as llama
         family = "mistral"
         settings["sliding_window"] = header.size("attention.sliding_window")
-    settings |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
-    if family in ("llama", "qwen3", "smollm3"):
-        settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    if family in ("llama", "smollm3"):
-        settings["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
-    return settings
+    return settings | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
 
 
 # --- the tensors
