@@ -173,7 +173,6 @@ class ModelConfig:
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     layer_rope: tuple[bool, ...] = ()
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -198,13 +198,12 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    if session.last_stats is None:
+    stats, runtime = session.last_stats, session.runtime
+    if stats is None:
         terminal.status_line("no answer yet")
-    else:
-        for figure in [*speed_figures(session.last_stats), *detail_figures(session.last_stats)]:
-            terminal.status_line(f"  {figure}")
-    terminal.status_line(f"  {session.runtime.load_report}")
-    terminal.status_line(f"  {session.runtime.placement}")
+    figures = [] if stats is None else [*speed_figures(stats), *detail_figures(stats)]
+    for figure in (*figures, runtime.load_report, runtime.placement):
+        terminal.status_line(f"  {figure}")
 
 
 def _save(session: ChatSession, argument: str) -> None:
