@@ -21,7 +21,7 @@ from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
 from offload_runtime.plan.search import place_layers, place_staged
 from offload_runtime.weights import DescribedModel, ModelLayout, layer_layout, load_weights, open_checkpoint
-from offload_runtime.weights.encoding import Fill, Plain, Weight
+from offload_runtime.weights.encoding import Encoding, Fill, Weight
 from offload_runtime.weights.layout import shared_layout
 from tests.helpers.assembly import make_runner
 from tests.helpers.models import load_plain, random_model, random_tokens
@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class UpperHalves:
+class UpperHalves(Encoding):
     """Of float32 elements the upper 16 bits, which are bf16: half the bytes, decoded for every product."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        return Plain(torch.bfloat16).nbytes(shape)
+        return Encoding(torch.bfloat16).nbytes(shape)
 
     def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> DecodedWeight:
         return DecodedWeight(stored.view(torch.bfloat16).view(shape), bias)
@@ -57,7 +57,7 @@ class DecodedWeight(Weight):
 def mixed(config: ModelConfig, halved: tuple[tuple[str, ...], ...]) -> ModelLayout:
     """A layout whose layer i holds the matrices `halved[i]` (behind the end of the tuple none) in 16 bits."""
     names = [halved[index] if index < len(halved) else () for index in range(config.num_layers)]
-    layers = [layer_layout(config, torch.float32, dict.fromkeys(each, UpperHalves())) for each in names]
+    layers = [layer_layout(config, torch.float32, dict.fromkeys(each, UpperHalves(torch.float32))) for each in names]
     return ModelLayout(torch.float32, tuple(layers), shared_layout(config, torch.float32))
 
 

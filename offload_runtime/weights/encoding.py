@@ -2,8 +2,8 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. Today all are stored as they are
-computed with (`Plain`); another encoding is another pair of classes here, an `Encoding` and a child of `Weight`, and a
-layout that names it.
+computed with; another encoding is another pair of classes here, children of `Encoding` and of `Weight`, and a layout
+that names it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.few_row_linear import MOST_ROWS, RowNorm, few_row_linear
@@ -86,11 +85,18 @@ class Weight:
         return y if residual is None else residual.add_(y)
 
 
-class Encoding(Protocol):
-    """A way to store tensors."""
+@dataclass(frozen=True)
+class Encoding:
+    """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
+
+    Another way is a child that says how many bytes it takes and which child of `Weight` sees a tensor through them.
+    """
+
+    dtype: torch.dtype
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a stored tensor."""
+        return math.prod(shape) * self.dtype.itemsize
 
     def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
         """A tensor seen through its bytes, without copying.
@@ -100,18 +106,4 @@ class Encoding(Protocol):
             shape: Of the decoded tensor.
             bias: [M], of a matrix that has one.
         """
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Elements one after the other, in the dtype that the model computes in."""
-
-    dtype: torch.dtype
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a stored tensor."""
-        return math.prod(shape) * self.dtype.itemsize
-
-    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
-        """A tensor seen through its bytes, without copying."""
         return Weight(stored.view(self.dtype).view(shape), bias)
