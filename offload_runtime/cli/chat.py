@@ -140,10 +140,9 @@ class ChatSession:
         """Return how much of the context is used, and what to do about an answer that was cut."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
         figures = [f"context {used} of {reserved}"]
-        if result.finish_reason == "length" and used >= reserved:
-            figures.append("the context is full: /reset starts over")
-        elif result.finish_reason == "length":
-            figures.append(f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)")
+        if result.finish_reason == "length":
+            cut = f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"
+            figures.append("the context is full: /reset starts over" if used >= reserved else cut)
         return figures
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:

@@ -207,9 +207,8 @@ def speed_figures(stats: GenerationStats) -> list[str]:
 
     Figures of an emulated machine begin with its name.
     """
-    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    if stats.emulated:
-        figures.insert(0, f"emulating {stats.emulated}")
+    figures = [f"emulating {stats.emulated}"] if stats.emulated else []
+    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
     levels = [level for level in reversed(stats.acceptance) if level.proposed]
     if levels:
         shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]

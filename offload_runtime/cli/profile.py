@@ -43,24 +43,20 @@ def profile(options: ProfileOptions) -> None:
 
 
 def report_tables(report: MachineReport, advice: list[str]) -> list[Table | str]:
-    """Return the table, what could not be measured and why, and what matters."""
+    """Return the table with one row per figure, its bound beside it where one is known; what could not be measured and
+    why, and what matters."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in report.missing.items():
         by_reason.setdefault(reason, []).append(key)
     missing = [f"not measured: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
     heading = "\nwhat matters:" if advice else "\nnothing holds this machine back"
-    return [report_table(report), *missing, heading, *(f"  - {line}" for line in advice)]
-
-
-def report_table(report: MachineReport) -> Table:
-    """Return one row per figure, with its bound beside it where one is known."""
     title = f"this machine, measured in {report.seconds:.0f} s"
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)
     gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
     for name, figure in [*gpu_rows, *_host_rows(report)]:
         table.add_row(name, figure)
-    return table
+    return [table, *missing, heading, *(f"  - {line}" for line in advice)]
 
 
 def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
