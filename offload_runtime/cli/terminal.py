@@ -211,13 +211,12 @@ def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callab
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
     from prompt_toolkit.completion import NestedCompleter, PathCompleter, WordCompleter, merge_completers
-    from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.output import create_output
 
     # The nested completer takes the slash for a word of its own, so it is left the arguments only.
     paths = NestedCompleter({name: PathCompleter(expanduser=True) for name in file_commands})
     editor: Any = PromptSession(
-        FormattedText([("", "\n"), ("bold ansicyan", "> ")]),
+        [("", "\n"), ("bold ansicyan", "> ")],
         history=open_history(),
         auto_suggest=AutoSuggestFromHistory(),
         completer=merge_completers([WordCompleter(commands, sentence=True), paths], deduplicate=True),
