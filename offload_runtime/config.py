@@ -175,7 +175,6 @@ class ModelConfig:
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     layer_rope: tuple[bool, ...] = ()
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -446,27 +445,23 @@ class RuntimeConfig:
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         require_positive("max_batch", self.max_batch)
         require_positive("max_gamma", self.max_gamma)
-        self._check_proposer()
         require_nodes(self.tree_nodes)
         require_positive("gamma", self.gamma)
-        self._check_windows()
+        self._check_proposals()
 
-    def _check_proposer(self) -> None:
-        """Refuse a draft that the mode leaves out, or a mode without what it needs."""
-        draft, mode = self.proposed_by, self.speculation.mode
+    def _check_proposals(self) -> None:
+        """Refuse a draft that the mode leaves out, or a mode without what it needs; then proposals that there is no
+        room for, or that nobody would make."""
+        draft, mode, gamma, nodes = self.proposed_by, self.speculation.mode, self.gamma, self.tree_nodes
         if mode == "triforce" and draft == "ngram":
             raise OptionError(
                 "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
                 "--draft none, which lets the retrieval verifier decode by itself"
             )
-        if mode == "none" and draft not in ("ngram", "none"):
-            raise OptionError("--speculation none would leave the draft model idle: drop one of the two")
+        idle = mode == "none" and draft == "the draft"
+        require(not idle, "--speculation none would leave the draft model idle: drop one of the two")
         if mode == "chain" and draft == "none":
             raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
-
-    def _check_windows(self) -> None:
-        """Refuse proposals that there is no room for, or that nobody would make."""
-        draft, mode, gamma, nodes = self.proposed_by, self.speculation.mode, self.gamma, self.tree_nodes
         if nodes and (draft == "none" or mode in ("none", "triforce")):
             who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
             raise OptionError(

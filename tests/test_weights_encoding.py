@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_runtime_kernels.few_row_linear import RowNorm
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig
 from offload_runtime.copy import CopyQueues, make_copy_engine
@@ -22,7 +21,7 @@ from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
 from offload_runtime.plan.search import place_layers, place_staged
 from offload_runtime.weights import DescribedModel, ModelLayout, layer_layout, load_weights, open_checkpoint
-from offload_runtime.weights.encoding import Fill, Plain
+from offload_runtime.weights.encoding import Encoding, Fill, Weight
 from offload_runtime.weights.layout import shared_layout
 from tests.helpers.assembly import make_runner
 from tests.helpers.models import load_plain, random_model, random_tokens
@@ -33,56 +32,32 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class UpperHalves:
+class UpperHalves(Encoding):
     """Of float32 elements the upper 16 bits, which are bf16: half the bytes, decoded for every product."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        return Plain(torch.bfloat16).nbytes(shape)
+        return Encoding(torch.bfloat16).nbytes(shape)
 
     def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> DecodedWeight:
         return DecodedWeight(stored.view(torch.bfloat16).view(shape), bias)
 
 
 @dataclass(frozen=True, eq=False)
-class DecodedWeight:
-    stored: torch.Tensor
-    bias: torch.Tensor | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stored.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes
-
+class DecodedWeight(Weight):
     @property
     def dense(self) -> torch.Tensor:
         return self.stored.float()
 
     def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
-        rows = torch.empty(row_end - row_start, *self.shape[1:])
+        rows = torch.empty(row_end - row_start, *self.stored.shape[1:])
         fill(rows)
         self.stored[row_start:row_end] = rows
-
-    def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
-        return Plain(torch.float32).weight(self._bytes(), self.shape, self.bias).linear(x, tile_rows)
-
-    def fused_linear(
-        self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        weight = Plain(torch.float32).weight(self._bytes(), self.shape, self.bias)
-        return weight.fused_linear(x, norm=norm, residual=residual, gated=gated)
-
-    def _bytes(self) -> torch.Tensor:
-        return self.dense.view(-1).view(torch.uint8)
 
 
 def mixed(config: ModelConfig, halved: tuple[tuple[str, ...], ...]) -> ModelLayout:
     """A layout whose layer i holds the matrices `halved[i]` (behind the end of the tuple none) in 16 bits."""
     names = [halved[index] if index < len(halved) else () for index in range(config.num_layers)]
-    layers = [layer_layout(config, torch.float32, dict.fromkeys(each, UpperHalves())) for each in names]
+    layers = [layer_layout(config, torch.float32, dict.fromkeys(each, UpperHalves(torch.float32))) for each in names]
     return ModelLayout(torch.float32, tuple(layers), shared_layout(config, torch.float32))
 
 
@@ -130,13 +105,14 @@ def test_loading_fills_and_counts_what_is_stored(checkpoint: Path) -> None:
     layout, seen = mixed(source.config(), HALVED), list[tuple[int, int]]()
     plain = load_plain(source, torch.float32)
     weights = load_weights(source, layout, on_progress=lambda *pair: seen.append(pair))
-    assert seen[-1] == (layout.total_bytes,) * 2 and seen == sorted(seen) and layout.total_bytes < plain.total_bytes
+    assert seen[-1] == (layout.total_bytes,) * 2 and seen == sorted(seen)
+    assert layout.total_bytes < plain.layout.total_bytes
     for layer in (None, *range(source.config().num_layers)):
         stored = weights.views(layer)
         for name, weight in plain.views(layer).items():
             assert torch.equal(stored[name].dense, weight.dense)
             halved = layer is not None and name in HALVED[layer]
-            assert stored[name].nbytes * (2 if halved else 1) == weight.nbytes
+            assert stored[name].stored.nbytes * (2 if halved else 1) == weight.stored.nbytes
 
 
 def planned(config: ModelConfig, layout: ModelLayout, *, resident: int | None = None) -> RunPlan:

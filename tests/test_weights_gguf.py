@@ -117,7 +117,7 @@ def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
     assert_same_weights(path, model, torch.bfloat16)
     config, expected = open_checkpoint(tmp_path).config(), model.config
     assert describe_model(tmp_path).config() == config
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (3,))
+    assert (open_checkpoint(tmp_path).hf_config.bos_token_id, config.eos_token_ids) == (1, (3,))
     assert config.layer_rope == tuple(bool(getattr(x.self_attn, "use_rope", True)) for x in model.model.layers)
     assert config.rope_parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == expected.tie_word_embeddings

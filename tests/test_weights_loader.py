@@ -138,8 +138,8 @@ def test_progress_ends_at_the_total(directory):
     source = open_checkpoint(directory)
     weights = load_plain(source, torch.bfloat16, on_progress=lambda *pair: seen.append(pair))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (weights.total_bytes, weights.total_bytes)
-    assert weights.total_bytes == packed_bytes(source.config(), torch.bfloat16)
+    assert seen[-1] == (weights.layout.total_bytes, weights.layout.total_bytes)
+    assert weights.layout.total_bytes == packed_bytes(source.config(), torch.bfloat16)
     assert len(seen) > len(checkpoint_tensors(source.config()))
     assert weights.load_seconds > 0 and weights.load_gbps > 0
 
@@ -153,7 +153,7 @@ def status(key):
 source = open_checkpoint(sys.argv[1])
 before = status("VmRSS")
 weights = load_weights(source, ModelLayout.plain(source.config(), torch.bfloat16))
-print(before, status("VmHWM"), weights.total_bytes)
+print(before, status("VmHWM"), weights.layout.total_bytes)
 """
 
 

@@ -227,7 +227,7 @@ def test_host_arenas_are_filled_without_files(device, tmp_path):
     widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
     out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide")
     direct, read = (load_plain(each, torch.float32) for each in (widened, open_checkpoint(out)))
-    assert direct.config == read.config and direct.total_bytes == read.total_bytes
+    assert direct.config == read.config and direct.layout.total_bytes == read.layout.total_bytes
     for layer in (None, *range(GQA.num_layers)):
         before, after = direct.views(layer), read.views(layer)
         for name in after:

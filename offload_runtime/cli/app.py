@@ -52,19 +52,13 @@ def _ending_in_order() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     except OutputError as error:
-        _forget_unwritten()
+        # What is left in stdout's buffer goes nowhere, or the interpreter fails on it once more while it ends.
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stand-in for stdout has no descriptor
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         error_line(StorageError(f"stdout cannot be written: {error}; free some space or send it elsewhere"))
         raise typer.Exit(ERROR_EXIT_CODE) from error
     except BrokenPipeError as error:
         raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
-
-
-def _forget_unwritten() -> None:
-    """Send what is left in stdout's buffer nowhere, or the interpreter fails on it once more while it ends."""
-    with suppress(OSError):  # a stand-in for stdout has no descriptor
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.close(descriptor)
 
 
 class OrderlyGroup(TyperGroup):

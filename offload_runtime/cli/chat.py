@@ -23,7 +23,7 @@ from offload_runtime.cli.generate import (
     stream_answer,
 )
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import write_atomically
+from offload_runtime.config import require, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class ChatSession:
                 listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
                 raise OptionError(f"unknown command {name}; {listing}")
             command = COMMANDS[name]
-            if command.argument == "FILE" and not argument:
-                raise OptionError(f"{name} needs the name of a file: {name} FILE")
+            require(bool(argument) or command.argument != "FILE", f"{name} needs the name of a file: {name} FILE")
             command.run(self, "".join(argument))
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
@@ -141,10 +140,9 @@ class ChatSession:
         """Return how much of the context is used, and what to do about an answer that was cut."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
         figures = [f"context {used} of {reserved}"]
-        if result.finish_reason == "length" and used >= reserved:
-            figures.append("the context is full: /reset starts over")
-        elif result.finish_reason == "length":
-            figures.append(f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)")
+        if result.finish_reason == "length":
+            cut = f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"
+            figures.append("the context is full: /reset starts over" if used >= reserved else cut)
         return figures
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
@@ -199,13 +197,12 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    if session.last_stats is None:
+    stats, runtime = session.last_stats, session.runtime
+    if stats is None:
         terminal.status_line("no answer yet")
-    else:
-        for figure in [*speed_figures(session.last_stats), *detail_figures(session.last_stats)]:
-            terminal.status_line(f"  {figure}")
-    terminal.status_line(f"  {session.runtime.load_report}")
-    terminal.status_line(f"  {session.runtime.placement}")
+    figures = [] if stats is None else [*speed_figures(stats), *detail_figures(stats)]
+    for figure in (*figures, runtime.load_report, runtime.placement):
+        terminal.status_line(f"  {figure}")
 
 
 def _save(session: ChatSession, argument: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -26,11 +26,9 @@ from offload_runtime.errors import BudgetError, OptionError
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.generate import OnProgress
-    from offload_runtime.engine.request import PromptRoom
+    from offload_runtime.engine.request import Prompt, PromptRoom
 
     CheckPrompts = Callable[[PromptRoom], object]
-
-Prompt = str | Sequence[Mapping[str, str]]
 
 _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval verifier's"}
 
@@ -209,9 +207,8 @@ def speed_figures(stats: GenerationStats) -> list[str]:
 
     Figures of an emulated machine begin with its name.
     """
-    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    if stats.emulated:
-        figures.insert(0, f"emulating {stats.emulated}")
+    figures = [f"emulating {stats.emulated}"] if stats.emulated else []
+    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
     levels = [level for level in reversed(stats.acceptance) if level.proposed]
     if levels:
         shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]

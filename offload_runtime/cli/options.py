@@ -61,17 +61,14 @@ def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: st
     return option("auto", metavar=metavar, parser=str, callback=read, help=help)
 
 
-def _size(text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
+def _given(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
+    """A callback that reads the text of an option, and leaves one alone that was not given."""
+    return lambda text: None if text is None else read(text)
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else user_path(text)
-
-
-_memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_size)
+_memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_given(parse_bytes))
 _machine_profile = partial(_machine, None, metavar="NAME|FILE")
-_file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_path)
+_file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(user_path))
 
 
 def _tuning(usual: int | str, help: str, *names: str) -> Any:

@@ -11,7 +11,6 @@ from rich.table import Column, Table
 from offload_runtime.cli.options import ProfileOptions
 from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, write_text
 from offload_runtime.config import format_bytes
-from offload_runtime.errors import StorageError
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
 
 if TYPE_CHECKING:
@@ -33,39 +32,31 @@ def profile(options: ProfileOptions) -> None:
         report = measure_machine(asked, on_progress=bars.update)
     advice = advise(report)
     saved: str | None = None
-    failure: StorageError | None = None
     try:
         saved = None if options.save is None else str(save_profile(report.profile, options.save))
-    except StorageError as error:
-        failure = error  # told behind the figures: they have cost a minute, and nothing of them may be lost
-    plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
-    record = {**asdict(report), **plain, "matters": advice, "saved": saved}
-    print_result(record, report_tables(report, advice), as_json=options.as_json)
-    if not options.as_json:
-        write_text("\n" + (profile_toml(report.profile) if saved is None else f"saved to {saved}\n"))
-    if failure is not None:
-        raise failure
+    finally:  # what cannot be saved is told behind the figures: they have cost a minute, nothing of them may be lost
+        plain = {"profile": profile_to_mapping(report.profile), "seconds": round(report.seconds, 3)}
+        record = {**asdict(report), **plain, "matters": advice, "saved": saved}
+        print_result(record, report_tables(report, advice), as_json=options.as_json)
+        if not options.as_json:
+            write_text("\n" + (profile_toml(report.profile) if saved is None else f"saved to {saved}\n"))
 
 
 def report_tables(report: MachineReport, advice: list[str]) -> list[Table | str]:
-    """Return the table, what could not be measured and why, and what matters."""
+    """Return the table with one row per figure, its bound beside it where one is known; what could not be measured and
+    why, and what matters."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in report.missing.items():
         by_reason.setdefault(reason, []).append(key)
     missing = [f"not measured: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
     heading = "\nwhat matters:" if advice else "\nnothing holds this machine back"
-    return [report_table(report), *missing, heading, *(f"  - {line}" for line in advice)]
-
-
-def report_table(report: MachineReport) -> Table:
-    """Return one row per figure, with its bound beside it where one is known."""
     title = f"this machine, measured in {report.seconds:.0f} s"
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)
     gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
     for name, figure in [*gpu_rows, *_host_rows(report)]:
         table.add_row(name, figure)
-    return table
+    return [table, *missing, heading, *(f"  - {line}" for line in advice)]
 
 
 def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:

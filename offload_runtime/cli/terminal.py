@@ -11,7 +11,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,7 +111,7 @@ def only_json(wanted: bool) -> Iterator[TextIO]:
         yield output
 
 
-class ProgressBars:
+class ProgressBars(AbstractContextManager["ProgressBars"]):
     """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete; a count, or bytes
     with their speed.
 
@@ -132,9 +132,6 @@ class ProgressBars:
             disable=not (enabled and sys.stderr.isatty()),
         )
         self._tasks: dict[str, progress.TaskID] = {}
-
-    def __enter__(self) -> ProgressBars:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -214,13 +211,12 @@ def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callab
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
     from prompt_toolkit.completion import NestedCompleter, PathCompleter, WordCompleter, merge_completers
-    from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.output import create_output
 
     # The nested completer takes the slash for a word of its own, so it is left the arguments only.
     paths = NestedCompleter({name: PathCompleter(expanduser=True) for name in file_commands})
     editor: Any = PromptSession(
-        FormattedText([("", "\n"), ("bold ansicyan", "> ")]),
+        [("", "\n"), ("bold ansicyan", "> ")],
         history=open_history(),
         auto_suggest=AutoSuggestFromHistory(),
         completer=merge_completers([WordCompleter(commands, sentence=True), paths], deduplicate=True),

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
 from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, read_text
-from offload_runtime.errors import OptionError
+from offload_runtime.config import require
 
 if TYPE_CHECKING:
     from offload_runtime.verify import Fit, IdentityRun, VerificationReport
@@ -25,10 +25,9 @@ def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
     extra = {} if options.prompts is None else read_prompts(options.prompts)
-    if options.speculation == "none":
-        raise OptionError("--speculation none leaves nothing to verify: leave it out")
-    if options.draft == "none" and options.speculation != "triforce":
-        raise OptionError("--draft none leaves nothing to verify: name a draft model or ngram")
+    require(options.speculation != "none", "--speculation none leaves nothing to verify: leave it out")
+    proposed = options.draft != "none" or options.speculation == "triforce"
+    require(proposed, "--draft none leaves nothing to verify: name a draft model or ngram")
     import torch
 
     from offload_runtime import __version__
@@ -60,9 +59,8 @@ def read_prompts(path: str) -> dict[str, str]:
     """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
     lines = enumerate(read_text(path, option="--prompts").splitlines(), start=1)
     prompts = {f"line {number}": line for number, line in lines if line.strip()}
-    if not prompts:
-        source = "stdin" if path == "-" else f"--prompts {path}"
-        raise OptionError(f"{source} has no prompts: write one a line, or leave the option out")
+    source = "stdin" if path == "-" else f"--prompts {path}"
+    require(bool(prompts), f"{source} has no prompts: write one a line, or leave the option out")
     return prompts
 
 

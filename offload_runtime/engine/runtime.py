@@ -52,7 +52,7 @@ class Runtime:
         self.plan = parts.expected.plan
         self.emulated = parts.emulated
         self.load_report = (
-            f"loaded {format_bytes(target.weights.total_bytes)} in {target.weights.load_seconds:.1f} s "
+            f"loaded {format_bytes(target.weights.layout.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
         )
         # Tokens that prompt and answer may have together.

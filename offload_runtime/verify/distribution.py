@@ -154,9 +154,9 @@ def fit_generations(
     """Test whole speculative generations: every token given those before it, one test per place in the answer.
 
     Answers are read again by passes that know nothing of speculation. A token's *percentile* is the probability of all
-    tokens likelier than it plus a random share of its own; given what came before, these are uniform and independent
-    (Rosenblatt, "Remarks on a multivariate transformation", 1952). A token chosen from the logits of a wrong context is
-    mostly an unlikely one, with a percentile near 1.
+    tokens likelier than it (of equals those before it) plus a random share of its own; given what came before, these
+    are uniform and independent (Rosenblatt, "Remarks on a multivariate transformation", 1952). A token chosen from the
+    logits of a wrong context is mostly an unlikely one, with a percentile near 1.
 
     Args:
         runtime: Generates with speculation.
@@ -177,7 +177,9 @@ def fit_generations(
     # One plain pass over each answer: nothing is proposed or accepted.
     for number, (answer, rows) in enumerate(zip(answers, runtime.logits(list(prompt), answers), strict=True)):
         for place, (token, row) in enumerate(zip(answer, rows.cpu(), strict=True)):
-            percentiles[number, place] = _percentile(row, sampling, token, shares[number, place])
+            p = target_probabilities(row, sampling)
+            likelier = (p > p[token]) | ((p == p[token]) & (torch.arange(p.numel()) < token))
+            percentiles[number, place] = p[likelier].sum() + shares[number, place] * p[token]
     cells = min(_MOST_CELLS, int(seeds / _MIN_EXPECTED))
     uniform = torch.full((cells,), 1 / cells, dtype=torch.float64)
     places = (percentiles * cells).long().clamp_max(cells - 1)
@@ -185,10 +187,3 @@ def fit_generations(
         fit(f"token {index + 1} of an answer", torch.bincount(places[:, index], minlength=cells), uniform)
         for index in range(GENERATION_TOKENS)
     ]
-
-
-def _percentile(row: torch.Tensor, sampling: SamplingParams, token: int, share: torch.Tensor) -> torch.Tensor:
-    """Probability of what is likelier than `token`, and `share` of its own: row [V] -> scalar float64."""
-    p = target_probabilities(row, sampling)
-    likelier = (p > p[token]) | ((p == p[token]) & (torch.arange(p.numel()) < token))
-    return p[likelier].sum() + share * p[token]

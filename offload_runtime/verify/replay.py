@@ -6,7 +6,7 @@ They run through the runtime's own token loop, with the proposer under test in p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -16,7 +16,7 @@ import torch
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import NGRAM, Acceptance, DraftRequest, NgramProposer, Proposal, Proposer, drafting
+from offload_runtime.speculation import NGRAM, DraftRequest, NgramProposer, Proposal, Proposer, drafting
 
 # Of the windows of a script with room for trees.
 _CHAIN_SHARE = 0.25
@@ -49,14 +49,8 @@ class ScriptedProposer(Proposer):
     def start(self, slots: Sequence[SamplingParams]) -> None:
         assert len(slots) == 1, "the script is one request's"
 
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        pass
-
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [self._propose(request) for request in requests]
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        pass
 
     def _propose(self, request: DraftRequest) -> Proposal:
         chain = self._guess(len(request.tokens), self._random.randint(1, request.longest_chain))
@@ -77,9 +71,6 @@ class ScriptedProposer(Proposer):
             token if self._random.random() < self._accuracy else self._random.randrange(self._vocab_size)
             for token in self._script[start : start + count]
         ]
-
-    def counts(self, slot: int) -> Sequence[Acceptance]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -140,14 +131,11 @@ def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
     """Indices of rows [N, V] (one dtype, on the host) that are not the same to the last bit."""
     bits = torch.int16 if left.element_size() == 2 else torch.int32
-    differ = (left.view(bits) != right.view(bits)).any(-1)
-    indices: list[int] = differ.nonzero().flatten().tolist()
-    return indices
+    return (left.view(bits) != right.view(bits)).any(-1).nonzero().flatten().tolist()
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
     """The tokens that rows of logits [N, V] stand for, at `first_position` and the positions after it."""
     positions = torch.arange(first_position, first_position + rows.shape[0], device=rows.device)
     slots = SlotSampling.of([sampling], rows.device)
-    tokens: list[int] = sample(rows, slots, positions, torch.zeros_like(positions)).tolist()
-    return tokens
+    return sample(rows, slots, positions, torch.zeros_like(positions)).tolist()

@@ -1,8 +1,8 @@
 """The proof that speculation changes nothing, on the machine at hand.
 
-1. *Identity* (`identity`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
+1. *Equality* (`equality`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
    compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits behind each.
-2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`goodness_of_fit`).
+2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`distribution`).
 
 Everything is seeded, so a second run on the same machine says the same.
 """
@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
 
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams, require
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.errors import OptionError
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import IdentityRun, verify_identity
 from offload_runtime.verify.replay import ScriptedProposer, loaded_proposers, transcribe
@@ -60,10 +59,9 @@ class VerificationPlan:
     seeds: int = SEEDS
 
     def __post_init__(self) -> None:
-        if self.tokens < MIN_TOKENS:
-            raise OptionError(f"tokens must be at least {MIN_TOKENS}, or no window has room, not {self.tokens}")
-        if self.seeds < MIN_SEEDS:
-            raise OptionError(f"seeds must be at least {MIN_SEEDS} for a chi-square test, not {self.seeds}")
+        tokens, seeds = self.tokens, self.seeds
+        require(tokens >= MIN_TOKENS, f"tokens must be at least {MIN_TOKENS}, or no window has room, not {tokens}")
+        require(seeds >= MIN_SEEDS, f"seeds must be at least {MIN_SEEDS} for a chi-square test, not {seeds}")
 
     @classmethod
     def built_in(

@@ -29,15 +29,13 @@ _DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28, "rope_theta": 10000.0, "no_rope_layer_interval": 4,
 }  # fmt: skip
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
-    },
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "eos_token_id": 2},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "smollm3": {
-        "num_key_value_heads": 4, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True,
-        "sliding_window": None, "rope_theta": 2000000.0,
+        "num_key_value_heads": 4, "eos_token_id": 128001, "tie_word_embeddings": True, "sliding_window": None,
+        "rope_theta": 2000000.0,
     },
 }  # fmt: skip
 
@@ -92,13 +90,10 @@ def checked_number(where: object, name: str, value: Any, *, at_least: float = -m
 
 def token_ids(value: object) -> tuple[int, ...]:
     """Token ids from a configuration's field: a number, a list of numbers or nothing."""
-    if value is None:
-        return ()
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
-        return tuple(value)
-    raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
+    ids = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(item, int) for item in ids):
+        raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
+    return tuple(ids)
 
 
 def _check_rope_numbers(rope: Mapping[str, Any], head_dim: int, where: str) -> None:
@@ -213,7 +208,6 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         )
     attention_bias = family != "mistral" and bool(values.get("attention_bias"))
     layer_rope = _layer_rope(values)
-    bos = token_ids(values.get("bos_token_id"))
     try:
         return ModelConfig(
             architecture=architecture,
@@ -235,7 +229,6 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
             qk_norm=family == "qwen3",
             layer_windows=_layer_windows(values, layer_rope),
             layer_rope=layer_rope,
-            bos_token_id=bos[0] if bos else None,
             eos_token_ids=token_ids(values.get("eos_token_id")),
         )
     except OptionError as error:

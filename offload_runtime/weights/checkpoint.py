@@ -83,12 +83,11 @@ class StoredTensor:
         Raises:
             CheckpointError: The file ends too early or cannot be read.
         """
-        done, start = 0, self.offset_bytes + skip_bytes
+        start = self.offset_bytes + skip_bytes
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self.path.open("rb") as file:
                 file.seek(start)
-                while done < len(out) and (count := file.readinto(out[done:])):
-                    done += count
+                done = file.readinto(out)  # all that there is, most of it without the buffer
         except OSError as error:
             raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
         if done < len(out):

@@ -2,7 +2,8 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. Today all are stored as they are
-computed with (`Plain`); another encoding is another pair of classes here, and a layout that names it.
+computed with; another encoding is another pair of classes here, children of `Encoding` and of `Weight`, and a layout
+that names it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.few_row_linear import MOST_ROWS, RowNorm, few_row_linear
@@ -22,27 +22,35 @@ from offload_runtime_kernels.swiglu import swiglu
 Fill = Callable[[torch.Tensor], None]
 
 
-class Weight(Protocol):
+@dataclass(frozen=True, eq=False)
+class Weight:
     """One tensor of a block: a matrix [M, K] with its bias, or a vector. It looks at the block's bytes, wherever they
-    are, and holds nothing of its own that would age when other bytes arrive there."""
+    are, and holds nothing of its own that would age when other bytes arrive there.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the decoded tensor."""
+    This one is stored as its elements: `stored` is [M, K] or [M], `bias` [M] or None. One that is stored otherwise is a
+    child that says how it is decoded (`dense`) and filled; its products are those of the decoded tensor, unless it has
+    faster ones.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of the stored tensor."""
+    stored: torch.Tensor
+    bias: torch.Tensor | None = None
 
     @property
     def dense(self) -> torch.Tensor:
         """The decoded tensor, without the bias, in the dtype that the model computes in."""
+        return self.stored
 
     def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
         """Let `fill` write the rows `[row_start, row_end)`, which stay as they are stored; in host memory only."""
+        fill(self.stored[row_start:row_end])
 
     def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
         """x W^T + b in products of exactly `tile_rows` rows, so that a row's bits do not depend on its company.
+
+        A library chooses its kernel, and with it the order of its sums, by the shape of the product. At one fixed
+        height the rows of cuBLAS bf16 products are bitwise independent of their place and neighbours (measured on an
+        H200 for heights 1 to 1024). So every product has exactly `tile_rows` rows; longer inputs are cut, shorter ones
+        are padded beforehand.
 
         Args:
             x: [N, K], contiguous, N a multiple of `tile_rows`.
@@ -51,78 +59,9 @@ class Weight(Protocol):
         Returns:
             [N, M].
         """
-
-    def fused_linear(
-        self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """The same of few rows and without promised bits, in as few launches as there is a way to: see
-        `few_row_linear`, also for the arguments."""
-
-
-class Encoding(Protocol):
-    """A way to store tensors."""
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a stored tensor."""
-
-    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
-        """A tensor seen through its bytes, without copying.
-
-        Args:
-            stored: uint8 [nbytes(shape)], host or device, aligned to 256 bytes.
-            shape: Of the decoded tensor.
-            bias: [M], of a matrix that has one.
-        """
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Elements one after the other, in the dtype that the model computes in."""
-
-    dtype: torch.dtype
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a stored tensor."""
-        return math.prod(shape) * self.dtype.itemsize
-
-    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> PlainWeight:
-        """A tensor seen through its bytes, without copying."""
-        return PlainWeight(stored.view(self.dtype).view(shape), bias)
-
-
-@dataclass(frozen=True, eq=False)
-class PlainWeight:
-    """A `Weight` whose bytes are its elements: `dense` [M, K] or [M] writes through to them; `bias` [M] or None."""
-
-    dense: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-        return tuple(self.dense.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tensor."""
-        return self.dense.nbytes
-
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
-        """Let `fill` write the rows `[row_start, row_end)`."""
-        fill(self.dense[row_start:row_end])
-
-    def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
-        """x W^T + b, tile by tile: [N, K] to [N, M].
-
-        A library chooses its kernel, and with it the order of its sums, by the shape of the product. At one fixed
-        height the rows of cuBLAS bf16 products are bitwise independent of their place and neighbours (measured on an
-        H200 for heights 1 to 1024). So every product has exactly `tile_rows` rows; longer inputs are cut, shorter ones
-        are padded beforehand.
-        """
         assert x.shape[0] % tile_rows == 0
-        out = x.new_empty(x.shape[0], self.dense.shape[0])
         transposed = self.dense.t()
+        out = x.new_empty(x.shape[0], transposed.shape[1])
         for x_tile, out_tile in zip(x.split(tile_rows), out.split(tile_rows), strict=True):
             if self.bias is None:
                 torch.mm(x_tile, transposed, out=out_tile)
@@ -134,7 +73,8 @@ class PlainWeight:
         self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """`few_row_linear`, or the same in ordinary kernels where there are too many rows for it."""
+        """The same of few rows and without promised bits, in as few launches as there is a way to: `few_row_linear`,
+        which also describes the arguments, or the same in ordinary kernels where there are too many rows for it."""
         if x.shape[0] <= MOST_ROWS:
             return few_row_linear(x, self.dense, bias=self.bias, norm=norm, residual=residual, gated=gated)
         if norm is not None:
@@ -143,3 +83,27 @@ class PlainWeight:
         if gated:
             y = swiglu(y)
         return y if residual is None else residual.add_(y)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
+
+    Another way is a child that says how many bytes it takes and which child of `Weight` sees a tensor through them.
+    """
+
+    dtype: torch.dtype
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a stored tensor."""
+        return math.prod(shape) * self.dtype.itemsize
+
+    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> Weight:
+        """A tensor seen through its bytes, without copying.
+
+        Args:
+            stored: uint8 [nbytes(shape)], host or device, aligned to 256 bytes.
+            shape: Of the decoded tensor.
+            bias: [M], of a matrix that has one.
+        """
+        return Weight(stored.view(self.dtype).view(shape), bias)

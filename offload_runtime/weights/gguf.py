@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -33,9 +34,7 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
 _MOST_ARRAY_ITEMS = 1 << 24  # far more than any vocabulary has
-_STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
 
@@ -87,11 +86,11 @@ def _string(reader: HeaderReader) -> str:
 
 
 def _value(reader: HeaderReader, kind: int) -> Any:
-    if kind == _STRING:
+    if kind == gguf.GGUFValueType.STRING:
         return _string(reader)
-    if kind == _ARRAY:
+    if kind == gguf.GGUFValueType.ARRAY:
         kind, count = reader.number("<I"), reader.number("<Q")
-        if kind == _ARRAY:
+        if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("nested metadata arrays")
         if count > _MOST_ARRAY_ITEMS:
             raise ValueError(f"a metadata array of {count} items")
@@ -103,14 +102,12 @@ def _value(reader: HeaderReader, kind: int) -> Any:
 
 def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     """One entry of the tensor table; the offset is still relative to the data section."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     name, num_dims = _string(reader), reader.number("<I")
     if num_dims > 4:
         raise ValueError(f"{name} has {num_dims} dimensions")
     shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
-    kind, offset_bytes = GGMLQuantizationType(reader.number("<I")), reader.number("<Q")
-    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    kind, offset_bytes = gguf.GGMLQuantizationType(reader.number("<I")), reader.number("<Q")
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_elements:
         raise ValueError(f"rows of {name} {list(shape)} are not whole blocks of {block_elements}")
     nbytes = math.prod(shape) // block_elements * block_bytes
@@ -135,7 +132,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             key = _string(reader)
             metadata[key] = _value(reader, reader.number("<I"))
         relative = [_stored_tensor(reader) for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         checked_number(path, "general.alignment", alignment, at_least=1, integer=True)
         data_start = -(-reader.position // alignment) * alignment
         tensors = {t.name: replace(t, offset_bytes=data_start + t.offset_bytes) for t in relative}
@@ -249,17 +246,15 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": header.token_id("padding"),
         "dtype": "bfloat16",
+        # Of some families only; the others have no such tensors, or have them whatever their configuration says.
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
     }
     family = header.arch
     if family == "llama" and header.get("attention.sliding_window"):  # only Mistral has them of what is stored as llama
         family = "mistral"
         settings["sliding_window"] = header.size("attention.sliding_window")
-    settings |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
-    if family in ("llama", "qwen3", "smollm3"):
-        settings["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    if family in ("llama", "smollm3"):
-        settings["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
-    return settings
+    return settings | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
 
 
 # --- the tensors
@@ -267,11 +262,9 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 def _check_kind(tensor: StoredTensor) -> None:
     """Refuse a quantisation that the `gguf` package cannot undo, before anything is loaded."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-
-    kind = GGMLQuantizationType[tensor.dtype]
+    kind = gguf.GGMLQuantizationType[tensor.dtype]
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError as error:
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} is quantised as {kind.name}, which cannot be read: use another file"
@@ -281,8 +274,6 @@ def _check_kind(tensor: StoredTensor) -> None:
 def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
     """Dequantise into `out`, a few rows at a time; with `head_dim` the rows of each head are put back in order, whose
     two halves llama.cpp interleaves. A vector counts as one row."""
-    from gguf import GGMLQuantizationType, dequantize
-
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     columns, row_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
     unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
@@ -291,12 +282,10 @@ def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None
         part = out[start : start + step] if out.dim() > 1 else out
         stored = np.empty((min(step, rows - start), row_bytes), dtype=np.uint8)
         tensor.read_into(stored.reshape(-1).data, start * row_bytes)
-        values = np.asarray(dequantize(stored, GGMLQuantizationType[tensor.dtype]), dtype=np.float32)
-        values = values.reshape(part.shape)
+        values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[tensor.dtype]))
         if head_dim is not None:
-            pairs = values.reshape(-1, head_dim // 2, 2, *part.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(part.shape)
-        part.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+            values = values.reshape(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2)
+        part.copy_(values.reshape(part.shape))
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
@@ -309,10 +298,8 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
 
 def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTensor]:
     """transformers' name to stored tensor for all that the model needs, in the order of the file."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.arch)
-    names = get_tensor_name_map(arch, config.num_layers)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
 
     def stored_name(name: str) -> str:
         stem, _, suffix = name.rpartition(".")

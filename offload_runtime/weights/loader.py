@@ -33,6 +33,7 @@ class HostWeights:
     """All weights of a model in host memory; the owner of the arenas.
 
     Attributes:
+        layout: How the blocks are packed; its bytes are without the rounding of the arenas to pages.
         layers: One arena per decoder layer.
         shared: Embedding, final norm and lm_head.
         load_seconds: Wall-clock time of reading, converting and page-locking.
@@ -45,14 +46,9 @@ class HostWeights:
     load_seconds: float = 0.0
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all packed blocks, without the rounding of the arenas to pages."""
-        return self.layout.total_bytes
-
-    @property
     def load_gbps(self) -> float:
         """Packed bytes per second of loading, in GB/s."""
-        return self.total_bytes / GB / self.load_seconds if self.load_seconds > 0 else 0.0
+        return self.layout.total_bytes / GB / self.load_seconds if self.load_seconds > 0 else 0.0
 
     def block(self, layer: int | None) -> torch.Tensor:
         """The packed bytes of a layer, or with None of the shared block: uint8, host."""
@@ -100,7 +96,7 @@ def load_weights(
         weights.close()
         raise
     if on_progress is not None:
-        on_progress(weights.total_bytes, weights.total_bytes)  # the alignment between tensors counts too
+        on_progress(layout.total_bytes, layout.total_bytes)  # the alignment between tensors counts too
     weights.load_seconds = time.perf_counter() - started
     return weights
 
@@ -114,6 +110,7 @@ def _fill(
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
+    specs = {(layer, spec.name): spec for layer in left for spec in weights.layout.block(layer).tensors}
     done_bytes = 0
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
         jobs: dict[Future[None], Destination] = {}
@@ -124,15 +121,15 @@ def _fill(
             for job in as_completed(jobs):
                 job.result()
                 to = jobs[job]
-                weight = blocks[to.layer][to.packed]
-                done_bytes += weight.nbytes * (to.row_end - to.row_start) // weight.shape[0]
+                spec = specs[to.layer, to.packed]
+                done_bytes += spec.nbytes * (to.row_end - to.row_start) // spec.shape[0]
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
                     assert registrar is not None
                     if not weights.layers[to.layer].pin_blocks(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
                 if on_progress is not None:
-                    on_progress(done_bytes, weights.total_bytes)
+                    on_progress(done_bytes, weights.layout.total_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -33,8 +33,7 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         HubError: The model could not be fetched.
     """
     name = str(reference)
-    with _readable(name):
-        path = _locate(reference)
+    with _located(reference, CHECKPOINT_FILES) as path:
         return open_gguf(path, reference=name) if path.is_file() else open_safetensors(path, reference=name)
 
 
@@ -48,8 +47,7 @@ def describe_model(reference: str | Path) -> DescribedModel:
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
-    with _readable(str(reference)):
-        path = _locate(reference, wanted=("config.json",))
+    with _located(reference, ("config.json",)) as path:
         if path.is_file():
             raw = config_from_gguf(read_gguf_header(path))
             return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
@@ -60,17 +58,18 @@ def describe_model(reference: str | Path) -> DescribedModel:
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Turn what the system refuses to read of a checkpoint into a `CheckpointError` that names it."""
+def _located(reference: str | Path, wanted: Sequence[str]) -> Iterator[Path]:
+    """What `_locate` finds; what the system refuses to read of it becomes a `CheckpointError` that names it."""
     try:
-        yield
+        yield _locate(reference, wanted)
     except OSError as error:  # no permission, a name too long, a disk that fails
         raise CheckpointError(
-            f"{error.filename or name} cannot be read ({error.strerror or error}): check the path and its permissions"
+            f"{error.filename or reference} cannot be read ({error.strerror or error}): "
+            "check the path and its permissions"
         ) from error
 
 
-def _locate(reference: str | Path, wanted: Sequence[str] = CHECKPOINT_FILES) -> Path:
+def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
     """The GGUF file that a reference means, or the directory of a checkpoint of transformers.
 
     Args:

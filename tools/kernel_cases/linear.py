@@ -23,7 +23,7 @@ from timing import graph_times_ms
 from triton.runtime.errors import OutOfResources
 
 from offload_runtime.config import GB
-from offload_runtime.weights.encoding import PlainWeight
+from offload_runtime.weights.encoding import Weight
 
 _EPS = 1e-5
 _COMPILING_THREADS = 8
@@ -88,7 +88,7 @@ class Inputs:
         x = self._x
         if self.product.normed:
             x = add_rms_norm(x, self._delta, self._norm.weight, _EPS)
-        y = PlainWeight(self._weight[index]).linear(x, self.rows)
+        y = Weight(self._weight[index]).linear(x, self.rows)
         return swiglu(y) if self.product.gated else y
 
     def added_by_cublas(self, index: int) -> torch.Tensor:
