@@ -15,7 +15,7 @@ from offload_runtime_kernels.pace_link import pace_link, pace_link_reference
 
 from offload_runtime.config import GB
 from offload_runtime.errors import CopyError
-from offload_runtime.trace import CopyLog, Label, OnDone
+from offload_runtime.trace import CopyLog, Label
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
@@ -193,7 +193,7 @@ class ThreadCopyEngine:
             ended = time.perf_counter()
             self._copy_s += ended - started
             if self.log is not None:
-                self.log.on_copied(label, src.nbytes)(started, ended)
+                self.log.copied(label, src.nbytes, started, ended)
         except BaseException as error:
             self._failure = error
             raise
@@ -205,7 +205,7 @@ class ThreadCopyEngine:
         ended = time.perf_counter()
         self._stall_s += ended - started
         if self.log is not None:
-            self.log.on_stalled()(started, ended)
+            self.log.stalled(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
         free.copy = finished()
@@ -255,23 +255,21 @@ class _IntervalTimer:
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, OnDone | None]] = deque()
-        self._spare: list[torch.cuda.Event] = []
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def event(self) -> torch.cuda.Event:
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+    def pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """To be recorded before and after what takes its time, and then added."""
+        self.harvest()
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def add(self, start: torch.cuda.Event, end: torch.cuda.Event, done: OnDone | None) -> None:
-        self._open.append((start, end, done))
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._open.append((start, end))
 
     def harvest(self) -> float:
         """Add what has finished to the total and return it, in seconds."""
         while self._open and self._open[0][1].query():
-            start, end, done = self._open.popleft()
+            start, end = self._open.popleft()
             self.total_s += start.elapsed_time(end) / 1e3
-            if done is not None:
-                done(start, end)
-            self._spare += (start, end)
         return self.total_s
 
 
@@ -293,8 +291,6 @@ class CudaCopyEngine:
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
         self._copies = _IntervalTimer()
         self._stalls = _IntervalTimer()
-        if log is not None:
-            log.recorder.before_finish += [self.copy_seconds, self.stall_seconds]
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
@@ -303,9 +299,7 @@ class CudaCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
         source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
-        self._copies.harvest()
-        start, end = self._copies.event(), self._copies.event()
-        done = None if self.log is None else self.log.on_copied(label, src.nbytes)
+        start, end = self._copies.pair()
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
@@ -322,18 +316,20 @@ class CudaCopyEngine:
                     source_free.record(self._stream)
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-        self._copies.add(start, end, done)
+        self._copies.add(start, end)
+        if self.log is not None:
+            self.log.copied(label, src.nbytes, start, end)
         self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: torch.cuda.Event) -> None:
-        self._stalls.harvest()
         stream = torch.cuda.current_stream(self._device)
-        start, end = self._stalls.event(), self._stalls.event()
-        done = None if self.log is None else self.log.on_stalled()
+        start, end = self._stalls.pair()
         start.record(stream)
         stream.wait_event(ready)
         end.record(stream)
-        self._stalls.add(start, end, done)
+        self._stalls.add(start, end)
+        if self.log is not None:
+            self.log.stalled(start, end)
 
     def compute_record(self, free: torch.cuda.Event) -> None:
         free.record(torch.cuda.current_stream(self._device))
