@@ -285,12 +285,12 @@ class CudaCopyEngine:
     def __init__(self, device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
         self.log = log
         self.bytes_copied = 0
-        self._pace = pace
+        self._pace = pace or (lambda nbytes: None)
         self._device = device
         # What keeps the pace is a kernel: it must not queue behind the compute's.
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
-        self._copies = _IntervalTimer()
-        self._stalls = _IntervalTimer()
+        self._copies, self._stalls = _IntervalTimer(), _IntervalTimer()
+        self.copy_seconds, self.stall_seconds = self._copies.harvest, self._stalls.harvest
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
@@ -304,12 +304,10 @@ class CudaCopyEngine:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
                 start.record(self._stream)
-                if self._pace is not None:
-                    self._pace(0)
+                self._pace(0)
                 for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
                     target.copy_(piece, non_blocking=True)
-                    if self._pace is not None:
-                        self._pace(piece.nbytes)
+                    self._pace(piece.nbytes)
                 end.record(self._stream)
                 ready.record(self._stream)
                 if source_free is not None:
@@ -342,12 +340,6 @@ class CudaCopyEngine:
             ready.synchronize()
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-
-    def copy_seconds(self) -> float:
-        return self._copies.harvest()
-
-    def stall_seconds(self) -> float:
-        return self._stalls.harvest()
 
     def drain(self) -> None:
         self._stream.synchronize()

@@ -178,7 +178,6 @@ class StagingCopyEngine(_StagingQueue):
     """
 
     failing = "staging from pageable memory"
-    _nothing: Future[None] = field(init=False, default_factory=finished)
     _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
@@ -198,13 +197,13 @@ class StagingCopyEngine(_StagingQueue):
         for start, end in pairwise(cuts):
             enqueue = partial(self.engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
             if start < locked_bytes:
-                self._last = self._link.submit(self._issue, self._last, partial(enqueue, src[start:end]))
+                self._last = self._link.submit(self._issue, partial(enqueue, src[start:end]), self._last)
                 continue
             piece = next(self._pieces)
             filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
             self.pageable.begin_read(filled)
             staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
-            self._last = piece.user = self._link.submit(self._issue, self._last, staged, filled)
+            self._last = piece.user = self._link.submit(self._issue, staged, self._last, filled)
         self._issued[id(ready)] = self._last
 
     def _fill(self, piece: _Piece, before: Future[None], src: torch.Tensor) -> None:
@@ -213,11 +212,10 @@ class StagingCopyEngine(_StagingQueue):
         self.engine.wait(piece.copied)
         self._move(piece.buffer, src)
 
-    def _issue(self, before: Future[None], enqueue: Callable[[], None], filled: Future[None] | None = None) -> None:
-        """Hand a part to the queue below, unless one before it has failed."""
-        before.result()
-        if filled is not None:
-            filled.result()
+    def _issue(self, enqueue: Callable[[], None], *before: Future[None]) -> None:
+        """Hand a part to the queue below, unless one before it has failed, or what fills its piece."""
+        for work in before:
+            work.result()
         with self._below:
             enqueue()
 
@@ -242,7 +240,7 @@ class StagingCopyEngine(_StagingQueue):
 
     def _issued_with(self, ready: Any) -> Future[None]:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        return self._issued.get(id(ready), self._nothing)
+        return self._issued.get(id(ready)) or finished()
 
 
 @dataclass(eq=False)
