@@ -236,7 +236,7 @@ def _measure_link(
     slot, placement = slots[0], memory.placement
     pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
     if not pinned and memory.h2d is not None:
-        pinned = [memory.h2d.pieces[0][: slot.nbytes]]
+        pinned = [memory.h2d.buffer[: min(slot.nbytes, placement.h2d_ring.piece_bytes)]]
     if pinned:
         return measure_link_gbps(engine, slot[: pinned[0].nbytes], pinned[0])
     # Only keys and values will be streamed, from memory that is locked as it grows; so some is made as theirs will be.

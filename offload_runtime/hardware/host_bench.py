@@ -313,7 +313,7 @@ def try_pinnable_bytes(host: HostInfo) -> int:
     try:
         for _ in range(blocks):
             arenas.append(_written_arena(GIB))
-            if not arenas[-1].pin_blocks(Registrar()):
+            if arenas[-1].lock(Registrar()):
                 break
         locked_bytes = sum(arena.pinned_bytes for arena in arenas)
     finally:

@@ -101,12 +101,15 @@ class HostArena:
         # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
         weakref.finalize(self, _unlock, self._locked)
 
-    def lock(self, registrar: Registrar, block_bytes: int) -> int:
-        """Page-lock what is not locked yet in blocks of `block_bytes`, a multiple of the page size, until the system
-        refuses; no copy may reach across two blocks. Returns CUDA's code of the refusal, or 0."""
+    def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
+        """Page-lock what is not locked yet, block by block, until the system refuses. Returns CUDA's code of the
+        refusal, or 0 once everything is locked.
+
+        No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
+        """
         while self.pinned_bytes < self.nbytes:
             address = self.buffer.data_ptr() + self.pinned_bytes
-            nbytes = min(block_bytes, self.nbytes - self.pinned_bytes)
+            nbytes = min(block_bytes or LOCK_BLOCK_BYTES, self.nbytes - self.pinned_bytes)
             code = registrar.register(address, nbytes)
             if code != 0:
                 return code
@@ -131,13 +134,6 @@ class HostArena:
                 "raise the locked-memory limit (ulimit -l; WSL2 and Windows lock at most about half of the RAM), lower "
                 "--pinned or choose a smaller model"
             )
-
-    def pin_blocks(self, registrar: Registrar, block_bytes: int | None = None) -> bool:
-        """Page-lock the arena block by block until the system refuses; returns whether it locked everything.
-
-        No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
-        """
-        return self.lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
 
     @property
     def pinned(self) -> bool:
