@@ -47,10 +47,9 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An event that has fired, and when.
-        self._base, self._started_s = self._now()
-        self._base_s = 0.0
-        self._next_base: torch.cuda.Event | None = None
+        base, self._started_s = self._now()
+        # Events that have fired, and when: the base, and the last that was read.
+        self._base = self._last = base, 0.0
 
     def mark(self) -> torch.cuda.Event:
         """The moment when all is done that the current stream has been given so far."""
@@ -60,17 +59,14 @@ class CudaClock:
 
     def read(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
         """The seconds of two marks, once both are past; one may be before the base."""
-        start_s = self._base_s + _seconds_between(self._base, start)
-        return start_s, start_s + _seconds_between(start, end)
+        start_s = self._seconds(start)
+        self._last = end, start_s + _seconds_between(start, end)
+        return start_s, self._last[1]
 
     def move_base(self) -> None:
-        """Go by a later moment from now on; never waits. To be called where the current stream is idle."""
-        # Only what has fired can be the base of what is read.
-        if self._next_base is not None and self._next_base.query():
-            self._base_s += _seconds_between(self._base, self._next_base)
-            self._base, self._next_base = self._next_base, None
-        if self._next_base is None:
-            self._next_base = self.mark()
+        """Go by the last mark that was read from now on; never waits. To be called once for many marks that were read,
+        as each move rounds."""
+        self._base = self._last
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""
@@ -82,8 +78,12 @@ class CudaClock:
         started_s, rate = self._started_s, 1.0
         if wait:
             event, ended_s = self._now()
-            rate = (ended_s - started_s) / (self._base_s + _seconds_between(self._base, event))
+            rate = (ended_s - started_s) / self._seconds(event)
         return lambda seconds: started_s + rate * seconds
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        base, base_s = self._base
+        return base_s + _seconds_between(base, event)
 
     def _now(self) -> tuple[torch.cuda.Event, float]:
         """One moment as an event and on the host's clock."""
