@@ -135,18 +135,15 @@ def host_pace(
     return pace
 
 
-def finished() -> Future[None]:
-    """Work that is done."""
-    work: Future[None] = Future()
-    work.set_result(None)
-    return work
+# Work that is done: what an event stands for as long as no copy has been asked for with it.
+DONE: Future[None] = Future()
+DONE.set_result(None)
 
 
 class _HostEvent:
     """Has fired when the latest copy that it stands for is done; what is computed is done when it is recorded."""
 
-    def __init__(self) -> None:
-        self.copy = finished()
+    copy: Future[None] = DONE
 
 
 class ThreadCopyEngine:
@@ -162,7 +159,7 @@ class ThreadCopyEngine:
         self.bytes_copied = 0
         self._pace = pace or (lambda nbytes: None)
         self._worker: Executor = ThreadPoolExecutor(1, "copy-engine")
-        self._last = finished()
+        self._last = DONE
         self._failure: BaseException | None = None
         self._copy_s = 0.0
         self._stall_s = 0.0
@@ -208,7 +205,7 @@ class ThreadCopyEngine:
             self.log.stalled(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
-        free.copy = finished()
+        free.copy = DONE
 
     def is_done(self, ready: _HostEvent) -> bool:
         return ready.copy.done() and ready.copy.exception() is None
@@ -251,7 +248,9 @@ def stream_pace(gbps: float, device: torch.device) -> LinkPace:
 
 
 class _IntervalTimer:
-    """Sums the time between pairs of CUDA events without ever waiting for one."""
+    """Sums the time between pairs of CUDA events without ever waiting for one, in the order in which they were added.
+
+    The events may be given to a trace as well, since no pair is recorded a second time."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

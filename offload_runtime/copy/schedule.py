@@ -34,7 +34,8 @@ class _Slot:
 
 @dataclass
 class _Lane:
-    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held.
+    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held until
+    whoever reads it lets go of it.
 
     In each state the oldest comes first, so that the slots keep their order.
     """
@@ -107,6 +108,7 @@ class CopySchedule:
         self.fill()
 
     def _let_go(self, ring: _Lane) -> None:
+        """Let go of the slot of a ring that was taken first, behind the compute that has been issued so far."""
         slot = ring.held.popleft()
         self._engine.compute_record(slot.free)
         ring.idle.append(slot)

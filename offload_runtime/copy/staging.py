@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload_runtime.copy.queue import CopyEngine, finished
+from offload_runtime.copy.queue import DONE, CopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
 from offload_runtime.trace import Label
@@ -99,7 +99,7 @@ class _StagingQueue:
         self.log = self.engine.log
         self.new_event, self.compute_record = self.engine.new_event, self.engine.compute_record
         self._piece_bytes = self.ring[0].nbytes
-        self._pieces = cycle([_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring])
+        self._pieces = cycle([_Piece(buffer, self.engine.new_event(), DONE) for buffer in self.ring])
         self._movers = ThreadPoolExecutor(self.num_threads, _THREADS)
         self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
         self._below = threading.Lock()  # the queue below is asked by one thread at a time
@@ -178,7 +178,7 @@ class StagingCopyEngine(_StagingQueue):
     """
 
     failing = "staging from pageable memory"
-    _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
+    _last: Future[None] = field(init=False, default=DONE)  # of the link's thread
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
 
@@ -240,7 +240,7 @@ class StagingCopyEngine(_StagingQueue):
 
     def _issued_with(self, ready: Any) -> Future[None]:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        return self._issued.get(id(ready)) or finished()
+        return self._issued.get(id(ready)) or DONE
 
 
 @dataclass(eq=False)

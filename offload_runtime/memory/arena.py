@@ -102,8 +102,8 @@ class HostArena:
         weakref.finalize(self, _unlock, self._locked)
 
     def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
-        """Page-lock what is not locked yet, block by block, until the system refuses. Returns CUDA's code of the
-        refusal, or 0 once everything is locked.
+        """Page-lock what is not locked yet, block by block, until the system refuses; what was locked before stays so,
+        and a later call goes on from there. Returns CUDA's code of the refusal, or 0 once everything is locked.
 
         No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
         """
