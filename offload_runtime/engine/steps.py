@@ -178,7 +178,7 @@ class StepRunner:
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
         if isinstance(self._windows, WindowSize):
-            return self._step(requests, self._windows, self._fixed(self._windows), chosen=False)
+            return self._step(requests, self._windows, self._fixed(self._windows))
         clock, controller, sampling = self._parts.clock, self._parts.controller, requests[0].params.sampling
         # What steps of these requests take their time by.
         sizes = {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
@@ -187,7 +187,7 @@ class StepRunner:
         # At the end of an answer there may be room for the target's own token alone.
         choice = controller.choose(sampling, limits, **sizes) if any(request.room for request in requests) else PLAIN
         window = self._windows.window(choice)
-        results = self._step(requests, window, choice, chosen=True)
+        results = self._step(requests, window, choice)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
         able = [
@@ -242,10 +242,8 @@ class StepRunner:
         able = drafting(self.proposer).modes
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
-    def _step(
-        self, requests: Sequence[Request], window: WindowSize, choice: Choice, *, chosen: bool
-    ) -> list[StepResult]:
-        parts = self._parts
+    def _step(self, requests: Sequence[Request], window: WindowSize, choice: Choice) -> list[StepResult]:
+        parts, chosen = self._parts, isinstance(self._windows, WindowLimits)
         asked = [
             DraftRequest(
                 request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,
