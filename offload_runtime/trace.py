@@ -125,14 +125,6 @@ class HostClock:
         return lambda seconds: seconds
 
 
-DeviceClock = CudaClock | HostClock
-
-
-def make_clock(device: torch.device) -> DeviceClock:
-    """The clock that fits `device`."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
 # --- what is recorded
 
 
@@ -166,13 +158,13 @@ class TraceRecorder:
     row and is added by marks for one at a time.
 
     Args:
-        clock: Of the device that computes.
+        device: The one that computes, by whose clock it is told when.
         most_spans: Any further ones are only counted.
     """
 
-    def __init__(self, clock: DeviceClock, *, most_spans: int = MOST_SPANS) -> None:
+    def __init__(self, device: torch.device, *, most_spans: int = MOST_SPANS) -> None:
         self.spans: list[Span] = []
-        self._clock = clock
+        self._clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._most_spans = most_spans
         self._dropped = 0
         self._started_s = time.perf_counter()

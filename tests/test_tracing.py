@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from offload_runtime.errors import StorageError
 from offload_runtime.trace import (
     CopyLog,
-    CudaClock,
-    HostClock,
     Span,
     Trace,
     TraceRecorder,
@@ -71,7 +69,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> _Card:
 
 
 def test_an_hour_on_a_gpu_is_told_to_the_microsecond(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     truth = []
     for number in range(900):
         start, start_s = recorder.mark(), card.now_s
@@ -88,7 +86,7 @@ def test_an_hour_on_a_gpu_is_told_to_the_microsecond(card: _Card) -> None:
 
 
 def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     card.lag_s = 1.0  # the device is behind the host
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for event in (start, end):
@@ -106,7 +104,7 @@ def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
 
 
 def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     recorder.add("compute", "layer 0", recorder.mark(), recorder.mark(), {})
     recorder.settle()
     recorder.add("compute", "layer 1", recorder.mark(), recorder.mark(), {})
@@ -116,7 +114,7 @@ def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:
 
 
 def test_spans_beyond_the_most_are_counted() -> None:
-    recorder = TraceRecorder(HostClock(), most_spans=3)
+    recorder = TraceRecorder(torch.device("cpu"), most_spans=3)
     for number in range(5):
         CopyLog(recorder, "link").copied(("weights", (number,)), 10, number, number + 1)
     trace = recorder.finish()

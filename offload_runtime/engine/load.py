@@ -43,7 +43,7 @@ from offload_runtime.plan import (
 )
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Controller
-from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock, require_writable
+from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
@@ -200,7 +200,7 @@ def load_runtime(
         undo.callback(gc.unfreeze)
         if emulation is not None:
             require_link(emulation, device)
-        recorder = TraceRecorder(make_clock(device)) if config.trace is not None else None
+        recorder = TraceRecorder(device) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         branches = plan.proposer == "ngram" or (

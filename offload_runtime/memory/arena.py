@@ -64,13 +64,6 @@ def make_registrar(device: torch.device) -> Registrar | None:
     return Registrar() if device.type == "cuda" else None
 
 
-def _unlock(blocks: list[tuple[Registrar, int]]) -> None:
-    """Unlock blocks by who locked each and its address."""
-    while blocks:
-        registrar, address = blocks.pop()
-        registrar.unregister(address)
-
-
 # --- arenas
 
 
@@ -97,9 +90,9 @@ class HostArena:
                 pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
         self.pinned_bytes = 0  # from the beginning on
-        self._locked: list[tuple[Registrar, int]] = []  # blocks side by side: who locked each, and its address
+        self._unlock = contextlib.ExitStack()  # of blocks side by side, each by who locked it
         # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
-        weakref.finalize(self, _unlock, self._locked)
+        weakref.finalize(self, self._unlock.close)
 
     def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
         """Page-lock what is not locked yet, block by block, until the system refuses; what was locked before stays so,
@@ -113,7 +106,7 @@ class HostArena:
             code = registrar.register(address, nbytes)
             if code != 0:
                 return code
-            self._locked.append((registrar, address))
+            self._unlock.callback(registrar.unregister, address)
             self.pinned_bytes += nbytes
         return 0
 
@@ -142,7 +135,7 @@ class HostArena:
 
     def unpin(self) -> None:
         """Unlock the pages."""
-        _unlock(self._locked)
+        self._unlock.close()
         self.pinned_bytes = 0
 
     def close(self) -> None:
