@@ -364,16 +364,12 @@ class Runtime:
         if not self._stop_copies.alive:
             return
         self._let_go_of_current()
-        budget, recorder, path = self.parts.budget, self.parts.recorder, self.plan.request.trace
+        give_back, recorder, path = self.parts.give_back, self.parts.recorder, self.plan.request.trace
         try:
             self._unfreeze()
             self._stop_copies()
-            for model in (self.parts.target, self.parts.draft):
-                if model is not None:
-                    model.close()
             del self.parts
-            gc.collect()
-            budget.release()
+            give_back.close()
         finally:
             if path is not None and recorder is not None:
                 about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from offload_runtime.config import format_bytes
@@ -45,11 +46,6 @@ class StagedMemory:
         return [(arena, shape) for arena, shape in ways if arena is not None]
 
     @property
-    def pinned_bytes(self) -> int:
-        """Page-locked memory of the rings."""
-        return sum(arena.pinned_bytes for arena, _ in self.rings)
-
-    @property
     def locking(self) -> BlockLocking:
         """How a KV cache on the host is page-locked as it grows."""
         if self.h2d is None:
@@ -78,11 +74,11 @@ class StagedMemory:
             arena.close()
 
 
-def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None) -> StagedMemory:
+def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None, undo: ExitStack) -> StagedMemory:
     """Settle which of the loaded layers are page-locked, and make the rings for what of them is not, if anything.
 
     Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
-    again, and locks are moved so that locked and staged layers alternate.
+    again, and locks are moved so that locked and staged layers alternate. What `undo` does gives the rings back.
 
     Raises:
         BudgetError: The system does not even lock enough for the rings.
@@ -100,11 +96,8 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
     if placement.d2h_ring.num_pieces:
         d2h = HostArena(placement.d2h_ring.nbytes, name="the pieces to write the KV cache through")
     memory = StagedMemory(placement, registrar, h2d, d2h)
-    try:
-        _move_locks(weights, memory, registrar)
-    except BaseException:
-        memory.close()
-        raise
+    undo.callback(memory.close)
+    _move_locks(weights, memory, registrar)
     # A lock that was given up and is refused now leaves a layer staged.
     staged = sorted({*placement.staged_layers, *_refused(weights, placement)})
     for index in staged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +136,7 @@ class RuntimeParts:
         expected: The plan, and what is predicted by the figures of the machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
+        give_back: Of all memory, once nothing is copied any more; the copies are ended by it, too.
         recorder: Of a trace, if there is one.
         clock: Seconds, by which steps are timed.
     """
@@ -150,6 +152,7 @@ class RuntimeParts:
     controller: Controller
     expected: Expectation
     placement: str
+    give_back: ExitStack
     emulated: str | None = None
     recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
