@@ -34,8 +34,6 @@ MOST_SPANS = 1_000_000
 _ALIGNMENTS = 5
 _WAY_OUT = "name another place with --trace"
 
-Reader = Callable[[Any, Any], tuple[float, float]]
-
 
 class CudaClock:
     """The clock of a GPU: marks moments of what it computes. Seconds count from the clock's making.
@@ -49,10 +47,9 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An event that has fired, and when.
-        self._base, self._started_s = self._now()
-        self._base_s = 0.0
-        self._next_base: torch.cuda.Event | None = None
+        base, self._started_s = self._now()
+        # Events that have fired, and when: the base, and the last that was read.
+        self._base = self._last = base, 0.0
 
     def mark(self) -> torch.cuda.Event:
         """The moment when all is done that the current stream has been given so far."""
@@ -60,24 +57,16 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def reader(self) -> Reader:
-        """What tells the seconds of two marks made from now on, once both are past."""
-        base, base_s = self._base, self._base_s
-
-        def read(start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
-            start_s = base_s + _seconds_between(base, start)
-            return start_s, start_s + _seconds_between(start, end)
-
-        return read
+    def read(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
+        """The seconds of two marks, once both are past; one may be before the base."""
+        start_s = self._seconds(start)
+        self._last = end, start_s + _seconds_between(start, end)
+        return start_s, self._last[1]
 
     def move_base(self) -> None:
-        """Let later readers go by a later moment; never waits. To be called where the current stream is idle."""
-        # Only what has fired becomes the base, so that no mark made afterwards is before it.
-        if self._next_base is not None and self._next_base.query():
-            self._base_s += _seconds_between(self._base, self._next_base)
-            self._base, self._next_base = self._next_base, None
-        if self._next_base is None:
-            self._next_base = self.mark()
+        """Go by the last mark that was read from now on; never waits. To be called once for many marks that were read,
+        as each move rounds."""
+        self._base = self._last
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the moment has come; never waits."""
@@ -89,8 +78,12 @@ class CudaClock:
         started_s, rate = self._started_s, 1.0
         if wait:
             event, ended_s = self._now()
-            rate = (ended_s - started_s) / (self._base_s + _seconds_between(self._base, event))
+            rate = (ended_s - started_s) / self._seconds(event)
         return lambda seconds: started_s + rate * seconds
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        base, base_s = self._base
+        return base_s + _seconds_between(base, event)
 
     def _now(self) -> tuple[torch.cuda.Event, float]:
         """One moment as an event and on the host's clock."""
@@ -119,8 +112,8 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def reader(self) -> Reader:
-        return lambda start, end: (start, end)
+    def read(self, start: float, end: float) -> tuple[float, float]:
+        return start, end
 
     def move_base(self) -> None:
         pass
@@ -132,17 +125,7 @@ class HostClock:
         return lambda seconds: seconds
 
 
-DeviceClock = CudaClock | HostClock
-
-
-def make_clock(device: torch.device) -> DeviceClock:
-    """The clock that fits `device`."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
 # --- what is recorded
-
-OnDone = Callable[[Any, Any], None]
 
 
 class Span(NamedTuple):
@@ -171,24 +154,23 @@ class Trace:
 class TraceRecorder:
     """Owns what is recorded.
 
-    `mark`, `add` and `settle` are for one thread, the one that computes; `add_host` and `on_done` for any.
+    `mark` and `settle` are for one thread, the one that computes; `add` and `add_host` for any, but what lies in one
+    row and is added by marks for one at a time.
 
     Args:
-        clock: Of the device that computes.
+        device: The one that computes, by whose clock it is told when.
         most_spans: Any further ones are only counted.
     """
 
-    def __init__(self, clock: DeviceClock, *, most_spans: int = MOST_SPANS) -> None:
+    def __init__(self, device: torch.device, *, most_spans: int = MOST_SPANS) -> None:
         self.spans: list[Span] = []
-        # Called before the end: whoever waits for marks of its own reads them.
-        self.before_finish: list[Callable[[], object]] = []
-        self._clock = clock
+        self._clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._most_spans = most_spans
         self._dropped = 0
         self._started_s = time.perf_counter()
-        # Spans whose marks may not be past yet: start, end, what keeps it. Each row is in order; one may be ahead of
+        # Spans whose marks may not be past yet: name, start, end, arguments. Each row is in order; one may be ahead of
         # another.
-        self._open: dict[str, deque[tuple[Any, Any, OnDone]]] = {}
+        self._open: dict[str, deque[tuple[str, Any, Any, dict[str, Any]]]] = {row: deque() for row in ROWS}
         self._passes = 0
         # Of the last pass: when it began, on the host's clock and as a mark, and the bytes before; then what it did,
         # whose outcome is not known yet, and when the host was done with it.
@@ -201,8 +183,9 @@ class TraceRecorder:
         return self._clock.mark()
 
     def add(self, row: str, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
-        """A span between two marks, which are the recorder's from now on. `args` may be completed until the end."""
-        self._open.setdefault(row, deque()).append((start, end, self.on_done(row, name, args)))
+        """A span between two marks, which are the recorder's from now on, or timing events that have been recorded on
+        any stream of the device. `args` may be completed until the end."""
+        self._open[row].append((name, start, end, args))
 
     @contextmanager
     def span(self, name: str, *, row: str = DRAFT, host: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
@@ -217,16 +200,6 @@ class TraceRecorder:
     def add_host(self, row: str, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
         """A span by `time.perf_counter`."""
         self._keep(Span(row, name, start_s, end_s, args, on_device=False))
-
-    def on_done(self, row: str, name: str, args: dict[str, Any]) -> OnDone:
-        """For a span between two events that the caller is about to record and keeps: to be called with them once both
-        are past."""
-        read = self._clock.reader()
-
-        def done(start: Any, end: Any) -> None:
-            self._keep(Span(row, name, *read(start, end), args, on_device=True))
-
-        return done
 
     def begin_pass(self, nbytes: int) -> None:
         """A pass of the target begins; the link has begun so many bytes so far."""
@@ -250,10 +223,10 @@ class TraceRecorder:
 
     def settle(self) -> None:
         """Read the marks that are past; never waits. To be called where the device has just been waited for."""
-        for waiting in self._open.values():
-            while waiting and self._clock.is_past(waiting[0][1]):
-                start, end, done = waiting.popleft()
-                done(start, end)
+        for row, waiting in self._open.items():
+            while waiting and self._clock.is_past(waiting[0][2]):
+                name, start, end, args = waiting.popleft()
+                self._keep(Span(row, name, *self._clock.read(start, end), args, on_device=True))
         self._clock.move_base()
 
     def finish(self) -> Trace:
@@ -261,12 +234,9 @@ class TraceRecorder:
         try:
             to_host = self._clock.to_host()
             self.settle()
-            for read in self.before_finish:
-                read()
         except torch.AcceleratorError:  # what the device did before it failed is what the trace is for
             to_host = self._clock.to_host(wait=False)
-        self._dropped += sum(len(waiting) for waiting in self._open.values())
-        self._open.clear()
+        self._dropped += sum(map(len, self._open.values()))
         spans = [
             span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
             for span in self.spans
@@ -292,17 +262,16 @@ class CopyLog:
     recorder: TraceRecorder
     row: str
 
-    def on_copied(self, label: Label | None, nbytes: int) -> OnDone:
-        """To be called with the marks around a copy that is about to be made, once both are past."""
-        if label is None:
-            return self.recorder.on_done(self.row, "measurement", {"kind": "measurement", "bytes": nbytes})
-        kind, key = label
+    def copied(self, label: Label | None, nbytes: int, start: Any, end: Any) -> None:
+        """A copy is made between these two marks."""
+        kind, key = label or ("measurement", ())
+        name = f"{kind} of layer {key[0]}" if key else kind
         args = {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
-        return self.recorder.on_done(self.row, f"{kind} of layer {key[0]}", args)
+        self.recorder.add(self.row, name, start, end, args)
 
-    def on_stalled(self) -> OnDone:
+    def stalled(self, start: Any, end: Any) -> None:
         """The same for a wait of the computing side for a copy."""
-        return self.recorder.on_done(STALLS, f"wait for the {self.row}", {})
+        self.recorder.add(STALLS, f"wait for the {self.row}", start, end, {})
 
     def staged(self, start_s: float, end_s: float) -> None:
         """The host waited for pageable memory to be staged."""

@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
         "offload_runtime/copy/schedule.py",
-        "self._engine.compute_record(ring.release().free)",
-        "ring.release()",
+        "self._let_go(ring)",
+        "ring.idle.append(ring.held.popleft())",
         (
             "tests/test_streaming.py::test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_again[1-3]",
         ),

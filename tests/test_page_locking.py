@@ -41,7 +41,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_an_arena_is_locked_as_far_as_the_system_allows(small_blocks: int, blocks: int) -> None:
     registrar = LimitedRegistrar(blocks * small_blocks)
     arena = HostArena(3 * small_blocks, name="layer 0")
-    assert arena.pin_blocks(registrar) == arena.pinned == (blocks == 3)
+    assert (arena.lock(registrar) == 0) == arena.pinned == (blocks == 3)
     assert arena.pinned_bytes == registrar.locked_bytes == blocks * small_blocks
     assert all(address >= arena.buffer.data_ptr() for address in registrar.locked)
     arena.unpin()
@@ -66,7 +66,7 @@ def test_all_or_nothing_is_one_block_and_leaves_nothing_locked(small_blocks: int
 def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
     registrar = LimitedRegistrar(NO_LIMIT)
     arena = HostArena(8 * PAGE_BYTES, name="layer 0")
-    arena.pin_blocks(registrar)
+    arena.lock(registrar)
     if closed:
         arena.close()
         assert not arena.pinned
@@ -97,7 +97,7 @@ def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
     arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
-    assert arena.pin_blocks(Registrar())
+    assert arena.lock(Registrar()) == 0
     gpu = torch.zeros(arena.nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     engine = CudaCopyEngine(torch.device("cuda"))

@@ -238,7 +238,7 @@ def test_the_link_is_idle_while_it_carries_nothing(target: Path, tmp_path: Path)
 
 
 def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
-    recorder = TraceRecorder(HostClock())
+    recorder = TraceRecorder(torch.device("cpu"))
     engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
     parts = SimpleNamespace(
         target=SimpleNamespace(

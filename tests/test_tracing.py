@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from offload_runtime.errors import StorageError
 from offload_runtime.trace import (
     CopyLog,
-    CudaClock,
-    HostClock,
     Span,
     Trace,
     TraceRecorder,
@@ -71,7 +69,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> _Card:
 
 
 def test_an_hour_on_a_gpu_is_told_to_the_microsecond(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     truth = []
     for number in range(900):
         start, start_s = recorder.mark(), card.now_s
@@ -88,18 +86,17 @@ def test_an_hour_on_a_gpu_is_told_to_the_microsecond(card: _Card) -> None:
 
 
 def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     card.lag_s = 1.0  # the device is behind the host
-    done = recorder.on_done("link", "weights of layer 0", {})
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for event in (start, end):
         event.record(torch.cuda.current_stream())
         card.now_s += 0.25
+    recorder.add("link", "weights of layer 0", start, end, {})
     recorder.add("compute", "layer 0", recorder.mark(), recorder.mark(), {})
     recorder.settle()
     assert recorder.spans == []
     card.now_s += 1.0
-    done(start, end)
     recorder.settle()
     assert [(span.name, span.start_s, span.end_s) for span in recorder.spans] == [
         ("weights of layer 0", 1.0, 1.25), ("layer 0", 1.5, 1.5),
@@ -107,7 +104,7 @@ def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
 
 
 def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:
-    recorder = TraceRecorder(CudaClock(torch.device("cuda")))
+    recorder = TraceRecorder(torch.device("cuda"))
     recorder.add("compute", "layer 0", recorder.mark(), recorder.mark(), {})
     recorder.settle()
     recorder.add("compute", "layer 1", recorder.mark(), recorder.mark(), {})
@@ -117,9 +114,9 @@ def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:
 
 
 def test_spans_beyond_the_most_are_counted() -> None:
-    recorder = TraceRecorder(HostClock(), most_spans=3)
+    recorder = TraceRecorder(torch.device("cpu"), most_spans=3)
     for number in range(5):
-        CopyLog(recorder, "link").on_copied(("weights", (number,)), 10)(number, number + 1)
+        CopyLog(recorder, "link").copied(("weights", (number,)), 10, number, number + 1)
     trace = recorder.finish()
     assert ([span.args["layer"] for span in trace.spans], trace.dropped) == ([0, 1, 2], 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -131,19 +132,20 @@ def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
     plan = planned(source.config(), layout, resident=2)
     plan = place_layers(replace(plan, limits=replace(plan.limits, device_bytes=None)))
     assert (plan.placement.resident_layers, plan.placement.num_slots) == ((1, 3), 2)
-    budget, engine = DeviceBudget(CPU, None), make_copy_engine(CPU)
+    budget, engine, undo = DeviceBudget(CPU, None), make_copy_engine(CPU), ExitStack()
     weights = load_weights(source, layout)
     model = connect_model(
-        weights, plan.target, budget, CopyQueues(engine), name="target", memory=StagedMemory(plan.target.placement)
-    )
+        weights, plan.target, budget, CopyQueues(engine), name="target", memory=StagedMemory(plan.target.placement),
+        undo=undo,
+    )  # fmt: skip
     sizes, reserved = layout.layer_bytes, dict(budget.reservations)
     assert (reserved["target: ring"], reserved["target: resident layers"]) == (2 * max(sizes), sizes[1] + sizes[3])
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]
     tokens = random_tokens(30)
     found = torch.cat([model.runner.prefill(0, tokens[:20]), model.runner.verify([Window(tuple(tokens[20:]))], [0])])
     torch.testing.assert_close(found, logits(checkpoint, None, 0, None), rtol=1e-5, atol=1e-5)
-    engine.close()
-    model.close()
+    undo.close()
+    weights.close()
 
 
 SHAPE = ModelConfig(

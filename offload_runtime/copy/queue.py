@@ -15,7 +15,7 @@ from offload_runtime_kernels.pace_link import pace_link, pace_link_reference
 
 from offload_runtime.config import GB
 from offload_runtime.errors import CopyError
-from offload_runtime.trace import CopyLog, Label, OnDone
+from offload_runtime.trace import CopyLog, Label
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
@@ -135,18 +135,15 @@ def host_pace(
     return pace
 
 
-def finished() -> Future[None]:
-    """Work that is done."""
-    work: Future[None] = Future()
-    work.set_result(None)
-    return work
+# Work that is done: what an event stands for as long as no copy has been asked for with it.
+DONE: Future[None] = Future()
+DONE.set_result(None)
 
 
 class _HostEvent:
     """Has fired when the latest copy that it stands for is done; what is computed is done when it is recorded."""
 
-    def __init__(self) -> None:
-        self.copy = finished()
+    copy: Future[None] = DONE
 
 
 class ThreadCopyEngine:
@@ -162,7 +159,7 @@ class ThreadCopyEngine:
         self.bytes_copied = 0
         self._pace = pace or (lambda nbytes: None)
         self._worker: Executor = ThreadPoolExecutor(1, "copy-engine")
-        self._last = finished()
+        self._last = DONE
         self._failure: BaseException | None = None
         self._copy_s = 0.0
         self._stall_s = 0.0
@@ -193,7 +190,7 @@ class ThreadCopyEngine:
             ended = time.perf_counter()
             self._copy_s += ended - started
             if self.log is not None:
-                self.log.on_copied(label, src.nbytes)(started, ended)
+                self.log.copied(label, src.nbytes, started, ended)
         except BaseException as error:
             self._failure = error
             raise
@@ -205,10 +202,10 @@ class ThreadCopyEngine:
         ended = time.perf_counter()
         self._stall_s += ended - started
         if self.log is not None:
-            self.log.on_stalled()(started, ended)
+            self.log.stalled(started, ended)
 
     def compute_record(self, free: _HostEvent) -> None:
-        free.copy = finished()
+        free.copy = DONE
 
     def is_done(self, ready: _HostEvent) -> bool:
         return ready.copy.done() and ready.copy.exception() is None
@@ -251,27 +248,27 @@ def stream_pace(gbps: float, device: torch.device) -> LinkPace:
 
 
 class _IntervalTimer:
-    """Sums the time between pairs of CUDA events without ever waiting for one."""
+    """Sums the time between pairs of CUDA events without ever waiting for one, in the order in which they were added.
+
+    The events may be given to a trace as well, since no pair is recorded a second time."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, OnDone | None]] = deque()
-        self._spare: list[torch.cuda.Event] = []
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def event(self) -> torch.cuda.Event:
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+    def pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """To be recorded before and after what takes its time, and then added."""
+        self.harvest()
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def add(self, start: torch.cuda.Event, end: torch.cuda.Event, done: OnDone | None) -> None:
-        self._open.append((start, end, done))
+    def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._open.append((start, end))
 
     def harvest(self) -> float:
         """Add what has finished to the total and return it, in seconds."""
         while self._open and self._open[0][1].query():
-            start, end, done = self._open.popleft()
+            start, end = self._open.popleft()
             self.total_s += start.elapsed_time(end) / 1e3
-            if done is not None:
-                done(start, end)
-            self._spare += (start, end)
         return self.total_s
 
 
@@ -287,14 +284,12 @@ class CudaCopyEngine:
     def __init__(self, device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
         self.log = log
         self.bytes_copied = 0
-        self._pace = pace
+        self._pace = pace or (lambda nbytes: None)
         self._device = device
         # What keeps the pace is a kernel: it must not queue behind the compute's.
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
-        self._copies = _IntervalTimer()
-        self._stalls = _IntervalTimer()
-        if log is not None:
-            log.recorder.before_finish += [self.copy_seconds, self.stall_seconds]
+        self._copies, self._stalls = _IntervalTimer(), _IntervalTimer()
+        self.copy_seconds, self.stall_seconds = self._copies.harvest, self._stalls.harvest
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
@@ -303,37 +298,35 @@ class CudaCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
         source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
-        self._copies.harvest()
-        start, end = self._copies.event(), self._copies.event()
-        done = None if self.log is None else self.log.on_copied(label, src.nbytes)
+        start, end = self._copies.pair()
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
                 start.record(self._stream)
-                if self._pace is not None:
-                    self._pace(0)
+                self._pace(0)
                 for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
                     target.copy_(piece, non_blocking=True)
-                    if self._pace is not None:
-                        self._pace(piece.nbytes)
+                    self._pace(piece.nbytes)
                 end.record(self._stream)
                 ready.record(self._stream)
                 if source_free is not None:
                     source_free.record(self._stream)
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-        self._copies.add(start, end, done)
+        self._copies.add(start, end)
+        if self.log is not None:
+            self.log.copied(label, src.nbytes, start, end)
         self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: torch.cuda.Event) -> None:
-        self._stalls.harvest()
         stream = torch.cuda.current_stream(self._device)
-        start, end = self._stalls.event(), self._stalls.event()
-        done = None if self.log is None else self.log.on_stalled()
+        start, end = self._stalls.pair()
         start.record(stream)
         stream.wait_event(ready)
         end.record(stream)
-        self._stalls.add(start, end, done)
+        self._stalls.add(start, end)
+        if self.log is not None:
+            self.log.stalled(start, end)
 
     def compute_record(self, free: torch.cuda.Event) -> None:
         free.record(torch.cuda.current_stream(self._device))
@@ -346,12 +339,6 @@ class CudaCopyEngine:
             ready.synchronize()
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-
-    def copy_seconds(self) -> float:
-        return self._copies.harvest()
-
-    def stall_seconds(self) -> float:
-        return self._stalls.harvest()
 
     def drain(self) -> None:
         self._stream.synchronize()

@@ -9,30 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from offload_runtime.copy.queue import CopyEngine
-from offload_runtime.trace import COMPUTE, TraceRecorder
+from offload_runtime.trace import COMPUTE, Label, TraceRecorder
 
-
-@dataclass(frozen=True)
-class Item:
-    """One thing to bring to the device: `source` (uint8 [n], host) into a slot of the ring `lane`."""
-
-    lane: str
-    key: tuple[int, ...]
-    source: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PassPlan:
-    """What one pass brings, in the order of its use, and which state of the KV cache that was made for."""
-
-    items: Sequence[Item]
-    snapshot: Any = None
+# One thing to bring to the device: the ring, or lane, whose slot it takes, with its key there, and its source: uint8
+# [n], host.
+Item = tuple[Label, torch.Tensor]
 
 
 @dataclass
@@ -46,7 +34,8 @@ class _Slot:
 
 @dataclass
 class _Lane:
-    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held.
+    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held until
+    whoever reads it lets go of it.
 
     In each state the oldest comes first, so that the slots keep their order.
     """
@@ -55,12 +44,6 @@ class _Lane:
     arriving: deque[_Slot] = field(default_factory=deque)  # their items are queued, and not yet in use
     held: deque[_Slot] = field(default_factory=deque)  # in use
 
-    def release(self) -> _Slot:
-        """Let go of the slot that was taken first."""
-        slot = self.held.popleft()
-        self.idle.append(slot)
-        return slot
-
 
 class CopySchedule:
     """Queues the items of pass after pass as far ahead as there are slots.
@@ -68,11 +51,11 @@ class CopySchedule:
     Args:
         engine: The copy queue.
         lanes: Device buffers of each ring: uint8 [slot_bytes] each.
-        plan_pass: Called whenever the schedule has to know what another pass will bring.
+        plan_pass: Called whenever the schedule has to know what another pass will bring, in the order of its use.
     """
 
     def __init__(
-        self, engine: CopyEngine, lanes: Mapping[str, Sequence[torch.Tensor]], plan_pass: Callable[[], PassPlan]
+        self, engine: CopyEngine, lanes: Mapping[str, Sequence[torch.Tensor]], plan_pass: Callable[[], Sequence[Item]]
     ) -> None:
         self._engine = engine
         self._plan_pass = plan_pass
@@ -81,40 +64,38 @@ class CopySchedule:
             for name, buffers in lanes.items()
         }
         self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
-        # Planned and not begun. Not more than one, because its snapshot ages.
-        self._planned: PassPlan | None = None
+        # Planned and not begun. Not more than one, because what it was planned by ages.
+        self._planned: Sequence[Item] | None = None
         for lane in self._lanes.values():
             for slot in lane.idle:  # the allocator may hand out memory that queued kernels still use
                 engine.compute_record(slot.free)
 
-    def begin_pass(self, is_valid: Callable[[Any], bool]) -> PassPlan:
-        """Start a pass; what an interrupted one left behind is dropped.
+    def begin_pass(self, *, is_valid: bool) -> Sequence[Item]:
+        """Start a pass, whose items are returned; what an interrupted one left behind is dropped. `fill` has to follow.
 
         Args:
-            is_valid: Whether a plan made earlier for this snapshot still describes the pass.
+            is_valid: Whether what was planned last still describes the pass.
         """
         for ring in self._lanes.values():
             while ring.held:  # kernels that are already queued may still read what an interrupted pass held
-                self._engine.compute_record(ring.release().free)
-        plan = self._planned
-        if plan is None or len(self._left) > len(plan.items) or not is_valid(plan.snapshot):
+                self._let_go(ring)
+        items = self._planned
+        if items is None or len(self._left) > len(items) or not is_valid:
             # Copies run in order, so a slot's next copy cannot overtake one that is dropped, and its `free` event still
             # guards reads.
-            self._planned = None
             self._left.clear()
             for ring in self._lanes.values():
                 ring.idle.extend(ring.arriving)
                 ring.arriving.clear()
-            plan = self._plan()
+            items = self._plan()
         self._planned = None
-        self.fill()
-        return plan
+        return items
 
     def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
         """The slot of the pass's next item, which must be `key` of `lane`: uint8 [slot_bytes], to be read by compute
         issued from now on, until `release`."""
-        item, ring = self._left.popleft(), self._lanes[lane]
-        assert (item.lane, item.key) == (lane, key), f"{lane} {key} is not next: {item.lane} {item.key} is"
+        (label, _), ring = self._left.popleft(), self._lanes[lane]
+        assert label == (lane, key), f"{lane} {key} is not next: {label} is"
         assert ring.arriving, "every slot is held: the item cannot arrive"
         slot = ring.arriving.popleft()
         ring.held.append(slot)
@@ -123,30 +104,33 @@ class CopySchedule:
 
     def release(self, lane: str) -> None:
         """Let go of the slot of `lane` that was taken first, and fill it again."""
-        self._engine.compute_record(self._lanes[lane].release().free)
+        self._let_go(self._lanes[lane])
         self.fill()
+
+    def _let_go(self, ring: _Lane) -> None:
+        """Let go of the slot of a ring that was taken first, behind the compute that has been issued so far."""
+        slot = ring.held.popleft()
+        self._engine.compute_record(slot.free)
+        ring.idle.append(slot)
 
     def fill(self) -> None:
         """Queue copies as far ahead as there are slots."""
         while True:
             queued = sum(len(lane.arriving) for lane in self._lanes.values())  # items at the front of `_left`
-            if queued == len(self._left) and (self._planned is not None or not self._plan().items):
+            if queued == len(self._left) and (self._planned is not None or not self._plan()):
                 return
-            item = self._left[queued]
-            ring = self._lanes[item.lane]
+            label, source = self._left[queued]
+            ring = self._lanes[label[0]]
             if not ring.idle:
                 return
             slot = ring.idle[0]
-            self._engine.enqueue(
-                slot.buffer[: item.source.nbytes], item.source, free=slot.free, ready=slot.ready,
-                label=(item.lane, item.key),
-            )  # fmt: skip
+            self._engine.enqueue(slot.buffer[: source.nbytes], source, free=slot.free, ready=slot.ready, label=label)
             ring.arriving.append(ring.idle.popleft())
 
-    def _plan(self) -> PassPlan:
-        self._planned = plan = self._plan_pass()
-        self._left.extend(plan.items)
-        return plan
+    def _plan(self) -> Sequence[Item]:
+        self._planned = items = self._plan_pass()
+        self._left.extend(items)
+        return items
 
 
 LayerViews = Mapping[str, Any]  # the weights of a layer by name; how they are stored is nothing to a copy
@@ -198,6 +182,7 @@ class LayerStreamer:
         self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
         self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in streamed for slot in slots}
         self._kv = kv
+        self._snapshot: Any = None  # of the cache, which the pass was planned by that was planned last
         self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
@@ -209,23 +194,21 @@ class LayerStreamer:
         The weights of a streamed layer may be read until the next one is asked for. After an interrupted pass the
         cycle starts again at layer 0.
         """
-        kv = self._kv
-        plan = self.schedule.begin_pass(lambda snapshot: kv is None or kv.is_valid(snapshot))
-        self.bytes_begun += sum(item.source.nbytes for item in plan.items)
+        kv, recorder = self._kv, self.recorder
+        items = self.schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshot))
+        self.bytes_begun += sum(source.nbytes for _, source in items)
         if kv is not None:
-            kv.begin_pass(plan.snapshot, self.schedule)
-        recorder = self.recorder
+            kv.begin_pass(self._snapshot, self.schedule)
+        self.schedule.fill()  # which may plan the next pass, by a snapshot of its own
         for index in range(self.num_layers):
             streamed = index not in self._resident
             if streamed:
                 weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
             else:
                 weights = self._resident[index]
-            started = None if recorder is None else recorder.mark()
-            yield index, weights
-            if recorder is not None:
-                metadata = {"layer": index, "streamed": streamed}
-                recorder.add(COMPUTE, f"layer {index}", started, recorder.mark(), metadata)
+            name = f"layer {index}"
+            with recorder.span(name, row=COMPUTE, layer=index, streamed=streamed) if recorder else nullcontext():
+                yield index, weights
             if streamed:
                 # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
                 # a later one.
@@ -235,12 +218,13 @@ class LayerStreamer:
         """What `layers` hands out, for passes that take no part in the streaming; None when some are streamed."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
-    def _plan_pass(self) -> PassPlan:
-        snapshot = None if self._kv is None else self._kv.snapshot()
+    def _plan_pass(self) -> list[Item]:
         items: list[Item] = []
+        if self._kv is not None:
+            self._snapshot = self._kv.snapshot()
         for index, source in enumerate(self._layers_host):
             if index not in self._resident:
-                items.append(Item(WEIGHTS, (index,), source))
+                items.append(((WEIGHTS, (index,)), source))
             if self._kv is not None:
-                items += [Item(KV, key, source) for key, source in self._kv.pieces(index, snapshot)]
-        return PassPlan(items, snapshot)
+                items += [((KV, key), source) for key, source in self._kv.pieces(index, self._snapshot)]
+        return items

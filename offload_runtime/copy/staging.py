@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload_runtime.copy.queue import CopyEngine, finished
+from offload_runtime.copy.queue import DONE, CopyEngine
 from offload_runtime.errors import CopyError
 from offload_runtime.memory import PageableMemory
 from offload_runtime.trace import Label
@@ -99,7 +99,7 @@ class _StagingQueue:
         self.log = self.engine.log
         self.new_event, self.compute_record = self.engine.new_event, self.engine.compute_record
         self._piece_bytes = self.ring[0].nbytes
-        self._pieces = cycle([_Piece(buffer, self.engine.new_event(), finished()) for buffer in self.ring])
+        self._pieces = cycle([_Piece(buffer, self.engine.new_event(), DONE) for buffer in self.ring])
         self._movers = ThreadPoolExecutor(self.num_threads, _THREADS)
         self._link = ThreadPoolExecutor(1, f"{_THREADS}-link")  # one thread, so that what it is given stays in order
         self._below = threading.Lock()  # the queue below is asked by one thread at a time
@@ -178,8 +178,7 @@ class StagingCopyEngine(_StagingQueue):
     """
 
     failing = "staging from pageable memory"
-    _nothing: Future[None] = field(init=False, default_factory=finished)
-    _last: Future[None] = field(init=False, default_factory=finished)  # of the link's thread
+    _last: Future[None] = field(init=False, default=DONE)  # of the link's thread
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
 
@@ -198,13 +197,13 @@ class StagingCopyEngine(_StagingQueue):
         for start, end in pairwise(cuts):
             enqueue = partial(self.engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
             if start < locked_bytes:
-                self._last = self._link.submit(self._issue, self._last, partial(enqueue, src[start:end]))
+                self._last = self._link.submit(self._issue, partial(enqueue, src[start:end]), self._last)
                 continue
             piece = next(self._pieces)
             filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
             self.pageable.begin_read(filled)
             staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
-            self._last = piece.user = self._link.submit(self._issue, self._last, staged, filled)
+            self._last = piece.user = self._link.submit(self._issue, staged, self._last, filled)
         self._issued[id(ready)] = self._last
 
     def _fill(self, piece: _Piece, before: Future[None], src: torch.Tensor) -> None:
@@ -213,11 +212,10 @@ class StagingCopyEngine(_StagingQueue):
         self.engine.wait(piece.copied)
         self._move(piece.buffer, src)
 
-    def _issue(self, before: Future[None], enqueue: Callable[[], None], filled: Future[None] | None = None) -> None:
-        """Hand a part to the queue below, unless one before it has failed."""
-        before.result()
-        if filled is not None:
-            filled.result()
+    def _issue(self, enqueue: Callable[[], None], *before: Future[None]) -> None:
+        """Hand a part to the queue below, unless one before it has failed, or what fills its piece."""
+        for work in before:
+            work.result()
         with self._below:
             enqueue()
 
@@ -242,7 +240,7 @@ class StagingCopyEngine(_StagingQueue):
 
     def _issued_with(self, ready: Any) -> Future[None]:
         """A copy that is not in the queue below has fired no event that could be waited for."""
-        return self._issued.get(id(ready), self._nothing)
+        return self._issued.get(id(ready)) or DONE
 
 
 @dataclass(eq=False)

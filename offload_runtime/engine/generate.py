@@ -170,7 +170,7 @@ class Generation:
             yield
 
 
-class TokenStream:
+class TokenStream(Iterator[str]):
     """One answer, as an iterator over pieces of text. Nothing is computed before the first piece is asked for.
 
     Args:
@@ -182,9 +182,6 @@ class TokenStream:
         self._generation, (self._request,), self._on_end = generation, generation.requests, on_end
         self._pieces = generation.pieces()
         self._result: GenerationResult | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
 
     def __next__(self) -> str:
         for piece in self._pieces:

@@ -43,7 +43,7 @@ from offload_runtime.plan import (
 )
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Controller
-from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, make_clock, require_writable
+from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
@@ -193,6 +193,7 @@ def load_runtime(
         if plan.graph_bytes:
             budget.reserve("CUDA graphs", plan.graph_bytes)
         undo.callback(budget.release)
+        undo.callback(gc.collect)  # before it, so that nothing of the runtime is left
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
         gc.collect()
@@ -200,7 +201,7 @@ def load_runtime(
         undo.callback(gc.unfreeze)
         if emulation is not None:
             require_link(emulation, device)
-        recorder = TraceRecorder(make_clock(device)) if config.trace is not None else None
+        recorder = TraceRecorder(device) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         branches = plan.proposer == "ngram" or (
@@ -219,15 +220,13 @@ def load_runtime(
         expected = Expectation(plan.with_placement(target.placement), None if own_figures is None else figures)
         cost = None if own_figures is None else expected.seconds_of_step
         target.runner.recorder = target.runner.streamer.recorder = recorder
-        parts = RuntimeParts(
+        return RuntimeParts(
             target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
             controller=Controller(windows.by_mode, cost, streamed=target.link_peak_gbps is not None),
             expected=expected, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,
-            recorder=recorder,
+            recorder=recorder, give_back=undo.pop_all(),
         )  # fmt: skip
-        undo.pop_all()
-        return parts
 
 
 def _make_queues(

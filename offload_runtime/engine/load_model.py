@@ -74,7 +74,8 @@ class LoadedModel:
 
     `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `rope` is
     the table that rotates its queries and keys. `engine` is the queue of its copies, which ends with `engine.close`;
-    `staged` says where its layers are, and holds the rings that some of it is staged through.
+    `staged` says where its layers are, and holds the rings that some of it is staged through. Who had it loaded gives
+    its memory back.
     """
 
     runner: ModelRunner
@@ -97,13 +98,8 @@ class LoadedModel:
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
-        return self.staged.pinned_bytes + sum(arena.pinned_bytes for arena in self.weights.layers)
-
-    def close(self) -> None:
-        """Give all memory back. Nothing may be copying any more."""
-        self.runner.cache.close()
-        self.weights.close()
-        self.staged.close()
+        rings = [arena for arena, _ in self.staged.rings]
+        return sum(arena.pinned_bytes for arena in (*self.weights.layers, *rings))
 
 
 def require_kernels(device: torch.device) -> None:
@@ -145,14 +141,14 @@ def load_models(
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
     """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
 
-    What `undo` does ends the target's copies and gives its memory back, if anything fails later.
+    What `undo` does ends the copies of both and gives their memory back, if anything fails, here or later.
     """
-    draft = None
-    if draft_source is not None and plan.draft is not None:
-        draft = load_model(draft_source, plan.draft, budget, queues, name="draft", on_progress=on_progress)
-    target = load_model(target_source, plan.target, budget, queues, name="target", on_progress=on_progress)
-    undo.callback(target.close)
-    undo.callback(target.engine.close)  # first: what may be copying goes before its memory
+
+    def load(source: CheckpointSource, plan: ModelPlan, name: str) -> LoadedModel:
+        return load_model(source, plan, budget, queues, name=name, on_progress=on_progress, undo=undo)
+
+    draft = load(draft_source, plan.draft, "draft") if draft_source is not None and plan.draft is not None else None
+    target = load(target_source, plan.target, "target")
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
         if draft is not None:
@@ -162,30 +158,28 @@ def load_models(
 
 def load_model(
     source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    on_progress: LoadProgress | None,
+    on_progress: LoadProgress | None, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
-    """Read the weights and connect the parts of one model."""
+    """Read the weights and connect the parts of one model, which `undo` gives back again."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
     registrar = make_registrar(budget.device)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    with ExitStack() as undo:
-        weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)
-        undo.callback(weights.close)
-        memory = lock_layers(weights, plan, registrar)
-        undo.callback(memory.close)
-        model = connect_model(weights, plan, budget, queues, name=name, memory=memory)
-        undo.pop_all()
-    return model
+    weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)
+    undo.callback(weights.close)
+    memory = lock_layers(weights, plan, registrar, undo)
+    return connect_model(weights, plan, budget, queues, name=name, memory=memory, undo=undo)
 
 
 def connect_model(
-    weights: HostWeights, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str, memory: StagedMemory
-) -> LoadedModel:
+    weights: HostWeights, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
+    memory: StagedMemory, undo: ExitStack,
+) -> LoadedModel:  # fmt: skip
     """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
 
-    What is streamed must be page-locked, or staged by `memory`.
+    What is streamed must be page-locked, or staged by `memory`. What `undo` does ends what has threads, the copies
+    before the memory that they copy.
     """
     placement, device, layout = memory.placement, budget.device, weights.layout
     layers_host = [weights.block(index) for index in range(len(weights.layers))]
@@ -199,26 +193,22 @@ def connect_model(
         for index in kept:
             weights.layers[index].close()
             layers_host[index] = torch.empty(0, dtype=torch.uint8)  # even an empty view would hold the pages
-    kv_slots: list[torch.Tensor] = []
-    if plan.kv_layers_on_host:
-        kv_slots = _ring(budget, f"{name}: KV ring", KV_RING_SLOTS, plan.kv_ring_bytes // KV_RING_SLOTS)
-    with ExitStack() as undo:  # what has threads, the copies before the memory that they copy
-        cache = make_cache(plan, budget, f"{name}: KV cache", queues.d2h, memory)
-        undo.callback(cache.close)
-        link_peak_gbps = _measure_link(layers_host, slots + kv_slots, queues.h2d, memory)
-        decoder = Decoder(plan.config, layout.shared.views(shared))
-        # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
-        fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
-        rope = RopeTable(plan.config, device, fixed_length=fixed_length)
-        engine = memory.to_device(queues.h2d)
-        undo.callback(engine.close)
-        streamer = LayerStreamer(
-            layers_host, dict(zip(kept, buffers, strict=True)), slots,
-            make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
-            kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
-        )  # fmt: skip
-        runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
-        undo.pop_all()
+    kv_slots = _ring(budget, f"{name}: KV ring", KV_RING_SLOTS if plan.kv_layers_on_host else 0, plan.kv_piece_bytes)
+    cache = make_cache(plan, budget, f"{name}: KV cache", queues.d2h, memory)
+    undo.callback(cache.close)
+    link_peak_gbps = _measure_link(layers_host, slots + kv_slots, queues.h2d, memory)
+    decoder = Decoder(plan.config, layout.shared.views(shared))
+    # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
+    fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
+    rope = RopeTable(plan.config, device, fixed_length=fixed_length)
+    engine = memory.to_device(queues.h2d)
+    undo.callback(engine.close)
+    streamer = LayerStreamer(
+        layers_host, dict(zip(kept, buffers, strict=True)), slots,
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
+        kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+    )  # fmt: skip
+    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
     return LoadedModel(runner, weights, link_peak_gbps, rope, engine, memory)
 
 
@@ -236,7 +226,7 @@ def _measure_link(
     slot, placement = slots[0], memory.placement
     pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
     if not pinned and memory.h2d is not None:
-        pinned = [memory.h2d.pieces[0][: slot.nbytes]]
+        pinned = [memory.h2d.buffer[: min(slot.nbytes, placement.h2d_ring.piece_bytes)]]
     if pinned:
         return measure_link_gbps(engine, slot[: pinned[0].nbytes], pinned[0])
     # Only keys and values will be streamed, from memory that is locked as it grows; so some is made as theirs will be.

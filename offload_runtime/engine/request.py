@@ -221,14 +221,10 @@ class Request:
         return "".join(self._pieces)
 
     @property
-    def remaining(self) -> int:
-        """Tokens that the answer may still grow by."""
-        return self.params.max_new_tokens - self.new_tokens
-
-    @property
     def room(self) -> int:
-        """Proposals in a row that the answer has room for: the target's own token always comes on top."""
-        return self.remaining - 1
+        """Proposals in a row that the answer has room for: the target's own token always comes on top, so -1 where it
+        may not grow any more."""
+        return self.params.max_new_tokens - self.new_tokens - 1
 
     def push(self, token: int) -> str:
         """Append a token, which may finish the request; the text that may be shown now."""
@@ -239,7 +235,7 @@ class Request:
         self._pieces.append(piece)
         if stopped:
             self.finish_reason = "stop"  # what is held back belongs to the stop string
-        return piece if stopped or self.remaining else piece + self.finish("length")
+        return piece if stopped or self.room >= 0 else piece + self.finish("length")
 
     def finish(self, reason: str) -> str:
         """End the answer for this reason; the text that was held back."""

@@ -42,7 +42,7 @@ from offload_runtime.weights import CheckpointSource
 class Runtime:
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
 
-    def __init__(self, parts: RuntimeParts, *, trace: Path | None = None) -> None:
+    def __init__(self, parts: RuntimeParts) -> None:
         target = parts.target
         self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
@@ -59,15 +59,13 @@ class Runtime:
         self.context_tokens = target.runner.cache.capacity_tokens
         self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
         self.parts = parts  # what generations work with; gone once the runtime is closed
-        self._max_batch = self.plan.target.batch
-        self._trace = trace
-        # A runtime that is dropped without `close` must not leave copies running into memory that others get.
+        # A runtime that is dropped without `close` must not leave copies running into memory that others get. Alive
+        # until it is closed.
         self._stop_copies = weakref.finalize(self, target.engine.close)
         # Until it is closed or dropped, collections leave out what there was before it was loaded (see `load_runtime`).
         self._unfreeze = weakref.finalize(self, gc.unfreeze)
         self._cache_owner: object | None = None
         self._current: Generation | None = None  # whose tokens the cache holds
-        self._closed = False
 
     @classmethod
     def load(
@@ -151,7 +149,7 @@ class Runtime:
             raise BudgetError(
                 f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
             ) from error
-        return cls(parts, trace=config.trace)
+        return cls(parts)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -242,10 +240,10 @@ class Runtime:
             OptionError, ContextLengthError: Before anything is computed.
             BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
-        if not 1 <= len(prompts) <= self._max_batch:
+        most = self.plan.target.batch
+        if not 1 <= len(prompts) <= most:
             raise OptionError(
-                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {self._max_batch}: "
-                "raise max_batch when loading it"
+                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {most}: raise max_batch when loading it"
             )
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
@@ -323,12 +321,12 @@ class Runtime:
         num_kept: int = 0, proposer: Proposer | None = None,
     ) -> Generation:  # fmt: skip
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
-        require(not self._closed, "this runtime is closed: load it again")
+        require(self._stop_copies.alive, "this runtime is closed: load it again")
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
         cache = parts.target.runner.cache
-        for slot in range(self._max_batch):  # of others, what every pass would stream otherwise
+        for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
             cache.truncate(slot, 0 if slot else num_kept)
         requests = [
             Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
@@ -363,25 +361,20 @@ class Runtime:
         Raises:
             StorageError: The trace cannot be written.
         """
-        if self._closed:
+        if not self._stop_copies.alive:
             return
-        self._closed = True
         self._let_go_of_current()
-        budget, recorder = self.parts.budget, self.parts.recorder
+        give_back, recorder, path = self.parts.give_back, self.parts.recorder, self.plan.request.trace
         try:
             self._unfreeze()
             self._stop_copies()
-            for model in (self.parts.target, self.parts.draft):
-                if model is not None:
-                    model.close()
             del self.parts
-            gc.collect()
-            budget.release()
+            give_back.close()
         finally:
-            if self._trace is not None and recorder is not None:
+            if path is not None and recorder is not None:
                 about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                          "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
-                write_trace(self._trace, recorder.finish(), about)
+                write_trace(path, recorder.finish(), about)
 
     def __enter__(self) -> Runtime:
         return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from offload_runtime.config import format_bytes
 from offload_runtime.copy import (
@@ -24,47 +24,26 @@ from offload_runtime.weights import HostWeights
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Memory of one way, page-locked as far as the system allows: at least two pieces of `piece_bytes`."""
-
-    arena: HostArena
-    piece_bytes: int
-
-    @property
-    def shape(self) -> RingShape:
-        """What of it is page-locked."""
-        return RingShape(self.piece_bytes, self.arena.pinned_bytes // self.piece_bytes)
-
-    @property
-    def pieces(self) -> list[torch.Tensor]:
-        """Its buffers: uint8 [piece_bytes] each, host, page-locked."""
-        return list(self.arena.buffer[: self.shape.nbytes].view(self.shape.num_pieces, -1))
-
-
-@dataclass(frozen=True)
 class StagedMemory:
     """Where everything is as it turned out, and the rings that what could not be page-locked crosses.
 
     `registrar` page-locks; None where the device's copies need no locked memory. What is staged crosses `h2d` to the
     device and `d2h` from there, both ways by `pageable`; without `h2d` nothing is staged, without `d2h` nothing that is
-    written.
+    written. These are the memory of the rings of the placement, page-locked as far as the system allows: at least two
+    pieces of each.
     """
 
     placement: Placement
     registrar: Registrar | None = None
-    h2d: Ring | None = None
-    d2h: Ring | None = None
+    h2d: HostArena | None = None
+    d2h: HostArena | None = None
     pageable: PageableMemory = field(default_factory=PageableMemory)
 
     @property
-    def rings(self) -> list[Ring]:
-        """Those that there are."""
-        return [ring for ring in (self.h2d, self.d2h) if ring is not None]
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked memory of the rings."""
-        return sum(ring.arena.pinned_bytes for ring in self.rings)
+    def rings(self) -> list[tuple[HostArena, RingShape]]:
+        """Those that there are: memory and pieces."""
+        ways = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
+        return [(arena, shape) for arena, shape in ways if arena is not None]
 
     @property
     def locking(self) -> BlockLocking:
@@ -75,25 +54,31 @@ class StagedMemory:
 
     def to_device(self, engine: CopyEngine) -> CopyEngine:
         """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
-        threads = staging_threads(usable_cores())
-        return StagingCopyEngine(engine, self.h2d.pieces, self.pageable, num_threads=threads) if self.h2d else engine
+        return self._staged(StagingCopyEngine, engine, self.h2d, self.placement.h2d_ring)
 
     def to_host(self, engine: CopyEngine) -> CopyEngine:
         """The same for keys and values on their way to the host."""
-        threads = staging_threads(usable_cores())
-        return StagingWriteEngine(engine, self.d2h.pieces, self.pageable, num_threads=threads) if self.d2h else engine
+        return self._staged(StagingWriteEngine, engine, self.d2h, self.placement.d2h_ring)
+
+    def _staged(
+        self, make: Callable[..., CopyEngine], engine: CopyEngine, arena: HostArena | None, shape: RingShape
+    ) -> CopyEngine:
+        if arena is None:
+            return engine
+        pieces = list(arena.buffer[: shape.nbytes].view(shape.num_pieces, -1))
+        return make(engine, pieces, self.pageable, num_threads=staging_threads(usable_cores()))
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""
-        for ring in self.rings:
-            ring.arena.close()
+        for arena, _ in self.rings:
+            arena.close()
 
 
-def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None) -> StagedMemory:
+def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None, undo: ExitStack) -> StagedMemory:
     """Settle which of the loaded layers are page-locked, and make the rings for what of them is not, if anything.
 
     Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
-    again, and locks are moved so that locked and staged layers alternate.
+    again, and locks are moved so that locked and staged layers alternate. What `undo` does gives the rings back.
 
     Raises:
         BudgetError: The system does not even lock enough for the rings.
@@ -107,24 +92,25 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
         placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes), "the system")
     elif not placement.staged_layers and not placement.staged_kv_layers:
         return StagedMemory(placement, registrar)
-    shape, d2h = placement.h2d_ring, None
-    h2d = Ring(HostArena(shape.nbytes, name="the ring to stage layers through"), shape.piece_bytes)
+    h2d, d2h = HostArena(placement.h2d_ring.nbytes, name="the ring to stage layers through"), None
     if placement.d2h_ring.num_pieces:
-        shape = placement.d2h_ring
-        d2h = Ring(HostArena(shape.nbytes, name="the pieces to write the KV cache through"), shape.piece_bytes)
+        d2h = HostArena(placement.d2h_ring.nbytes, name="the pieces to write the KV cache through")
     memory = StagedMemory(placement, registrar, h2d, d2h)
-    try:
-        _move_locks(weights, placement, memory.rings, registrar)
-    except BaseException:
-        memory.close()
-        raise
+    undo.callback(memory.close)
+    _move_locks(weights, memory, registrar)
     # A lock that was given up and is refused now leaves a layer staged.
     staged = sorted({*placement.staged_layers, *_refused(weights, placement)})
     for index in staged:
         arena = weights.layers[index]
         memory.pageable.enter(arena.buffer[arena.pinned_bytes :])
-    settled = replace(placement, staged_layers=tuple(staged), h2d_ring=h2d.shape)
-    return replace(memory, placement=settled if d2h is None else replace(settled, d2h_ring=d2h.shape))
+    h2d_ring, d2h_ring = _locked_part(h2d, placement.h2d_ring), _locked_part(d2h, placement.d2h_ring)
+    settled = replace(placement, staged_layers=tuple(staged), h2d_ring=h2d_ring, d2h_ring=d2h_ring)
+    return replace(memory, placement=settled)
+
+
+def _locked_part(arena: HostArena | None, shape: RingShape) -> RingShape:
+    """What of a ring is page-locked."""
+    return shape if arena is None else replace(shape, num_pieces=arena.pinned_bytes // shape.piece_bytes)
 
 
 def _refused(weights: HostWeights, placement: Placement) -> list[int]:
@@ -133,15 +119,16 @@ def _refused(weights: HostWeights, placement: Placement) -> list[int]:
     return [index for index in sorted(wanted) if not weights.layers[index].pinned]
 
 
-def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], registrar: Registrar) -> None:
+def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar) -> None:
     """Lock what is to be locked and nothing else; without rings nothing can be staged, so they come first."""
+    placement, rings = memory.placement, memory.rings
     for index in placement.staged_layers:
         weights.layers[index].unpin()
     kept = [index for index in placement.streamed_layers if weights.layers[index].pinned]
     ways = "keep all layers resident with more --vram" + (" and take --kv gpu" if len(rings) > 1 else "")
-    for ring in rings:
-        arena, least_bytes = ring.arena, FEWEST_PIECES * ring.piece_bytes
-        while not arena.pin_blocks(registrar, ring.piece_bytes) and arena.pinned_bytes < least_bytes:
+    for arena, shape in rings:
+        least_bytes = FEWEST_PIECES * shape.piece_bytes
+        while arena.lock(registrar, shape.piece_bytes) and arena.pinned_bytes < least_bytes:
             if not kept:
                 raise BudgetError(
                     f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}: "
@@ -149,5 +136,5 @@ def _move_locks(weights: HostWeights, placement: Placement, rings: list[Ring], r
                 )
             weights.layers[kept.pop()].unpin()
     for index in set(placement.streamed_layers) - set(placement.staged_layers):
-        if not weights.layers[index].pin_blocks(registrar):
+        if weights.layers[index].lock(registrar):
             break

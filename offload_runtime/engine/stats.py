@@ -132,15 +132,12 @@ class PassMeter:
     def results(self, requests: Sequence[Request]) -> list[GenerationResult]:
         """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted."""
         parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
-        target = parts.target
-        bytes_per_pass, streamed_bytes = parts.target.runner.streamer.bytes_per_pass, 0
-        if passes:
-            streamed_bytes = parts.target.runner.streamer.bytes_begun - self._bytes_before
-            bytes_per_pass = round(streamed_bytes / passes)
+        target, streamer = parts.target, parts.target.runner.streamer
+        streamed_bytes = streamer.bytes_begun - self._bytes_before if passes else 0
         streamed = streamed_bytes > 0 and seconds > 0
         copy_s = self._copy_after_s - self._copy_before_s
         shared = {
-            "bytes_per_pass": bytes_per_pass,
+            "bytes_per_pass": round(streamed_bytes / passes) if passes else streamer.bytes_per_pass,
             "link_gbps": streamed_bytes / seconds / 1e9 if streamed else None,
             "link_peak_gbps": target.link_peak_gbps,
             "stall_s": max(0.0, parts.target.engine.stall_seconds() - self._stall_before_s),

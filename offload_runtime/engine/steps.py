@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +136,7 @@ class RuntimeParts:
         expected: The plan, and what is predicted by the figures of the machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
+        give_back: Of all memory, once nothing is copied any more; the copies are ended by it, too.
         recorder: Of a trace, if there is one.
         clock: Seconds, by which steps are timed.
     """
@@ -150,6 +152,7 @@ class RuntimeParts:
     controller: Controller
     expected: Expectation
     placement: str
+    give_back: ExitStack
     emulated: str | None = None
     recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -178,7 +181,7 @@ class StepRunner:
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
         if isinstance(self._windows, WindowSize):
-            return self._step(requests, self._windows, self._fixed(self._windows), chosen=False)
+            return self._step(requests, self._windows, self._fixed(self._windows))
         clock, controller, sampling = self._parts.clock, self._parts.controller, requests[0].params.sampling
         # What steps of these requests take their time by.
         sizes = {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
@@ -187,7 +190,7 @@ class StepRunner:
         # At the end of an answer there may be room for the target's own token alone.
         choice = controller.choose(sampling, limits, **sizes) if any(request.room for request in requests) else PLAIN
         window = self._windows.window(choice)
-        results = self._step(requests, window, choice, chosen=True)
+        results = self._step(requests, window, choice)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
         able = [
@@ -242,10 +245,8 @@ class StepRunner:
         able = drafting(self.proposer).modes
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
-    def _step(
-        self, requests: Sequence[Request], window: WindowSize, choice: Choice, *, chosen: bool
-    ) -> list[StepResult]:
-        parts = self._parts
+    def _step(self, requests: Sequence[Request], window: WindowSize, choice: Choice) -> list[StepResult]:
+        parts, chosen = self._parts, isinstance(self._windows, WindowLimits)
         asked = [
             DraftRequest(
                 request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,

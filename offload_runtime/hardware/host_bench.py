@@ -308,7 +308,7 @@ def try_pinnable_bytes(host: HostInfo) -> int:
     blocks, locked_bytes = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB, 0
     if blocks:
         with closing(_written_arena(blocks * GIB)) as arena:
-            arena.pin_blocks(Registrar())
+            arena.lock(Registrar())
             locked_bytes = arena.pinned_bytes
     if not locked_bytes:
         raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")

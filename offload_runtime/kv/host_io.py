@@ -134,7 +134,7 @@ class HostBlocks:
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
         registrar, pageable = self.locking.registrar, self.locking.pageable
-        if layer not in self.locking.staged_layers and (registrar is None or arena.pin_blocks(registrar, arena.nbytes)):
+        if layer not in self.locking.staged_layers and (registrar is None or not arena.lock(registrar, arena.nbytes)):
             return
         if pageable is None:
             assert registrar is not None

@@ -64,13 +64,6 @@ def make_registrar(device: torch.device) -> Registrar | None:
     return Registrar() if device.type == "cuda" else None
 
 
-def _unlock(blocks: list[tuple[Registrar, int]]) -> None:
-    """Unlock blocks by who locked each and its address."""
-    while blocks:
-        registrar, address = blocks.pop()
-        registrar.unregister(address)
-
-
 # --- arenas
 
 
@@ -97,20 +90,23 @@ class HostArena:
                 pages.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
         self.pinned_bytes = 0  # from the beginning on
-        self._locked: list[tuple[Registrar, int]] = []  # blocks side by side: who locked each, and its address
+        self._unlock = contextlib.ExitStack()  # of blocks side by side, each by who locked it
         # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
-        weakref.finalize(self, _unlock, self._locked)
+        weakref.finalize(self, self._unlock.close)
 
-    def lock(self, registrar: Registrar, block_bytes: int) -> int:
-        """Page-lock what is not locked yet in blocks of `block_bytes`, a multiple of the page size, until the system
-        refuses; no copy may reach across two blocks. Returns CUDA's code of the refusal, or 0."""
+    def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
+        """Page-lock what is not locked yet, block by block, until the system refuses; what was locked before stays so,
+        and a later call goes on from there. Returns CUDA's code of the refusal, or 0 once everything is locked.
+
+        No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
+        """
         while self.pinned_bytes < self.nbytes:
             address = self.buffer.data_ptr() + self.pinned_bytes
-            nbytes = min(block_bytes, self.nbytes - self.pinned_bytes)
+            nbytes = min(block_bytes or LOCK_BLOCK_BYTES, self.nbytes - self.pinned_bytes)
             code = registrar.register(address, nbytes)
             if code != 0:
                 return code
-            self._locked.append((registrar, address))
+            self._unlock.callback(registrar.unregister, address)
             self.pinned_bytes += nbytes
         return 0
 
@@ -132,13 +128,6 @@ class HostArena:
                 "--pinned or choose a smaller model"
             )
 
-    def pin_blocks(self, registrar: Registrar, block_bytes: int | None = None) -> bool:
-        """Page-lock the arena block by block until the system refuses; returns whether it locked everything.
-
-        No copy may reach across two blocks of `block_bytes`, a multiple of the page size; None: 1 GiB.
-        """
-        return self.lock(registrar, LOCK_BLOCK_BYTES if block_bytes is None else block_bytes) == 0
-
     @property
     def pinned(self) -> bool:
         """Whether all pages are locked."""
@@ -146,7 +135,7 @@ class HostArena:
 
     def unpin(self) -> None:
         """Unlock the pages."""
-        _unlock(self._locked)
+        self._unlock.close()
         self.pinned_bytes = 0
 
     def close(self) -> None:

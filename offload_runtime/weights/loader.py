@@ -126,7 +126,7 @@ def _fill(
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
                     assert registrar is not None
-                    if not weights.layers[to.layer].pin_blocks(registrar):
+                    if weights.layers[to.layer].lock(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
                 if on_progress is not None:
                     on_progress(done_bytes, weights.layout.total_bytes)

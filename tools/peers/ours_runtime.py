@@ -212,7 +212,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     request.sequence.append(first_token(runner, slots, 0, logits))
     behind_prompt, stamps_s, counts, rounds = logits[0].clone(), [time.perf_counter()], [1], []
     before, tally = link_bytes(runtime), request.tally
-    while request.remaining > 0:
+    while request.room >= 0:
         (result,) = steps.run([request])
         request.sequence += result.tokens
         rounds.append(result)
