@@ -96,7 +96,7 @@ class Generation:
         """What there is of every request; all are finished."""
         for request in self.requests:
             request.acceptance = self._acceptance(request)
-        return (self._meter or PassMeter(self._parts)).results(self.requests)
+        return (self._meter or PassMeter(self._parts)).results(self.requests, self._steps.predicted_s)
 
     def _active(self) -> list[Request]:
         """Requests of the next pass; none where all are finished, or somebody wants to stop."""

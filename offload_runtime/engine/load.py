@@ -17,7 +17,6 @@ from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
@@ -38,11 +37,12 @@ from offload_runtime.plan import (
     known_figures,
     limits_here,
     link_slack,
+    predicted_step_s,
     require_dtype,
     resolve_dtype,
 )
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import Controller
+from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
@@ -217,13 +217,19 @@ def load_runtime(
         proposer = make_proposer(plan, target, drafter, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
         free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
-        expected = Expectation(plan.with_placement(target.placement), None if own_figures is None else figures)
-        cost = None if own_figures is None else expected.seconds_of_step
+        placed = plan.with_placement(target.placement)
+
+        def cost(choice: Choice, num_sequences: int, length_tokens: int) -> float:
+            return predicted_step_s(
+                placed, figures, choice.mode, choice.size, num_sequences=num_sequences, length_tokens=length_tokens
+            )
+
+        known_cost = None if own_figures is None else cost
         target.runner.recorder = target.runner.streamer.recorder = recorder
         return RuntimeParts(
             target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
-            controller=Controller(windows.by_mode, cost, streamed=target.link_peak_gbps is not None),
-            expected=expected, placement=describe_placement(target, plan, budget, emulation),
+            controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),
+            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,
             recorder=recorder, give_back=undo.pop_all(),
         )  # fmt: skip

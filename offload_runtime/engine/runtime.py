@@ -49,7 +49,7 @@ class Runtime:
         self.device = parts.budget.device
         self.dtype = target.weights.layout.dtype
         self.placement = parts.placement
-        self.plan = parts.expected.plan
+        self.plan = parts.plan
         self.emulated = parts.emulated
         self.load_report = (
             f"loaded {format_bytes(target.weights.layout.total_bytes)} in {target.weights.load_seconds:.1f} s "

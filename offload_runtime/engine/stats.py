@@ -129,8 +129,9 @@ class PassMeter:
         target = times[PASSES] + times[LINK]
         return covered_seconds(times[DRAFT], target) / drafting_s if drafting_s else None
 
-    def results(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted."""
+    def results(self, requests: Sequence[Request], predicted_s: float | None) -> list[GenerationResult]:
+        """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted for all
+        of these passes."""
         parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
         target, streamer = parts.target, parts.target.runner.streamer
         streamed_bytes = streamer.bytes_begun - self._bytes_before if passes else 0
@@ -144,7 +145,7 @@ class PassMeter:
             "peak_vram_bytes": parts.budget.peak_bytes(),
             "pinned_bytes": target.pinned_bytes + target.runner.cache.pinned_bytes,
             "measured_s_per_pass": seconds / passes if passes else None,
-            "predicted_s_per_pass": parts.expected.seconds_per_pass(requests),
+            "predicted_s_per_pass": predicted_s / passes if passes and predicted_s is not None else None,
             "emulated": parts.emulated,
             "pageable_bytes": target.staged.pageable.nbytes,
             "link_idle_share": min(1.0, max(0.0, 1 - copy_s / seconds)) if streamed else None,

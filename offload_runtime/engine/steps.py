@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload_runtime.config import GenerationParams, require
-from offload_runtime.engine.expectation import Expectation
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan import RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     NGRAM,
     PLAIN,
     Choice,
     Controller,
+    Cost,
     DraftRequest,
     NoProposer,
     OnLogits,
@@ -133,7 +134,9 @@ class RuntimeParts:
         budget: Ledger of the device.
         windows: What there is room to propose.
         controller: Chooses windows.
-        expected: The plan, and what is predicted by the figures of the machine.
+        plan: What lives where, as it turned out.
+        cost: Predicted seconds of a step, with the link as fast as it was measured; None where nothing is known of the
+            machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
         give_back: Of all memory, once nothing is copied any more; the copies are ended by it, too.
@@ -150,7 +153,8 @@ class RuntimeParts:
     budget: DeviceBudget
     windows: WindowLimits
     controller: Controller
-    expected: Expectation
+    plan: RunPlan
+    cost: Cost | None
     placement: str
     give_back: ExitStack
     emulated: str | None = None
@@ -169,6 +173,7 @@ class StepRunner:
     Attributes:
         proposer: Who proposes it.
         window: What was asked for in the last step, in words.
+        predicted_s: Seconds that the steps should have taken; None where nothing is known of the machine.
     """
 
     def __init__(
@@ -177,6 +182,7 @@ class StepRunner:
         self._parts, self._windows, self._on_logits = parts, windows, on_logits
         plain = isinstance(windows, WindowSize) and not windows.gamma
         self.proposer, self.window = NoProposer() if plain else parts.proposer, ""
+        self.predicted_s = None if parts.cost is None else 0.0
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
@@ -260,6 +266,10 @@ class StepRunner:
             recorder=parts.recorder,
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
+        if parts.cost is not None and self.predicted_s is not None:
+            # Less is proposed than was asked for where the answer ends, or nothing more is likely.
+            played = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
+            self.predicted_s += parts.cost(played, len(requests), max(len(one.sequence) for one in requests))
         if parts.recorder is not None:
             parts.recorder.decided(
                 window=self.window, proposed=[result.num_proposed for result in results],

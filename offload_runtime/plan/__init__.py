@@ -1,12 +1,12 @@
 """What a run would hold where and how fast it would be: request, memory, cost, search, forecast; pure arithmetic.
 
 A `RuntimeConfig` says what is asked for and a `MachineFigures` where. `plan_run` (or `find_plan`, on a machine that is
-here) places everything: a `RunPlan`. `pass_time`, `drafting_s` and `step_time` say how long it takes, `forecast` what
+here) places everything: a `RunPlan`. `pass_time` and `predicted_step_s` say how long it takes, `forecast` what
 that means in tokens per second, and `plan_or_refuse` what would fit where it does not. Who allocates a tensor says how
 large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.plan.cost import PassTime, drafting_s, link_slack, pass_time, prefill_time, step_time
+from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
 from offload_runtime.plan.forecast import (
     RunForecast,
     describe_draft_cache,

@@ -221,9 +221,7 @@ def _step_s(
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 
-def drafting_s(
-    plan: RunPlan, machine: MachineFigures, *, gamma: float, tree_nodes: float = 0, verifier_steps: float | None = None
-) -> float:
+def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes: int = 0) -> float:
     """Seconds of proposing for one pass; n-grams take none.
 
     Args:
@@ -231,7 +229,6 @@ def drafting_s(
         machine: Where.
         gamma: Tokens proposed in a row.
         tree_nodes: Of a tree in the place of a chain; 0 for none.
-        verifier_steps: Of a retrieval verifier; None for as many as it usually takes.
     """
     draft_s = draft_step_s(plan, machine)
     if tree_nodes:
@@ -239,8 +236,7 @@ def drafting_s(
         return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
     if not plan.has_verifier:
         return gamma * draft_s
-    if verifier_steps is None:
-        verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
+    verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
     return verifier_steps * (verifier_step_s(plan, machine) + gamma_draft(plan) * draft_s)
 
 
@@ -325,6 +321,27 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
     return max(verify.copies_s + drafting_s - hidden_s(verify, drafting_s), verify.busy_s + drafting_s)
+
+
+def predicted_step_s(
+    plan: RunPlan, machine: MachineFigures, mode: str, size: int, *, num_sequences: int, length_tokens: int
+) -> float:
+    """Seconds of a step that proposes so many tokens to each of several sequences.
+
+    Args:
+        plan: What lives where, and who proposes.
+        machine: Where.
+        mode: As of the controller's choices: `chain` and `tree` are drafted, all others take no time to propose.
+        size: Proposals of a window.
+        num_sequences: That take part.
+        length_tokens: Of each of them.
+    """
+    plan, rows = plan.of_batch(num_sequences), 1 + size
+    length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
+    verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
+    if mode not in ("chain", "tree"):
+        return step_time(verify, 0.0)
+    return step_time(verify, drafting_s(plan, machine, gamma=size, tree_nodes=size if mode == "tree" else 0))
 
 
 def hidden_s(verify: PassTime, drafting_s: float) -> float:

@@ -7,6 +7,7 @@ from offload_runtime.speculation.controller import (
     AcceptanceModel,
     Choice,
     Controller,
+    Cost,
     LatencyModel,
     guessed_cost,
     size_for,

@@ -1,9 +1,8 @@
-"""What a run should have taken: the planner's passes and steps, as many as there were, by the machine's figures."""
+"""What steps should take by the machine's figures: passes, drafting, and what a run says was predicted for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,20 @@ import torch
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.expectation import Expectation
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
-from offload_runtime.plan import RunPlan, forecast, known_figures, machine_figures, pass_time, plan_run
-from offload_runtime.plan.cost import draft_step_s, verifier_step_s
-from offload_runtime.speculation import Acceptance, Choice
+from offload_runtime.plan import (
+    RunPlan,
+    forecast,
+    known_figures,
+    machine_figures,
+    pass_time,
+    plan_run,
+    predicted_step_s,
+)
+from offload_runtime.plan.cost import draft_step_s, expected_tokens, usual_acceptance, verifier_step_s
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -28,17 +33,6 @@ CARD = replace(machine_figures(load_profile("rtx4090")), ram_bytes=256 * 10**9, 
 @pytest.fixture(autouse=True)
 def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What an answer took."""
-
-    prompt_tokens: int
-    new_tokens: int
-    passes: int
-    acceptance: tuple[Acceptance, ...] = ()
-    windows: Mapping[str, int] = field(default_factory=dict)
 
 
 def _plan(
@@ -56,67 +50,37 @@ def _pass_s(plan: RunPlan, *, length: int, rows: int) -> float:
     return pass_time(plan, CARD, length_tokens=length, rows=rows).seconds
 
 
-def _verified(passes: int, proposed: int, by: str = "ngram") -> Acceptance:
-    return Acceptance(by, "target", passes, proposed, proposed // 2)
+def _step_s(plan: RunPlan, mode: str, size: int, *, length: int, sequences: int = 1) -> float:
+    return predicted_step_s(plan, CARD, mode, size, num_sequences=sequences, length_tokens=length)
 
 
-def test_plain_decoding_is_a_pass_halfway_through_the_answer() -> None:
+def test_plain_decoding_is_a_pass() -> None:
     plan = _plan("llama-2-13b", kv="gpu")
-    predicted = Expectation(plan, CARD).seconds_per_pass([Answer(1000, 400, 399)])
+    predicted = _step_s(plan, "plain", 0, length=1200)
     assert predicted == _pass_s(plan, length=1200, rows=1)
     # 13B of which most is streamed at 25 GB/s.
     assert predicted == pytest.approx(plan.placement.num_streamed * 634_408_960 / 25e9, rel=0.01)
 
 
-def test_windows_are_as_wide_as_they_were_and_keys_and_values_as_many() -> None:
+def test_keys_and_values_take_their_time() -> None:
     plan = _plan("llama-2-7b-128k", context=131072)
-    answer = Answer(120_000, 100, 20, (_verified(20, 157),))
-    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    predicted = _step_s(plan, "ngram", 8, length=120_050)
     assert predicted == _pass_s(plan, length=120_050, rows=9)
     assert predicted > 1.5 * _pass_s(plan, length=60_000, rows=9)
 
 
 def test_a_full_context_leaves_room_for_the_window() -> None:
     plan = _plan("llama-2-13b")
-    predicted = Expectation(plan, CARD).seconds_per_pass([Answer(4090, 6, 1, (_verified(1, 16),))])
-    assert predicted == _pass_s(plan, length=4096 - 17, rows=17)
+    assert _step_s(plan, "ngram", 16, length=4093) == _pass_s(plan, length=4096 - 17, rows=17)
 
 
 def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
     assert plan.placement.num_streamed == 0
-    answer = Answer(1000, 400, 100, (_verified(100, 500, "draft"),))
-    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
-    draft = plan.draft
-    assert draft is not None
-    step_s = draft_step_s(plan, CARD)
-    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=6) + 5 * step_s)
+    passed_s, step_s = _pass_s(plan, length=1200, rows=6), draft_step_s(plan, CARD)
+    assert _step_s(plan, "chain", 5, length=1200) == pytest.approx(passed_s + 5 * step_s)
     streamed = _plan("llama-2-13b", "llama-68m", mode="chain")
-    assert Expectation(streamed, CARD).seconds_per_pass([answer]) == _pass_s(streamed, length=1200, rows=6)
-
-
-@pytest.mark.parametrize(
-    ("windows", "proposed", "steps"),
-    [
-        ({"chain 8": 100}, 500, 5),
-        ({"chain 8": 50, "ngram 60": 50}, 50 * 60 + 50 * 8, 4),
-        ({"chain 8": 50, "plain": 50}, 50 * 8, 4),
-        ({"tree 64": 100}, 6400, 4 + 2),
-        ({"tree 64": 50, "plain": 50}, 3200, (4 + 2) / 2),
-        ({"tree 64": 50, "chain 8": 50}, 3600, (4 + 2) / 2 + 4),
-        ({"tree 64": 100}, 3200, 4 + 1),
-    ],
-    ids=str,
-)
-def test_only_what_a_draft_proposed_took_its_steps(windows: dict[str, int], proposed: int, steps: float) -> None:
-    """In chains one for each; in trees a few, and one for so many nodes; n-grams and plain passes none."""
-    plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
-    draft = plan.draft
-    assert draft is not None
-    answer = Answer(1000, 400, 100, (_verified(100, proposed, "draft"),), windows)
-    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
-    passed_s = _pass_s(plan, length=1200, rows=1 + round(proposed / 100))
-    assert predicted == pytest.approx(passed_s + steps * draft_step_s(plan, CARD))
+    assert _step_s(streamed, "chain", 5, length=1200) == _pass_s(streamed, length=1200, rows=6)
 
 
 def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
@@ -127,39 +91,26 @@ def test_trees_of_a_fixed_depth_are_planned_as_they_are_grown() -> None:
         assert (predicted.tree_nodes, predicted.gamma) == (nodes or 0, gamma or 63)
 
 
-def test_a_retrieval_verifier_takes_the_steps_that_it_took() -> None:
+def test_a_retrieval_verifier_takes_as_many_steps_as_usual() -> None:
+    """With a draft it says several tokens a step, at the usual acceptance; alone, one."""
     plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
-    draft = plan.draft
-    assert draft is not None and plan.has_verifier
-    inner = Acceptance("draft", "retrieval", 2000, 8000, 3000)
-    answer = Answer(120_000, 1000, 200, (inner, _verified(200, 4800, "retrieval")))
-    predicted = Expectation(plan, CARD).seconds_per_pass([answer])
+    assert plan.has_verifier
     step_s = verifier_step_s(plan, CARD) + 4 * draft_step_s(plan, CARD)
     hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
-    assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + 10 * step_s - hidden_s)
+    steps = 24 / expected_tokens(usual_acceptance(plan.draft), 4)
+    assert 5 < steps < 12
+    predicted = _step_s(plan, "chain", 24, length=120_500)
+    assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + steps * step_s - hidden_s)
     alone = _plan("llama-2-7b-128k", "none", context=131072, mode="triforce")
     assert alone.has_verifier
-    without = replace(answer, acceptance=(_verified(200, 4800, "retrieval"),))
-    step_s = verifier_step_s(alone, CARD)
-    expected = _pass_s(alone, length=120_500, rows=25) + 24 * step_s - hidden_s
-    assert Expectation(alone, CARD).seconds_per_pass([without]) == pytest.approx(expected)
-
-
-def test_a_batch_shrinks_as_its_answers_end() -> None:
-    plan = _plan("llama-2-7b-128k", context=65536, batch=2)
-    expected = Expectation(plan, CARD)
-    short, long = Answer(60_000, 10, 9), Answer(40_000, 100, 99)
-    both_s = expected.seconds_per_pass([replace(short, passes=9), replace(long, passes=9)])
-    alone_s = expected.seconds_per_pass([long])
-    assert both_s is not None and alone_s is not None and both_s > 2 * alone_s
-    assert expected.seconds_per_pass([short, long]) == pytest.approx((9 * both_s + 90 * alone_s) / 99)
-    one_token = replace(short, passes=0)
-    assert expected.seconds_per_pass([one_token, long]) == alone_s
-    assert expected.seconds_per_pass([one_token]) is None
+    expected = _pass_s(alone, length=120_500, rows=25) + 24 * verifier_step_s(alone, CARD) - hidden_s
+    assert _step_s(alone, "chain", 24, length=120_500) == pytest.approx(expected)
 
 
 def test_a_step_serves_all_answers_of_a_batch() -> None:
-    """It reads the weights once and each answer's own keys and values; who took the most steps sets the time."""
+    """It reads the weights once and each answer's own keys and values."""
+    plan = _plan("llama-2-7b-128k", context=65536, batch=2)
+    assert _step_s(plan, "plain", 0, length=50_000, sequences=2) > 1.5 * _step_s(plan, "plain", 0, length=50_000)
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", batch=3, mode="chain")
     draft = plan.draft
     assert draft is not None and draft.batch == 3
@@ -167,9 +118,8 @@ def test_a_step_serves_all_answers_of_a_batch() -> None:
     more_bytes = 2 * 4096 * 2 * draft.config.kv_size * 2 * draft.config.num_layers
     one_s, three_s = draft_step_s(plan.of_batch(1), CARD), draft_step_s(plan, CARD)
     assert three_s - one_s == pytest.approx(more_bytes / CARD.attained_hbm)
-    answers = [Answer(1000, 400, 100, (_verified(100, proposed, "draft"),)) for proposed in (300, 500, 400)]
-    predicted = Expectation(plan, CARD).seconds_per_pass(answers)
-    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 5 * three_s)
+    predicted = _step_s(plan, "chain", 4, length=1200, sequences=3)
+    assert predicted == pytest.approx(_pass_s(plan, length=1200, rows=5) + 4 * three_s)
 
 
 def test_a_step_of_the_retrieval_verifier_serves_all_answers_of_a_batch() -> None:
@@ -187,18 +137,24 @@ def test_a_step_of_the_retrieval_verifier_serves_all_answers_of_a_batch() -> Non
 
 
 def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> None:
-    plan, answer = _plan("llama-2-13b"), Answer(1000, 400, 399)
-    slow = Expectation(plan, replace(CARD, link_gbps=12.5)).seconds_per_pass([answer])
-    assert slow == pytest.approx(2 * _pass_s(plan, length=1200, rows=1))
-    assert Expectation(plan, None).seconds_per_pass([answer]) is None
-    target, links = write_checkpoint(tmp_path / "target"), {}
-    for resident_layers in (1, "auto"):
-        with load(target, draft="none", profile="rtx4090", resident_layers=resident_layers) as runtime:
-            machine, peak = runtime.parts.expected.machine, runtime.parts.target.link_peak_gbps
-            assert machine is not None
-            links[resident_layers] = machine.link_gbps, peak
-    assert links[1][0] == links[1][1] != CARD.link_gbps
-    assert links["auto"] == (CARD.link_gbps, None)
+    # Large enough for its copies to take longer than launches.
+    target = write_checkpoint(tmp_path / "target", hidden_size=1024)
+    with load(target, draft="none", profile="rtx4090", resident_layers=1) as runtime:
+        stats = runtime.generate(PROMPT, max_new_tokens=3, ignore_eos=True).stats
+        placed, length = runtime.plan, stats.prompt_tokens + 1
+    assert stats.link_peak_gbps is not None and stats.predicted_s_per_pass is not None
+    figures = machine_figures(load_profile("rtx4090"))
+    by_link = [
+        sum(
+            predicted_step_s(
+                placed, replace(figures, link_gbps=gbps), "plain", 0, num_sequences=1, length_tokens=length + step
+            )
+            for step in range(2)
+        )
+        / 2
+        for gbps in (stats.link_peak_gbps, CARD.link_gbps)
+    ]
+    assert stats.predicted_s_per_pass == pytest.approx(by_link[0]) != pytest.approx(by_link[1])
 
 
 def test_figures_are_of_this_card_ones_own_before_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -240,23 +196,35 @@ def test_the_answers_of_a_batch_share_a_prediction(tmp_path: Path) -> None:
     assert first is not None and first == second > 0
 
 
-def test_rounds_that_were_not_played_yet() -> None:
+def test_an_answers_prediction_is_of_the_steps_that_it_took(tmp_path: Path) -> None:
+    """Of as many passes as there were, each with what was proposed for it."""
+    target = write_checkpoint(tmp_path / "target")
+    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.03)
+    with load(target, draft=draft, profile="rtx4090") as runtime:
+        plain, chains = (
+            runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, **how).stats
+            for how in ({"speculate": False}, {"gamma": 4, "tree_nodes": 0})
+        )
+    assert plain.passes == 11 and chains.windows == {"chain 4": chains.passes}
+    assert plain.predicted_s_per_pass is not None and chains.predicted_s_per_pass is not None
+    assert chains.predicted_s_per_pass > plain.predicted_s_per_pass > 0
+
+
+def test_steps_by_who_proposes() -> None:
     """A draft step for every proposal of a chain, a few and one for every so many nodes of a tree, none for n-grams."""
     plan = _plan("llama-2-7b", "llama-68m", context=2048)
-    expectation, draft = Expectation(plan, CARD), plan.draft
-    assert draft is not None
-
-    def foreseen(family: str, size: int, sequences: int = 1) -> float:
-        return expectation.seconds_of_step(Choice(family, size), sequences, 1000)
-
     step_s = draft_step_s(plan, CARD)
-    assert foreseen("plain", 0) == pytest.approx(_pass_s(plan, length=1000, rows=1))
-    assert foreseen("ngram", 16) == foreseen("unigram", 16) == pytest.approx(_pass_s(plan, length=1000, rows=17))
-    assert foreseen("chain", 16) - foreseen("ngram", 16) == pytest.approx(16 * step_s)
-    trees = [foreseen("tree", size) - foreseen("ngram", size) for size in (32, 64)]
+    plain, ngram, unigram, chain = (
+        _step_s(plan, mode, size, length=1000)
+        for mode, size in (("plain", 0), ("ngram", 16), ("unigram", 16), ("chain", 16))
+    )
+    assert plain == pytest.approx(_pass_s(plan, length=1000, rows=1))
+    assert ngram == unigram == pytest.approx(_pass_s(plan, length=1000, rows=17))
+    assert chain - ngram == pytest.approx(16 * step_s)
+    trees = [_step_s(plan, "tree", size, length=1000) - _step_s(plan, "ngram", size, length=1000) for size in (32, 64)]
     assert trees[1] - trees[0] == pytest.approx(step_s) and trees[0] > 2 * step_s
-    assert foreseen("chain", 16, 4) > foreseen("chain", 16)
+    assert _step_s(plan, "chain", 16, length=1000, sequences=4) > chain
     verifier = _plan("llama-2-7b-128k", "llama-68m", context=32768, mode="triforce", kv="host")
-    steps = [Expectation(verifier, CARD).seconds_of_step(Choice("chain", size), 1, 30000) for size in (8, 16, 32)]
+    steps = [_step_s(verifier, "chain", size, length=30000) for size in (8, 16, 32)]
     assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]))
     assert steps[1] - steps[0] > verifier_step_s(verifier, CARD)
