@@ -196,7 +196,7 @@ def test_bounds_of_one_block(attend: Attend) -> None:
     assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 32, 60, 129])
+@pytest.mark.parametrize("num_kv_heads", [1, 40, 129])
 def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int) -> None:
     """256 programs are enough: the more heads, the fewer parts of three and two tiles, down to one of all keys."""
     case, begin = _case(1, batch=2, num_kv_heads=num_kv_heads, group=1), RECENT.start * BLOCK_TOKENS
