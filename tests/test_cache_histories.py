@@ -20,8 +20,9 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedChunks, RetrievedDraftCache
+from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
+from tests.helpers.attention_cases import int32
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.reordering import ReorderingCopyEngine
@@ -394,7 +395,7 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
                 assert held(own, layer, count * size) == expected
 
 
-def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_chooses_and_the_others_use() -> None:
     cache = RetrievedDraftCache(
         CONFIG, torch.float32, capacity_tokens=CAPACITY, budget_tokens=64, chunk_size=8, batch=1,
         budget=DeviceBudget(CPU, None),
@@ -403,20 +404,18 @@ def test_the_first_step_chooses_and_the_others_use(monkeypatch: pytest.MonkeyPat
     for layer in range(LAYERS):
         cache.store(layer).data.normal_(generator=torch.Generator().manual_seed(layer))
     cache.end_prefill(0, 700)
-    policy, chosen = cache.observers[0], list[int]()
-    assert isinstance(policy, RetrievalPolicy)
-    select = policy.select
-
-    def counted(layer: int, *arguments: object, **options: object) -> torch.Tensor:
-        chosen.append(layer)
-        return select(layer, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(policy, "select", counted)
-    cache.begin_steps(range(1), {0: 3})
-    for step in range(3):
-        cache.begin_step(first=step == 0)
-        rows = QueryRows(torch.tensor([[700 + step]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), CAPACITY)
-        for layer in range(LAYERS):
-            q = torch.ones(1, 1, 4, 4)
-            cache.attend(layer, q, rows, prefill=False)
-        assert chosen == list(range(LAYERS)), "chosen by another step than the first"
+    held: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        cache.begin_steps(range(1), {0: 3})
+        for step in range(3):
+            cache.begin_step(first=step == 0)
+            rows = QueryRows(int32([[700 + step]]), int32([0]), CAPACITY)
+            for layer in range(LAYERS):
+                q = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(100 * len(held) + layer))
+                cache.attend(layer, q, rows, prefill=False)
+            held.append([cache.chunks.resident(layer).clone() for layer in range(LAYERS)])
+    for layer in range(LAYERS):
+        first, *others = (of_layers[layer] for of_layers in held)
+        assert all(torch.equal(one, first) for one in others[:2]), "chosen by another step than the first"
+        assert not torch.equal(others[2], first), "not chosen anew"
+        assert all(torch.equal(one, others[2]) for one in others[3:])

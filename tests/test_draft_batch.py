@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import DraftModel, StepGraphs
+from offload_runtime.runners.token_window import DeviceWindow
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
@@ -32,30 +32,30 @@ def gpu_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
     made.made.close()
 
 
-def count_steps(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for every step of a draft from now on: the sequences that went on in it."""
-    step, log = model._step, list[int]()
+class CountingWindow(DeviceWindow):
+    """Has one entry in `steps` for every step of a draft: the sequences that went on in it."""
 
-    def counted(first: bool, *arguments: Any) -> None:
-        if first:
-            model._cursor.fill_(-7)  # it begins at the window's end
-        before = model._cursor.clone()
-        step(first, *arguments)
-        log.append(int((model._cursor != before).sum()))
+    def __init__(self) -> None:
+        super().__init__(CPU, batch=BATCH)
+        self.steps: list[int] = []
 
-    monkeypatch.setattr(model, "_step", counted)
-    return log
+    def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
+        if cursor.data_ptr() != position.data_ptr():  # a first step, which begins at the window's end
+            cursor.fill_(-7)
+        before = cursor.clone()
+        super().put(position, token, cursor)
+        self.steps.append(int((cursor != before).sum()))
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY, SamplingParams(temperature=1.0, seed=6)], ids=str)
-def test_all_sequences_are_drafted_in_the_same_steps(
-    draft: Draft, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_sequences_are_drafted_in_the_same_steps(draft: Draft, params: SamplingParams) -> None:
     """Each as by the book, whatever the others do: other lengths, other counts, other acceptance, pauses, an end."""
     model = draft.model(params, num_sequences=BATCH)
+    model.window = window = CountingWindow()
+    model.start(numbered(params, BATCH))
     references = [dense_streaming(draft, sequence=sequence) for sequence in range(BATCH)]
     texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in enumerate((345, 1, 600))}
-    steps, moves = count_steps(model, monkeypatch), set[int]()
+    steps, moves = window.steps, set[int]()
     for request in range(18):
         asked = {sequence: tokens for sequence, tokens in texts.items() if (request + sequence) % 4}
         if request >= 14:

@@ -105,12 +105,10 @@ def _vram_for(target: Path, layers: int) -> int:
     return everything - (NUM_LAYERS - layers) * layer_bytes
 
 
-def test_pieces_of_the_prompt_change_nothing(
-    target: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for chunk in (16, 24, 64):
-        monkeypatch.setattr("offload_runtime.runners.target._CPU_TARGET_SHAPE", PassShape(8, 8, chunk))
-        with load(target, resident_layers=0) as runtime:
+def test_pieces_of_the_prompt_change_nothing(target: Path, expected: list[list[int]]) -> None:
+    with load(target, resident_layers=0) as runtime:
+        for chunk in (16, 24, 64):
+            runtime.parts.target.runner.shape = PassShape(8, 8, chunk)
             assert_same(runtime, expected)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv import host_io
-from tests.helpers.engine import PROMPT, load, one_thread, raising, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory, write_noisy_copy  # noqa: F401
 
 COUNT = 32
 
@@ -177,12 +176,8 @@ def test_a_host_that_is_full_in_mid_answer(
     prompt = runtime.encode(" ".join([PROMPT] * 20))[:250]
     whole = runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens
     with load(target, draft=draft, kv="host") as paged:
-
-        def refuse(nbytes: int, *, what: str) -> None:
-            raise BudgetError(f"no memory for {what}")
-
         with monkeypatch.context() as patch:
-            patch.setattr(host_io, "check_host_memory", refuse)
+            without_host_memory(patch)
             with pytest.raises(BudgetError, match="could not grow by") as caught:
                 paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True, gamma=2)
             (answer,) = caught.value.answers

@@ -18,7 +18,6 @@ from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
-from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -38,6 +37,7 @@ from tests.helpers.engine import (
     PROMPT,
     load,
     one_thread,  # noqa: F401 (an autouse fixture)
+    refuse_weights,
     write_checkpoint,
 )
 
@@ -49,21 +49,12 @@ def copy(target: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.fixture
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test when weights are read after all."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("weights were read before the mistake was seen")
-
-    monkeypatch.setattr(assembly, "load_weights", refuse)
-
-
 def refused(kind: type[OffloadError], target: str | Path, *words: str, **options: Any) -> str:
-    """Load and expect an error of `kind` whose message has each of `words`; returns the message."""
+    """Load and expect an error of `kind` whose message has each of `words`, before weights are read if nothing else is
+    said; returns the message."""
     before = threading.active_count()
     with pytest.raises(kind) as caught:
-        Runtime.load(target, **{"device": "cpu", **options})
+        Runtime.load(target, **{"device": "cpu", "on_progress": refuse_weights, **options})
     assert caught.type is kind
     assert threading.active_count() == before, "a copy engine was left behind"
     for word in words:
@@ -71,7 +62,6 @@ def refused(kind: type[OffloadError], target: str | Path, *words: str, **options
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("nothing_loaded")
 class TestBeforeLoading:
     """Mistakes that are seen without reading weights."""
 
@@ -179,12 +169,13 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
-def test_a_failure_while_loading_leaves_nothing_running(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise BudgetError("no memory")
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:
+    def fail(stage: str, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes >= share * total_bytes:
+            raise BudgetError("no memory")
 
-    monkeypatch.setattr(assembly, "load_weights", fail)
-    refused(BudgetError, target, "no memory", resident_layers=0)
+    refused(BudgetError, target, "no memory", resident_layers=0, on_progress=fail)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +300,7 @@ def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(pace=before_each_copy(failing_after(4)))
     )
-    refused(CopyError, target, "cable fell out", resident_layers=0)
+    refused(CopyError, target, "cable fell out", resident_layers=0, on_progress=None)
 
 
 def test_prompts_are_checked_before_weights_are_read(target: Path) -> None:

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.errors import BudgetError, ContextLengthError
-from offload_runtime.kv import host_io
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV
 from tests.helpers.copy_hooks import before_each_copy
-from tests.helpers.engine import one_thread  # noqa: F401
+from tests.helpers.engine import one_thread, without_host_memory  # noqa: F401
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, same
 from tests.helpers.models import random_tokens
 
@@ -188,11 +187,7 @@ def test_memory_that_is_refused_while_growing_keeps_what_is_committed(
         runner.prefill(0, random_tokens(250))
     window = Window(tuple(random_tokens(30)))
     with monkeypatch.context() as patch:
-
-        def refuse(needed_bytes: int, *, what: str) -> None:
-            raise BudgetError(f"{what} would take {needed_bytes} bytes")
-
-        patch.setattr(host_io, "check_host_memory", refuse)
+        without_host_memory(patch)
         with pytest.raises(BudgetError, match="could not grow"):
             pair[1].verify([window], [0])
         with pytest.raises(BudgetError, match="could not grow"):

@@ -302,6 +302,37 @@ def _is_ours(path: Path) -> bool:
     return not hidden and not NOT_OURS & set(parts) and path.suffix in TEXT_SUFFIXES and path.is_file()
 
 
+# What other libraries name so and yet have to be asked for; of a named tuple it is public.
+PRIVATE_OF_OTHERS = {"_C", "_exit", "_from_config", "_replace", "_sleep", "_tokenizer"}
+
+
+def _private_names(source: str) -> set[str]:
+    """Private attributes that are not a test's own, and private names of our packages that are imported."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            names += [] if own else [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            of = getattr(node, "module", None) or ""
+            paths = [f"{of}.{alias.name}".lstrip(".") for alias in node.names]
+            names += [name for path in paths if path.startswith("offload_runtime") for name in path.split(".")]
+    return {name for name in names if re.match("_[a-zA-Z]", name)} - PRIVATE_OF_OTHERS
+
+
+def test_tests_go_through_doors() -> None:
+    found = {str(path.relative_to(ROOT)): _private_names(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_private_names_are_found() -> None:
+    assert _private_names("from offload_runtime.trace import _WAY_OUT\nimport offload_runtime_kernels._jit") == {
+        "_WAY_OUT", "_jit",
+    }  # fmt: skip
+    assert _private_names("cache._ring[0] = self._own.__class__\nself.cache._rows") == {"_ring", "_rows"}
+    assert not _private_names("from _pytest import x\nfrom tests import _y\nself._z = torch.cuda._sleep")
+
+
 def test_no_file_names_a_path_of_one_machine() -> None:
     files = [path for path in ROOT.rglob("*") if _is_ours(path)]
     assert Path(__file__).resolve() in files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.kv.device import StreamingDraftCache
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, one_thread, refuse_weights, write_checkpoint  # noqa: F401
 
 CARD = load_profile("rtx4090")
 CONTEXT, DRAFT_CONTEXT = 700, 512
@@ -55,18 +53,8 @@ def windowed(target: Path) -> Path:
     return directory
 
 
-@pytest.fixture
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("weights were read before the mistake was seen")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(assembly, "load_weights", refuse)
-        yield
-
-
 def refused(kind: type[OffloadError], target: Path, **options: Any) -> str:
-    with pytest.raises(kind) as caught, load(target, context=CONTEXT, **options):
+    with pytest.raises(kind) as caught, load(target, context=CONTEXT, on_progress=refuse_weights, **options):
         pass
     return str(caught.value)
 
@@ -114,7 +102,6 @@ def test_auto_does_without_a_retrieval_verifier_that_does_not_fit(target: Path, 
     assert re.search(r"\(not TriForce: its [0-9.]+ [kM]B do not fit the device\)$", said)
 
 
-@pytest.mark.usefixtures("nothing_loaded")
 def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_draft: Path) -> None:
     """It would have nothing to say there, and the retrieval verifier would wait for it."""
     message = refused(
@@ -124,7 +111,6 @@ def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_dra
     assert "--draft-cache streaming" in message
 
 
-@pytest.mark.usefixtures("nothing_loaded")
 def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft: Path) -> None:
     """What the refusal asks for is enough."""
     options: dict[str, Any] = {"draft": draft, "kv": "host", "speculation": SpeculationOptions("triforce", **SMALL)}
@@ -133,11 +119,8 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     assert re.search(r"beside it \d of 5 layers would be streamed: raise --vram by ", message)
     more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", message)
     assert more is not None
-    with (
-        pytest.raises(AssertionError, match="weights were read"),
-        load(target, context=CONTEXT, vram=least + parse_bytes(more[1]), **options),
-    ):
-        pass
+    with load(target, context=CONTEXT, vram=least + parse_bytes(more[1]), **options) as runtime:
+        assert runtime.plan.has_verifier
     asked = refused(OptionError, target, resident_layers=2, **options)
     assert "3 of 5 layers are streamed: drop --resident-layers" in asked
 

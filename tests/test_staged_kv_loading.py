@@ -16,7 +16,14 @@ from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import Registrar
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
-from tests.helpers.engine import PROMPT, failing, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
+    PROMPT,
+    failing,
+    load,
+    one_thread,
+    refuse_weights,
+    write_checkpoint,
+)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.helpers.planning import stream_all_kv
@@ -214,17 +221,11 @@ def test_triforce_needs_its_keys_and_values_page_locked(
 ) -> None:
     kv_bytes = whole.target.host_kv_bytes
     lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
-
-    def never(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("weights were read before the limit was looked at")
-
     options = SpeculationOptions("triforce", **SMALL)
     with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
         assert runtime.plan.has_verifier
-    with monkeypatch.context() as patch:
-        patch.setattr(assembly, "load_weights", never)
-        with pytest.raises(BudgetError) as caught:
-            on_host(target, draft=draft, speculation=options, pinned=kv_bytes - 100_000)
+    with pytest.raises(BudgetError) as caught:
+        on_host(target, draft=draft, speculation=options, pinned=kv_bytes - 100_000, on_progress=refuse_weights)
     said = str(caught.value)
     assert "no TriForce here" in said and "too little by 100.0 kB" in said and "--pinned page-locks" in said
     assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said

@@ -27,7 +27,7 @@ from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import common_figures, limits_here, machine_figures, pass_time, plan_run
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights, write_checkpoint  # noqa: F401 (a fixture)
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.helpers.planning import CONFIGS
 
@@ -249,21 +249,13 @@ def test_a_failure_while_loading_ends_the_threads_and_unlocks(
 # --- budgets
 
 
-@pytest.fixture
-def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("weights were read before the limit was looked at")
-
-    monkeypatch.setattr(assembly, "load_weights", refuse)
-
-
 def refused(target: Path, **options: Any) -> str:
     with pytest.raises(BudgetError) as caught:
-        Runtime.load(target, device="cpu", draft="none", **options)
+        Runtime.load(target, device="cpu", draft="none", on_progress=refuse_weights, **options)
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("nothing_read", "nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path) -> None:
     message = refused(target, ram=PROCESS_BYTES + 10_000, resident_layers=0)
     assert "--ram of 3.0 GB is too small by" in message and "streamed layers" in message
@@ -272,7 +264,7 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path)
     assert "lower --context (now 400)" in message and "KV cache" in message
 
 
-@pytest.mark.usefixtures("nothing_read", "nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_less_than_is_needed_of_what_is_available(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostInfo(CpuFigures("some", 2), 32 * GIB, 2 * GIB + 1000, None, False)
     monkeypatch.setattr(loading, "read_host_info", lambda: host)
@@ -289,7 +281,7 @@ def test_a_plan_that_just_fits_is_loaded(target: Path) -> None:
     assert "too small by 1 B" in refused(target, resident_layers=0, ram=needed - 1)
 
 
-@pytest.mark.usefixtures("nothing_read", "nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_too_little_page_locked_memory_is_refused_before_anything_is_read(
     target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +293,6 @@ def test_too_little_page_locked_memory_is_refused_before_anything_is_read(
     assert "pieces to write the KV cache through" in message and "take --kv gpu" in message
 
 
-@pytest.mark.usefixtures("nothing_read")
 def test_a_limit_that_means_nothing_is_refused(target: Path) -> None:
     with pytest.raises(OptionError, match="--pinned does nothing on a CPU"):
         Runtime.load(target, device="cpu", pinned="1GB")

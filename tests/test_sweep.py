@@ -27,7 +27,6 @@ from sweep import main
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import NoProposer, Proposal, StepResult
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
@@ -297,15 +296,17 @@ class Recorder:
 @pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
 def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
     first, again = Recorder(), Recorder()
-    with load(source, draft="none", context=1536, kv=kv.removeprefix("kv-")) as runtime:
-        cache = target_cache(runtime)
+    with load(source, draft="none", context=2048, kv=kv.removeprefix("kv-")) as runtime:
+        cache, session = target_cache(runtime), Session(runtime)
         cache.observers.append(first)
-        Session(runtime).fill(0, [token % 290 + 3 for token in range(1300)])
-        if isinstance(cache, HostKVCache):
-            cache._piece_blocks = 3  # the last of five blocks come in a piece of two
+        for length in (
+            1300,
+            1800,
+        ):  # the last two of seven blocks lie elsewhere on the host: they come in another piece
+            session.fill(0, [token % 290 + 3 for token in range(length)])
         cache.observers[:] = [again]
         tell_again(runtime)
-    assert set(again.blocks) == {(layer, block) for layer in range(2) for block in range(5)} == set(first.blocks)
+    assert set(again.blocks) == {(layer, block) for layer in range(2) for block in range(7)} == set(first.blocks)
     assert all(torch.equal(again.blocks[key], data) for key, data in first.blocks.items())
 
 

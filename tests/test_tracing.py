@@ -33,6 +33,7 @@ class _Card:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now_s = self.lag_s = 0.0
         self.fails = False
+        self.waits = 0  # of the host for the device
         card = self
 
         class Event:
@@ -48,6 +49,7 @@ class _Card:
             def synchronize(self) -> None:
                 if card.fails:
                     raise torch.AcceleratorError("gone")
+                card.waits += 1
                 card.now_s = max(card.now_s, self.at_s)
 
             def elapsed_time(self, end: Event) -> float:
@@ -56,6 +58,7 @@ class _Card:
 
         class Stream:
             def synchronize(self) -> None:
+                card.waits += 1
                 card.now_s += card.lag_s
 
         patch.setattr(torch.cuda, "Event", Event)
@@ -87,7 +90,8 @@ def test_an_hour_on_a_gpu_is_told_to_the_microsecond(card: _Card) -> None:
 
 def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
     recorder = TraceRecorder(torch.device("cuda"))
-    card.lag_s = 1.0  # the device is behind the host
+    assert card.waits > 0  # when it begins, and when it is over
+    card.lag_s, card.waits = 1.0, 0  # the device is behind the host
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for event in (start, end):
         event.record(torch.cuda.current_stream())
@@ -101,6 +105,14 @@ def test_marks_are_read_when_they_are_past_and_not_before(card: _Card) -> None:
     assert [(span.name, span.start_s, span.end_s) for span in recorder.spans] == [
         ("weights of layer 0", 1.0, 1.25), ("layer 0", 1.5, 1.5),
     ]  # fmt: skip
+    recorder.begin_pass(0)
+    recorder.end_pass("verify", [1], 10)
+    recorder.decided(accepted=[0])
+    with recorder.span("draft steps", host=True):
+        pass
+    assert card.waits == 0
+    recorder.finish()
+    assert card.waits > 0
 
 
 def test_a_card_that_has_failed_leaves_what_was_read(card: _Card) -> None:

@@ -16,7 +16,6 @@ from offload_runtime.errors import OptionError
 from offload_runtime.speculation import NoProposer
 from offload_runtime.verify.replay import loaded_proposers
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
-from tests.helpers.planning import stream_all_kv
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths
 
@@ -68,7 +67,6 @@ def test_what_n_grams_add_changes_no_token(
     """Where passes wait for the link they fill windows, which are accepted along other branches than a chain; never
     beyond the end of a context or an answer."""
     sources: set[str] = set()
-    stream_all_kv(monkeypatch)
     monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=len(PROMPT) + COUNT, kv="host", speculation=options) as runtime:
@@ -86,7 +84,6 @@ def test_what_n_grams_add_changes_no_token(
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream_all_kv(monkeypatch)
     monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:

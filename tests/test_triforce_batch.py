@@ -267,7 +267,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
     options = SpeculationOptions("triforce", "full", **SMALL)
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=4) as runtime:
-        window = verifier_of(runtime)._window
+        window = verifier_of(runtime).window
         for prompts in (1, 3, 1):
             runtime.generate_batch(PROMPTS[:prompts], max_new_tokens=6, ignore_eos=True)
             assert window.num_rows == prompts

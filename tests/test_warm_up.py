@@ -11,8 +11,8 @@ from typing import Any
 import offload_runtime_kernels
 import pytest
 import torch
-from offload_runtime_kernels import select_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -158,14 +158,13 @@ def test_what_needs_other_kernels() -> None:
 
 
 def test_choices_among_any_number_of_chunks_are_played() -> None:
-    def kernels(count: int) -> tuple[int, int]:
-        columns, parts = select_chunks._parts(count)
-        return columns, select_chunks.triton.next_power_of_2(parts)
-
     for most in (1, 2, 511, 512, 513, 700, 5000, 40_000):
-        played = select_chunks.different_counts(most)
+        played = different_counts(most)
         assert max(played) == most and len(played) < 10
-        assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
+        # Up to 512 chunks all is one part, and beyond that kernels are made for powers of two.
+        assert {max(512, 1 << (count - 1).bit_length()) for count in played} == {
+            max(512, 1 << (count - 1).bit_length()) for count in range(1, most + 1)
+        }
 
 
 def played_by(
@@ -240,6 +239,21 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name))
     yield names
+
+
+@pytest.mark.gpu
+def test_no_other_number_of_chunks_compiles_a_kernel(compiled: list[str]) -> None:
+    def choose(count: int) -> None:
+        select_chunks(torch.rand(1, 2, count, device="cuda"), count, budget_chunks=64)
+
+    most = 40_000
+    for count in different_counts(most):
+        choose(count)
+    assert compiled
+    compiled.clear()
+    for count in (1, 2, 511, 513, 700, 1025, 5000, 16_385, 20_000, 32_769, most - 1):
+        choose(count)
+        assert not compiled, f"{count} chunks"
 
 
 @pytest.mark.gpu

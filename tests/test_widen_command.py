@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ def test_written_files_are_complete_and_carry_the_tokenizer(source_dir, tmp_path
 
 
 def test_too_little_disk_is_told_before_anything_is_computed(source_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(WidenedCheckpoint, "_fill", lambda *_: pytest.fail("computed a tensor"))
-    widened = WidenedCheckpoint(open_checkpoint(source_dir), GQA)
+    source = open_checkpoint(source_dir)
+    unread = replace(source, fills=dict.fromkeys(source.fills, lambda out: pytest.fail("computed a tensor")))
+    widened = WidenedCheckpoint(unread, GQA)
     monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("usage", "total used free")(10**9, 10**9, 10**6))
     with pytest.raises(StorageError, match=r"needs 6\d\.\d MB and 1\.0 MB is free"):
         convert_to_safetensors(widened, tmp_path / "out")
@@ -60,16 +62,20 @@ TINY_COMMAND = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 delay_s = float(sys.argv.pop(1))
+from dataclasses import replace
+from functools import partial
 import widen_model
-from widening.checkpoint import WidenedCheckpoint
+from offload_runtime.weights import open_checkpoint
 from widening.shapes import SHAPES, WideShape
 SHAPES["tiny"] = WideShape(80, 130, 5, 16, 4, 24)
-fill = WidenedCheckpoint._fill
-def slowly(self, name, out):
+def slowly(name, fill, out):
     print(name, flush=True)
     time.sleep(delay_s)
-    fill(self, name, out)
-WidenedCheckpoint._fill = slowly
+    fill(out)
+def open_source(reference):
+    source = open_checkpoint(reference)
+    return replace(source, fills={name: partial(slowly, name, fill) for name, fill in source.fills.items()})
+widen_model.open_source = open_source
 sys.exit(widen_model.main())
 """
 

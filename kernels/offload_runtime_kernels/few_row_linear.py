@@ -175,7 +175,7 @@ def _few_row_linear_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=written)
 
 
-def _config(rows: int, m: int, k: int, dtype: torch.dtype, *, normed: bool, roomy: bool) -> LinearConfig:
+def default_config(rows: int, m: int, k: int, dtype: torch.dtype, *, normed: bool, roomy: bool) -> LinearConfig:
     """How to cut a product of `rows` rows with W [m, k].
 
     Shared memory stays below the 99 KB of consumer cards, and with `roomy` below the 227 KB of an H200.
@@ -213,7 +213,7 @@ def few_row_linear_triton(
     """Triton version of `few_row_linear`; `config` overrides how the product is cut."""
     require_triton("few_row_linear")
     (num_rows, k), m = x.shape, weight.shape[0]
-    cut = config or _config(num_rows, m, k, x.dtype, normed=norm is not None, roomy=is_roomy(x.device))
+    cut = config or default_config(num_rows, m, k, x.dtype, normed=norm is not None, roomy=is_roomy(x.device))
     dot = num_rows > LANE_ROWS
     rows = max(16, triton.next_power_of_2(num_rows)) if dot else triton.next_power_of_2(num_rows)
     width = m // 2 if gated else m

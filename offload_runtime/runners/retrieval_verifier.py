@@ -45,7 +45,7 @@ class RetrievalVerifier:
     ) -> None:  # fmt: skip
         device = window.device
         self.cache = cache
-        self._window = window
+        self.window = window
         self._gamma = gamma
         self._max_tokens_with_draft = max_tokens_with_draft
         self._decoder = decoder
@@ -63,7 +63,7 @@ class RetrievalVerifier:
     def start(self, slots: Sequence[SamplingParams]) -> None:
         """From now on sequence i chooses its tokens as `slots[i]` says; they are others than before."""
         self._sampling.assign(slots)
-        self._window.use(len(slots))
+        self.window.use(len(slots))
         self.cache.forget()
         self._counts.zero_()
 
@@ -78,7 +78,7 @@ class RetrievalVerifier:
         whether the chunks must be chosen anew."""
         for sequence, length in lengths.items():
             self._frequencies.set(sequence, length)
-        return self.cache.begin_steps(range(self._window.num_rows), counts)
+        return self.cache.begin_steps(range(self.window.num_rows), counts)
 
     @torch.inference_mode()
     def step(self, num_proposals: int, *, refresh: bool) -> None:
@@ -96,7 +96,7 @@ class RetrievalVerifier:
 
     def _step(self, num_proposals: int) -> None:
         """Captured: no tensor of the host."""
-        window, count = self._window, num_proposals + 1
+        window, count = self.window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
         # The retrieval verifier promises no bits, so its products only have to be quick.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -90,6 +91,17 @@ def load(target: Path, **options: Any) -> Iterator[Runtime]:
     """A runtime on the CPU in fp32, closed afterwards."""
     with Runtime.load(target, device="cpu", **options) as runtime:
         yield runtime
+
+
+def refuse_weights(stage: str, done_bytes: int, total_bytes: int) -> None:
+    """As `on_progress`: nothing may be read."""
+    raise AssertionError(f"{stage} were read before the mistake was seen")
+
+
+def without_host_memory(patch: pytest.MonkeyPatch) -> None:
+    """The machine has none left."""
+    full = psutil.virtual_memory()._replace(available=0)
+    patch.setattr(psutil, "virtual_memory", lambda: full)
 
 
 def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Callable[..., Any]:

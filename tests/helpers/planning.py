@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.engine import load as loading
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.plan import MachineFigures, RunPlan, plan_run
+from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
+from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -75,5 +78,10 @@ def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | N
 
 
 def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer of a cache on the host stays on the device only because there is room for all of a small model's."""
-    monkeypatch.setattr("offload_runtime.plan.search._with_kv_layers", lambda target, placement, spare: placement)
+    """No layer of a cache on the host stays on a GPU only because there is room for all of a small model's: plans are
+    made as on a CPU, for device memory without a limit."""
+
+    def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+        return find_plan(request, machine, replace(limits, device_bytes=None))
+
+    monkeypatch.setattr(loading, "find_plan", without_limit)

@@ -173,15 +173,12 @@ def committed_kv(cache: DeviceKVCache | HostKVCache, num_layers: int, sequence: 
 
 def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block: int) -> torch.Tensor:
     """[2, H_kv, 256, D] on the host; a full block of a streamed layer as the host has it."""
-    if isinstance(cache, DeviceKVCache) or layer in cache._resident:
-        kv = cache.store(layer) if isinstance(cache, DeviceKVCache) else KVBlocks(cache._resident[layer])
-        return kv.data[sequence, block].cpu()
-    cache.writes.drain()
-    ring = cache._ring[layer][sequence]
-    if block >= cache.length(sequence) // BLOCK_TOKENS:
-        return ring[block % len(ring)].cpu()
-    host = cache.blocks.block(layer, sequence, block)
-    return host.view(ring.dtype).view(ring.shape[1:]).clone()
+    if block < cache.length(sequence) // BLOCK_TOKENS:
+        if isinstance(cache, HostKVCache):
+            cache.writes.drain()
+        return cache.block_table(layer).blocks[sequence][block].cpu().clone()
+    kv = cache.store(layer)
+    return kv.data[sequence, block % kv.num_blocks].cpu()
 
 
 class BlockRecorder:

@@ -196,18 +196,18 @@ def test_bounds_of_one_block(attend: Attend) -> None:
     assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
 
 
-@pytest.mark.parametrize("programs", [1, 4, 12, 1000])
-def test_however_many_parts_the_keys_are_cut_into(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_ENOUGH_PROGRAMS", programs)
-    case, rows = _case(3, batch=2), chain_rows((START, START - 300), (3, 2))
-    _check(attend_sources_triton, case, _retrieval(case, 700), rows)
+@pytest.mark.parametrize("num_kv_heads", [1, 40, 129])
+def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int) -> None:
+    """256 programs are enough: the more heads, the fewer parts of three and two tiles, down to one of all keys."""
+    case, begin = _case(1, batch=2, num_kv_heads=num_kv_heads, group=1), RECENT.start * BLOCK_TOKENS
+    rows = chain_rows((begin + 40, begin + 9), (1, 1))
+    _check(attend_sources_triton, case, _retrieval(case, 96), rows)
 
 
-def test_more_parts_than_a_join_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_parts_than_a_join_reads_at_a_time() -> None:
     case, rows = _case(2), chain_rows((START,), (2,))
-    for at_a_time in (1, 2, 4, 32):
-        monkeypatch.setattr(launches, "_JOINED_PARTS", at_a_time)
-        _check(attend_sources_triton, case, _retrieval(case, 700), rows)  # 22 + 11 tiles of 32 keys
+    for num_keys in (96, 150, 170, 690, 1400):  # in tiles of 32 keys, besides 11 of the newest: 14, 16, 17, 33, 55
+        _check(attend_sources_triton, case, _retrieval(case, num_keys), rows)
 
 
 @versions

@@ -13,7 +13,7 @@ from offload_runtime_kernels.few_row_linear import (
     MOST_ROWS,
     LinearConfig,
     RowNorm,
-    _config,
+    default_config,
     few_row_linear,
     few_row_linear_reference,
     few_row_linear_triton,
@@ -199,7 +199,7 @@ def test_the_dispatcher_adds_in_place_and_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize(("roomy", "shared_bytes"), [(False, CONSUMER_BYTES), (True, ROOMY_BYTES)])
 def test_default_cuts_fit_the_shared_memory(dtype: torch.dtype, normed: bool, roomy: bool, shared_bytes: int) -> None:
     for rows, m, k in product((3, 16, 17, 32), (576, 4096, 8192, 32000), (576, 11008)):
-        cut = _config(rows, m, k, dtype, normed=normed, roomy=roomy)
+        cut = default_config(rows, m, k, dtype, normed=normed, roomy=roomy)
         padded = 16 if rows <= 16 else 32
         step_bytes = (cut.block_m + padded) * cut.block_k * dtype.itemsize
         normed_bytes = padded * cut.block_k * dtype.itemsize if normed else 0
@@ -207,7 +207,7 @@ def test_default_cuts_fit_the_shared_memory(dtype: torch.dtype, normed: bool, ro
         assert (cut.num_stages - 1) * step_bytes + normed_bytes <= shared_bytes
         assert cut.block_k // cut.num_warps >= 16, "less than a matrix unit takes"
     for rows, k in product((1, LANE_ROWS), (48, 576, 1536, 4096)):
-        cut = _config(rows, 4096, k, dtype, normed=normed, roomy=roomy)
+        cut = default_config(rows, 4096, k, dtype, normed=normed, roomy=roomy)
         accumulators = cut.block_m * cut.block_k * rows // (32 * cut.num_warps)
         assert accumulators <= 64 and cut.num_warps <= 16
 

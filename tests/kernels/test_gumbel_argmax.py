@@ -203,8 +203,7 @@ def test_everything_imports_and_samples_on_the_cpu_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from offload_runtime_kernels import _jit, gumbel_argmax as ops
-assert not _jit.triton_available
+from offload_runtime_kernels import gumbel_argmax as ops
 rows = torch.arange(2)
 keys = ops.noise_keys([(0.0, 0, 0)] * 2)
 print(ops.gumbel_argmax(torch.eye(2), rows, rows, keys).tolist())
