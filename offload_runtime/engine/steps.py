@@ -268,8 +268,8 @@ class StepRunner:
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         if parts.cost is not None and self.predicted_s is not None:
             # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-            played = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
-            self.predicted_s += parts.cost(played, len(requests), max(len(one.sequence) for one in requests))
+            actual = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
+            self.predicted_s += parts.cost(actual, len(requests), max(len(one.sequence) for one in requests))
         if parts.recorder is not None:
             parts.recorder.decided(
                 window=self.window, proposed=[result.num_proposed for result in results],
