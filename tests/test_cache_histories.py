@@ -387,7 +387,7 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
                 selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
             chunks.update(layer, selected, tables[layer], sequence=sequence)
             for head in range(HEADS):
-                order = chunks.resident(layer)[sequence, head].tolist()
+                order = chunks.resident[layer, sequence, head].tolist()
                 assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
                 own = chunks.blocks(layer).data[sequence, :, :, head : head + 1]

@@ -119,7 +119,7 @@ class DeviceKVCache:
         self.observers: list[BlockObserver] = []
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
-        self._data = allocate_blocks(budget, name, dtype, shape)
+        self._data = allocate_zeros(budget, name, dtype, shape)
 
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._data[layer, self._rows])
@@ -186,8 +186,11 @@ class DeviceKVCache:
         pass
 
 
-def allocate_blocks(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Room on the device for keys and values. Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN."""
+def allocate_zeros(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Room on the device for keys and values, and for what is kept about them.
+
+    Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         return budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
