@@ -63,7 +63,7 @@ class Draft:
 
 def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> DraftModel:
     """A loop that knows nothing yet."""
-    model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+    model = DraftModel(runner, vocab_size=VOCAB_SIZE, batch=BATCH)
     model.start(numbered(params, num_sequences))
     return model
 

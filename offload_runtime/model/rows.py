@@ -101,7 +101,7 @@ class RowBuilder:
     """
 
     def __init__(self, rope: RopeTable, device: torch.device) -> None:
-        self._rope = rope
+        self.rope = rope
         self._device = device
 
     def build(
@@ -136,7 +136,7 @@ class RowBuilder:
         uploaded = unpack(upload(pack(parts), self._device), map(len, parts))
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
         rotated = flat_position + rope_shift if rope_shift else flat_position
-        cos, sin = self._rope.angles(rotated, host_positions=positions, prompt_length=prompt_length)
+        cos, sin = self.rope.angles(rotated, host_positions=positions, prompt_length=prompt_length)
         query = QueryRows(
             positions=flat_position.view(batch, width),
             sequences=sequence,

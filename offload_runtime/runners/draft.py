@@ -14,10 +14,9 @@ import torch
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
-from offload_runtime.model import PassRows, RopeTable, RowFrequencies
+from offload_runtime.model import PassRows, RowFrequencies
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import ModelRunner, window_pass
@@ -35,7 +34,6 @@ class DraftModel:
         runner: Of the small model. If its cache is a `StreamingDraftCache`, its `RowBuilder` needs a
             `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
-        draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
@@ -45,32 +43,28 @@ class DraftModel:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
+        self, runner: ModelRunner, *, vocab_size: int, batch: int = 1, window: DeviceWindow | None = None,
+        max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
         self.runner, self._batch = runner, batch
         cache = runner.cache
-        self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self.choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
-        self._last_token = draft_vocab_size - 1
         self._device = device = cache.store(0).data.device
         self._sampling = SlotSampling(batch, device)
         self.window = window or DeviceWindow(device, batch=batch)
-        fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
-        rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
-        self.texts = DraftKVState(runner, rope, last_token=self._last_token, batch=batch)
+        self.texts = DraftKVState(runner, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
-        self.frequencies = RowFrequencies(rope, batch)
-        self._rotation = StepRotation(self.frequencies.tensor, rope.scaling)
+        self.frequencies = RowFrequencies(runner.rows.rope, batch)
+        self._rotation = StepRotation(self.frequencies.tensor, runner.rows.rope.scaling)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
-        self._place_host = [[0, 0]] * batch
+        self._place_host = [(0, 0)] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def warm_up(self) -> None:
@@ -173,13 +167,13 @@ class DraftModel:
         cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.start(sequence)
+            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.starts[sequence]
             for sequence, end in longest.items()
         }
         assert count > 0 and max(lengths.values()) <= self._max_tokens_with_draft
         for sequence, length in lengths.items():
             self.frequencies.set(sequence, length)
-        self._set_places(longest)
+        self._set_places()
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
         if self.choosing is not None:
             self.choosing.begin_steps(range(self.window.num_rows), new)
@@ -202,8 +196,8 @@ class DraftModel:
         window, num_rows = self.window, self.window.num_rows
         cursor, count = (window.end, REWRITTEN_TOKENS) if first else (self._cursor[:num_rows], 1)
         step = window.rows(
-            cursor, count, self._rotation, offset=-count, last_token=self._last_token,
-            place=None if self._streaming is None else self._place,
+            cursor, count, self._rotation, offset=-count, last_token=self.texts.last_token,
+            place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
         sequences = self._sequences[:num_rows]
         rows = PassRows.of_step(step, sequences, max_length=reach)
@@ -218,13 +212,9 @@ class DraftModel:
         """Keys that attention looks at."""
         return graph_reach(length, self._max_tokens_with_draft) if self._device.type == "cuda" else length
 
-    def _set_places(self, sequences: Mapping[int, int]) -> None:
-        """Tell the device where a streaming cache stands."""
-        if self._streaming is None:
-            return
-        places = list(self._place_host)
-        for sequence in sequences:
-            places[sequence] = [self.texts.start(sequence), self.texts.rope_shift(sequence)]
+    def _set_places(self) -> None:
+        """Tell the device where a streaming cache stands; any other one stays where it has been all the time."""
+        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
         if places != self._place_host:
             overwrite(self._place, torch.tensor(places, dtype=torch.int32))
             self._place_host = places
