@@ -69,7 +69,7 @@ def make_draft(
         budget=DeviceBudget(device, None),
     )  # fmt: skip
     rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
-    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope, device), SHAPE)
+    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope), SHAPE)
     return Draft(hf_model, made, cache, runner)
 
 

@@ -48,7 +48,7 @@ class Base:
                 config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK,
                 batch=BATCH, budget=budget,
             )  # fmt: skip
-        rows = RowBuilder(RopeTable(config, self.device), self.device)
+        rows = RowBuilder(RopeTable(config, self.device))
         runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, SHAPE)
         return Draft(runner, loop(runner, params, num_sequences=num_sequences))
 

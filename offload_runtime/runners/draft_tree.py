@@ -341,16 +341,12 @@ class DraftTree:
         batch, num_rows = shape.batch, shape.batch * shape.rows
         tokens, positions, slots, owners, sequences, committed, _, shifts, _, ancestors, _, _ = self._parts(shape)
         turned = positions + shifts.repeat_interleave(shape.rows) if self.texts.streaming else positions
-        angle = turned.clamp_min(0).float()[:, None] * self._frequencies.tensor[:num_rows]
-        cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
+        cos, sin = self._rope.angles(turned, self._frequencies.tensor[:num_rows])
         query = QueryRows(
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
             ancestors=ancestors.view(batch, shape.rows, shape.depth), min_committed=shape.committed,
         )  # fmt: skip
-        rows = PassRows(
-            tokens, query, RopeRows(cos, sin, positions, slots, owners), RopeRows(None, None, positions, slots, owners),
-            prefill=False,
-        )  # fmt: skip
+        rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners), prefill=False)
         runner = self._runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
         self._logits[:num_rows].copy_(logits)

@@ -75,7 +75,7 @@ def make_tree_draft(
             config, dtype, sink_tokens=kept[0], recent_tokens=kept[1], window_tokens=tree_nodes + 1, **options
         )
         rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
-    rows = RowBuilder(rope, device)
+    rows = RowBuilder(rope)
     return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, SHAPE))
 
 
