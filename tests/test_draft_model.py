@@ -253,7 +253,7 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     tokens = random_tokens(350, seed=6)
     expected = dense_streaming(draft).propose(tokens, 12, NOISY)
     model = draft.model(NOISY)
-    model.catch_up(0, tokens)
+    model.texts.catch_up(0, tokens)
     model.window.upload({0: WindowInput(tokens[-3:], 350, 360, 364)})
     model.steps(5, longest={0: 350})
     model.window.end.add_(4)
@@ -261,7 +261,7 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     said = model.window.read()[0]
     assert said.between(350, 362) == expected
     assert (said.end, said.between(347, said.end)) == (354, [*tokens[-3:], *expected[:4]])
-    model.learned(0, [*tokens[-2:], *expected[:4]])
+    model.texts.learned(0, [*tokens[-2:], *expected[:4]])
     assert propose(model, [*tokens, *expected[:5]], 7) == expected[5:]
 
 
@@ -343,7 +343,7 @@ def test_steps_never_wait_and_leave_copies_alone(gpu_draft: Draft) -> None:
     source = torch.arange(1 << 24, dtype=torch.int32).pin_memory()
     target = torch.zeros(1 << 24, dtype=torch.int32, device=GPU)
     side = torch.cuda.Stream()
-    model.catch_up(0, tokens)
+    model.texts.catch_up(0, tokens)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(side):

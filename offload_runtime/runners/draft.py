@@ -40,6 +40,8 @@ class DraftModel:
 
     Attributes:
         frequencies: By which every sequence's rows are rotated.
+        texts: What the cache holds of every sequence. Whoever takes steps brings it up to all of the tokens but those
+            that a first step feeds itself, and tells it afterwards of which tokens the steps have written the keys.
     """
 
     def __init__(
@@ -95,16 +97,16 @@ class DraftModel:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self.forget()
         inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
-        self.catch_up(0, [0] * inputs)
+        self.texts.catch_up(0, [0] * inputs)
         for power in range(CATCH_UP_TOKENS.bit_length()):
             inputs += 1 << power
             if inputs <= self._capacity_tokens:
-                self.catch_up(0, [0] * inputs)
+                self.texts.catch_up(0, [0] * inputs)
 
     def forget(self) -> None:
         """Empty the cache."""
         for sequence in range(self._batch):
-            self.catch_up(sequence, [])
+            self.texts.catch_up(sequence, [])
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         """From now on sequence i chooses its tokens as `slots[i]` says."""
@@ -128,14 +130,14 @@ class DraftModel:
         if not asked:
             return proposals
         for sequence in asked:
-            self.catch_up(sequence, texts[sequence])
+            self.texts.catch_up(sequence, texts[sequence])
         self.window.upload({sequence: _inputs(texts[sequence], count) for sequence, count in asked.items()})
         self.steps(max(asked.values()), longest={sequence: len(texts[sequence]) for sequence in asked})
         outputs = self.window.read()  # the only wait for the device
         for sequence, count in asked.items():
             tokens = texts[sequence]
             guesses = outputs[sequence].between(len(tokens), len(tokens) + count)
-            self.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
+            self.texts.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
             bad = next((index for index, token in enumerate(guesses) if token < 0), count)
             proposals[sequence] = guesses[:bad]  # a draft with NaN logits has nothing to say
         return proposals
@@ -143,15 +145,7 @@ class DraftModel:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
         if self.room(len(tokens)) > 0:
-            self.catch_up(sequence, tokens)
-
-    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Bring the cache to all of `tokens` but those that a first step feeds itself."""
-        self.texts.catch_up(sequence, tokens)
-
-    def learned(self, sequence: int, newest: Sequence[int]) -> None:
-        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
-        self.texts.learned(sequence, newest)
+            self.texts.catch_up(sequence, tokens)
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
@@ -170,7 +164,10 @@ class DraftModel:
             sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.starts[sequence]
             for sequence, end in longest.items()
         }
-        assert count > 0 and max(lengths.values()) <= self._max_tokens_with_draft
+        reach = max(lengths.values())
+        assert count > 0 and reach <= self._max_tokens_with_draft
+        if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
+            reach = graph_reach(reach, self._max_tokens_with_draft)
         for sequence, length in lengths.items():
             self.frequencies.set(sequence, length)
         self._set_places()
@@ -179,7 +176,6 @@ class DraftModel:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        reach = self._reach(max(lengths.values()))
         recorder = self.recorder
         with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
             for step in range(count):
@@ -207,10 +203,6 @@ class DraftModel:
         newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
         token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])
-
-    def _reach(self, length: int) -> int:
-        """Keys that attention looks at."""
-        return graph_reach(length, self._max_tokens_with_draft) if self._device.type == "cuda" else length
 
     def _set_places(self) -> None:
         """Tell the device where a streaming cache stands; any other one stays where it has been all the time."""
