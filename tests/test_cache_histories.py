@@ -329,27 +329,27 @@ def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: lis
 
     for action, amount in steps:
         if action == "cut":  # as far as it need not begin anew
-            lowest = 0 if not cache.start(1) else cache.start(1) + sinks + recent
+            lowest = 0 if not cache.starts[1] else cache.starts[1] + sinks + recent
             del text[max(lowest, len(text) - amount) :]
-            cache.truncate(1, min(cache.length(1), len(text) - cache.start(1)))
-            if cache.start_for(len(text)) != cache.start(1):
+            cache.truncate(1, min(cache.length(1), len(text) - cache.starts[1]))
+            if cache.start_for(len(text)) != cache.starts[1]:
                 continue
-        elif action == "jump" or len(text) + 1 - cache.start(1) > cache.capacity_tokens:
+        elif action == "jump" or len(text) + 1 - cache.starts[1] > cache.capacity_tokens:
             text += marks.new(amount)
             cache.reset(1, cache.start_for(len(text)))
-            write(kept_positions(len(text), cache.start(1), sinks))
+            write(kept_positions(len(text), cache.starts[1], sinks))
         else:
             for _ in range(amount):
                 text += marks.new(1)
-                if (start := cache.start_for(len(text))) > cache.start(1):
+                if (start := cache.start_for(len(text))) > cache.starts[1]:
                     cache.move(1, start)
                     cache.begin_window([1], [0])
                     for layer in range(LAYERS):  # the sinks are computed anew
                         put(cache.store(layer).data[1], layer, range(sinks), text[:sinks])
                 write([len(text) - 1])
-        kept = kept_positions(len(text), cache.start(1), sinks)
+        kept = kept_positions(len(text), cache.starts[1], sinks)
         assert cache.length(1) == len(kept) <= cache.capacity_tokens
-        assert cache.start(1) == 0 or len(kept) - sinks >= recent
+        assert cache.starts[1] == 0 or len(kept) - sinks >= recent
         for layer in range(LAYERS):
             cache.begin_window((), ())
             assert held(cache.store(layer).data[1], layer, len(kept)) == [text[position] for position in kept]
@@ -388,7 +388,7 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
                 selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
             chunks.update(layer, selected, tables[layer], sequence=sequence)
             for head in range(HEADS):
-                order = chunks.resident(layer)[sequence, head].tolist()
+                order = chunks.resident[layer, sequence, head].tolist()
                 assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
                 own = chunks.blocks(layer).data[sequence, :, :, head : head + 1]

@@ -86,7 +86,7 @@ def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] of a window's pass that promises no bits."""
     runner.cache.begin_window([0], [len(tokens)])
     device = runner.decoder.embedding.device
-    builder = RowBuilder(RopeTable(runner.decoder.config, device), device)
+    builder = RowBuilder(RopeTable(runner.decoder.config, device))
     rows = builder.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
     return window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
 
@@ -196,7 +196,7 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) 
 def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> None:
     """The decoder takes the reference on the CPU, and only the kernel knows splits: the rows have to suit both."""
     config = model_config_from_transformers(random_model("llama-gqa").config)
-    builder = RowBuilder(RopeTable(config, KERNEL_DEVICE), KERNEL_DEVICE)
+    builder = RowBuilder(RopeTable(config, KERNEL_DEVICE))
     tokens = tuple(range(len(PARENTS)))
     for committed in ((300, 20), (20, 300)):
         rows = builder.build([Window(tokens, PARENTS), Window(tokens[:3])], committed, [1, 0]).query

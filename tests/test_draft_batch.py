@@ -70,7 +70,7 @@ def test_all_sequences_are_drafted_in_the_same_steps(draft: Draft, params: Sampl
             assert guesses[sequence] == expected, f"sequence {sequence} behind {len(tokens)} tokens"
             accepted = (request + sequence) % (counts[sequence] + 1)
             texts[sequence] = [*tokens, *expected[:accepted], *random_tokens(1 + 4 * sequence, seed=request)]
-        moves.add(draft.cache.start(2))
+        moves.add(draft.cache.starts[2])
     assert len(moves) > 1, "a window moved on"
 
 
@@ -94,7 +94,7 @@ def test_frequencies_of_a_length_are_each_sequences_own(tmp_path_factory: pytest
         texts = {0: random_tokens(12, seed=1), 2: random_tokens(70, seed=2)}
         said = []
         for sequences in ((0,), (2,), (0, 2)):
-            model = DraftModel(made.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+            model = DraftModel(made.runner, vocab_size=VOCAB_SIZE, batch=BATCH)
             model.start(numbered(SamplingParams(), BATCH))
             said.append(model.propose({s: texts[s] for s in sequences}, dict.fromkeys(sequences, 7)))
         assert {**said[0], **said[1]} == said[2]

@@ -46,7 +46,7 @@ class Draft:
 
     def model(self, params: SamplingParams, *, num_sequences: int = 1) -> DraftModel:
         """A loop that knows nothing yet."""
-        model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+        model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, batch=BATCH)
         model.start(numbered(params, num_sequences))
         return model
 
@@ -69,7 +69,7 @@ def make_draft(
         budget=DeviceBudget(device, None),
     )  # fmt: skip
     rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
-    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope, device), SHAPE)
+    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope), SHAPE)
     return Draft(hf_model, made, cache, runner)
 
 
@@ -183,7 +183,7 @@ def play(
 def test_streaming_guesses_are_dense_attention_over_sinks_and_recent(draft: Draft, params: SamplingParams) -> None:
     # The start moves at 360 and 616 tokens.
     play(draft, dense_streaming(draft), params, random_tokens(310, seed=1), until=650)
-    assert draft.cache.start(0) == 2 * BLOCK_TOKENS == draft.cache.rope_shift(0)
+    assert draft.cache.starts[0] == 2 * BLOCK_TOKENS == draft.cache.rope_shifts[0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, SINKS, SINKS + 1, SINKS + 2])
@@ -197,7 +197,7 @@ def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: in
     draft.cache.reset(0, 0)
     assert propose(draft.model(NOISY), tokens, 5) == reference.propose(tokens, 5, NOISY)
     assert draft.cache.length(0) == len(reference.kept(length)) + 4
-    assert draft.cache.rope_shift(0) == 0  # a prompt is rotated by its indices
+    assert draft.cache.rope_shifts[0] == 0  # a prompt is rotated by its indices
     play(draft, dense_streaming(draft), NOISY, tokens, until=length + 30)
 
 
@@ -209,7 +209,7 @@ def test_other_numbers_of_sinks_and_recent_tokens(
     first_move = sinks + recent + BLOCK_TOKENS
     tokens = random_tokens(first_move - 40, seed=2)
     play(draft, dense_streaming(draft, sinks=sinks, recent=recent), NOISY, tokens, until=first_move + 40)
-    assert draft.cache.start(0) == BLOCK_TOKENS
+    assert draft.cache.starts[0] == BLOCK_TOKENS
     draft.made.close()
 
 
@@ -241,10 +241,10 @@ def test_few_new_tokens_may_be_all_that_is_kept(tmp_path_factory: pytest.TempPat
 
 def test_sequences_of_a_batch_have_their_own_rows_and_noise(draft: Draft) -> None:
     first = play(draft, dense_streaming(draft), NOISY, random_tokens(350, seed=5), until=380)
-    place = draft.cache.start(0), draft.cache.length(0)
+    place = draft.cache.starts[0], draft.cache.length(0)
     other = dense_streaming(draft, sequence=1)
     second = play(draft, other, NOISY, random_tokens(340, seed=5)[:340], until=380, sequence=1)
-    assert (draft.cache.start(0), draft.cache.length(0)) == place
+    assert (draft.cache.starts[0], draft.cache.length(0)) == place
     assert first[355:370] != second[355:370]
 
 
@@ -253,7 +253,7 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     tokens = random_tokens(350, seed=6)
     expected = dense_streaming(draft).propose(tokens, 12, NOISY)
     model = draft.model(NOISY)
-    model.catch_up(0, tokens)
+    model.texts.catch_up(0, tokens)
     model.window.upload({0: WindowInput(tokens[-3:], 350, 360, 364)})
     model.steps(5, longest={0: 350})
     model.window.end.add_(4)
@@ -261,15 +261,13 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     said = model.window.read()[0]
     assert said.between(350, 362) == expected
     assert (said.end, said.between(347, said.end)) == (354, [*tokens[-3:], *expected[:4]])
-    model.learned(0, [*tokens[-2:], *expected[:4]])
+    model.texts.learned(0, [*tokens[-2:], *expected[:4]])
     assert propose(model, [*tokens, *expected[:5]], 7) == expected[5:]
 
 
 def test_a_window_is_bounded(draft: Draft) -> None:
     tokens = random_tokens(300, seed=7)
-    model = DraftModel(
-        draft.runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, window=DeviceWindow(CPU, capacity=9)
-    )
+    model = DraftModel(draft.runner, vocab_size=VOCAB_SIZE, window=DeviceWindow(CPU, capacity=9))
     assert model.room(300) == 7 and len(propose(model, tokens, 30)) == 7
     roomy = draft.model(NOISY)
     assert len(propose(roomy, tokens, 1000)) == roomy.room(300) == draft.cache.capacity_tokens - 300 + 1
@@ -345,7 +343,7 @@ def test_steps_never_wait_and_leave_copies_alone(gpu_draft: Draft) -> None:
     source = torch.arange(1 << 24, dtype=torch.int32).pin_memory()
     target = torch.zeros(1 << 24, dtype=torch.int32, device=GPU)
     side = torch.cuda.Stream()
-    model.catch_up(0, tokens)
+    model.texts.catch_up(0, tokens)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(side):

@@ -48,7 +48,7 @@ class Base:
                 config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK,
                 batch=BATCH, budget=budget,
             )  # fmt: skip
-        rows = RowBuilder(RopeTable(config, self.device), self.device)
+        rows = RowBuilder(RopeTable(config, self.device))
         runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, SHAPE)
         return Draft(runner, loop(runner, params, num_sequences=num_sequences))
 
@@ -63,7 +63,7 @@ class Draft:
 
 def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> DraftModel:
     """A loop that knows nothing yet."""
-    model = DraftModel(runner, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+    model = DraftModel(runner, vocab_size=VOCAB_SIZE, batch=BATCH)
     model.start(numbered(params, num_sequences))
     return model
 
@@ -114,12 +114,12 @@ def recorded(cache: RetrievedDraftCache, monkeypatch: pytest.MonkeyPatch) -> lis
     attend, seen = cache.attend, []
 
     def record(layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool, **others: Any) -> torch.Tensor:
-        before = cache.chunks.resident(layer)[0].clone()
+        before = cache.chunks.resident[layer, 0].clone()
         out = attend(layer, q, rows, prefill=prefill, **others)
         if not prefill:
             first_recent = max(0, cache.length(0) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
             stored = cache.store(layer).data[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
-            held = cache.chunks.resident(layer)[0].clone()
+            held = cache.chunks.resident[layer, 0].clone()
             positions = rows.positions[0].clone()
             seen.append(Attended(layer, q[0].clone(), positions, first_recent, stored, before, held, out[0].clone()))
         return out
@@ -214,7 +214,7 @@ def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
             one = propose(alone.model, tokens, counts[sequence], sequence=sequence)
             assert guesses[sequence] == one, f"sequence {sequence} in turn {request}"
             texts[sequence] = [*tokens, *one[: request % 4], *random_tokens(1 + 2 * sequence, seed=request)]
-    held = [draft.runner.cache.chunks.resident(layer) for draft in (together, alone) for layer in range(4)]
+    held = [draft.runner.cache.chunks.resident[layer] for draft in (together, alone) for layer in range(4)]
     assert all(torch.equal(left, right) for left, right in zip(held[:4], held[4:], strict=True))
     assert int(held[0][0].max()) > 0 and int(held[0][1].max()) == -1 and int(held[0][2].max()) > 0
 

@@ -138,17 +138,17 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
     for request in range(30):
         taking_part = [sequence for sequence in growing if request < 2 or (request + sequence) % 3]
         ask(streaming, tree, {sequence: growing[sequence] for sequence in taking_part}, params)
-        moved |= {"a step" for s in taking_part if cache.start(s) != starts[s]}
-        starts = {sequence: cache.start(sequence) for sequence in growing}
+        moved |= {"a step" for s in taking_part if cache.starts[s] != starts[s]}
+        starts = {sequence: cache.starts[sequence] for sequence in growing}
         for sequence in taking_part:
             if request % 2:
                 tree.adopt(sequence, *growing[sequence].go_on(2))
             elif request % 4 == 2:  # by few tokens, or by so many that they are read as a prompt
                 new = random_tokens(chance.choice((3, 20, 90)), seed=request)
                 growing[sequence] = Growing([*growing[sequence].text, *new], request)
-        moved |= {"what came true" for s in taking_part if cache.start(s) != starts[s] and growing[s].slots}
-        starts = {sequence: cache.start(sequence) for sequence in growing}
-    assert moved == {"a step", "what came true"} and cache.rope_shift(0) != cache.rope_shift(2)
+        moved |= {"what came true" for s in taking_part if cache.starts[s] != starts[s] and growing[s].slots}
+        starts = {sequence: cache.starts[sequence] for sequence in growing}
+    assert moved == {"a step", "what came true"} and cache.rope_shifts[0] != cache.rope_shifts[2]
     assert tree.room(5 * cache.capacity_tokens) > 100, "however long a text is"
 
 
@@ -160,7 +160,7 @@ def test_sinks_are_not_fed_again(streaming: TreeDraft, tmp_path: Path, recent_to
     text = random_tokens(256 + 4 + recent_tokens, seed=5)
     for _ in range(3):
         said = tree.expand({0: Asked(text, [Branch(text[-1])])})[0]
-        assert draft.runner.cache.start(0) == 256
+        assert draft.runner.cache.starts[0] == 256
         check(draft, text, [()], said, SamplingParams(), 0)
         text = [*text, *random_tokens(1, seed=len(text))]
     draft.made.close()
@@ -180,7 +180,7 @@ def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(
         )
         tree.adopt(0, *growing.go_on(2))
     (said,) = tree.expand({0: Asked(growing.text, [Branch(growing.text[-1])])}).values()
-    assert streaming.runner.cache.start(0) == 256
+    assert streaming.runner.cache.starts[0] == 256
     check(streaming, growing.text, [()], said, SamplingParams(), 0)
 
 
@@ -321,7 +321,7 @@ def test_replays_are_eager_steps(
         tree.start(numbered(params, BATCH))
         answers.append(list(_grow(tree, further)))
         cache = draft.runner.cache
-        assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shift(2) > 0)
+        assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shifts[2] > 0)
         if graphs:
             num_graphs = tree.graphs.num_graphs
             assert num_graphs > 0, "nothing was captured"

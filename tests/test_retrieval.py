@@ -188,7 +188,7 @@ def _check_held(
     """The places of a sequence hold the selected chunks [H_kv, K], every one of them once, as a gather would."""
     size, kv = chunks.chunk_size, chunks.blocks(layer)
     for head in range(selected.shape[0]):
-        order = chunks.resident(layer)[sequence, head].tolist()
+        order = chunks.resident[layer, sequence, head].tolist()
         assert sorted(order[:count]) == selected[head].tolist()[:count] and set(order[count:]) <= {-1}
         for kind in range(2):
             held = kv.data[sequence, :, kind, head].flatten(0, 1).unflatten(0, (-1, size))  # [places, size, D]
@@ -218,7 +218,7 @@ def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int, host
         q = q + 0.2 * _random(2, 3, 4, 16, seed=6 + step)  # most of the choice stays
         for layer in range(NUM_LAYERS):
             selected = policy.select(layer, q, available, scale=SCALE)
-            before = chunks.resident(layer).clone()
+            before = chunks.resident[layer].clone()
             fetched = chunks.update(layer, selected, tables[layer])
             new = (selected >= 0) & ~(selected[..., :, None] == before[..., None, :]).any(-1)
             assert torch.equal(fetched, new.sum(-1, dtype=torch.int32))
@@ -237,7 +237,7 @@ def test_sequences_are_updated_one_by_one(host_table: HostTable) -> None:
     q = _random(1, 1, 4, 16, seed=7)
     first, second = (policy.select(1, q, [count], scale=SCALE) for count in (30, 4))
     chunks.update(1, second, table, sequence=1)
-    held = [(chunks.resident(layer)[sequence] >= 0).sum(-1).tolist() for layer, sequence in ((1, 0), (1, 1), (0, 1))]
+    held = [(chunks.resident[layer, sequence] >= 0).sum(-1).tolist() for layer, sequence in ((1, 0), (1, 1), (0, 1))]
     assert held == [[0, 0], [4, 4], [0, 0]]
     chunks.update(1, first, table)
     _check_held(chunks, context, 1, 0, first[0], 12)
@@ -254,13 +254,13 @@ def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again(host_ta
     context[0, :, 0] += 5.0  # and this must not be looked at: it was not cut
     for length in (36 * 8 + 1, 35 * 8 + 1):  # twice without an update in between
         chunks.forget(0, length)
-    assert (chunks.resident(0) >= 0).sum(-1).tolist() == [[7, 7], [12, 12]]
+    assert (chunks.resident[0] >= 0).sum(-1).tolist() == [[7, 7], [12, 12]]
     fetched = chunks.update(0, selected, host_table(context, 0))
     assert fetched.tolist() == [[5, 5], [0, 0]]  # 35 to 39
     chunks.forget(0, 40 * 8)  # nothing that is held reaches so far
-    assert (chunks.resident(0) >= 0).all()
+    assert (chunks.resident[0] >= 0).all()
     chunks.forget(0)
-    assert chunks.resident(0)[0].unique().tolist() == [-1]
+    assert chunks.resident[0, 0].unique().tolist() == [-1]
     fetched = chunks.update(0, selected, host_table(context, 0))
     assert fetched.tolist() == [[12, 12], [0, 0]]
     _check_held(chunks, context, 0, 0, selected[0], 12)

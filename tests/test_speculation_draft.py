@@ -48,7 +48,7 @@ def make_proposer(
 ) -> DraftProposer:
     """A proposer that starts with an empty cache."""
     draft.cache.truncate(sequence, 0)
-    proposer = DraftProposer(draft, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=sequence + 1)
+    proposer = DraftProposer(draft, vocab_size=vocab_size, batch=sequence + 1)
     proposer.start(numbered(params, sequence + 1))
     return proposer
 
@@ -144,7 +144,7 @@ class NanDraft:
     """A draft whose logits of the token at position 12 are NaN the first time."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.cache, self.streamer = runner.cache, runner.streamer
+        self.cache, self.streamer, self.rows = runner.cache, runner.streamer, runner.rows
         self.prefill, self.run_rows = runner.prefill, runner.run_rows
         self.decoder = copy(runner.decoder)
         self.decoder.attend = self._attend
@@ -163,7 +163,7 @@ class NanDraft:
 def test_a_draft_with_nan_says_what_it_can(draft: ModelRunner) -> None:
     draft.cache.truncate(0, 0)
     tokens = random_tokens(10, seed=10)
-    proposer = DraftProposer(NanDraft(draft), vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
+    proposer = DraftProposer(NanDraft(draft), vocab_size=VOCAB_SIZE)
     assert propose(proposer, tokens, 5) == plain_decoding(draft, tokens, 2, PARAMS[0])
     assert propose(proposer, tokens, 5) == plain_decoding(draft, tokens, 5, PARAMS[0])
 
@@ -176,7 +176,7 @@ class InterruptedDraft:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.cache, self.decoder, self.prefill = runner.cache, runner.decoder, runner.prefill
-        self.num_streamed = runner.streamer.num_streamed
+        self.rows, self.num_streamed = runner.rows, runner.streamer.num_streamed
 
     @property
     def streamer(self) -> InterruptedDraft:
@@ -199,7 +199,7 @@ class InterruptedDraft:
 def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> None:
     draft.cache.truncate(0, 0)
     interrupted = InterruptedDraft(draft)
-    proposer = DraftProposer(interrupted, vocab_size=VOCAB_SIZE, draft_vocab_size=VOCAB_SIZE)
+    proposer = DraftProposer(interrupted, vocab_size=VOCAB_SIZE)
     tokens = random_tokens(20, seed=15)
     for countdown in (1, 2, 3, 5, 1, 4):
         tokens = [*tokens[:-6], *random_tokens(9, seed=len(tokens))]

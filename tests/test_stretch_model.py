@@ -176,8 +176,8 @@ def test_widened_angles_are_the_small_models_to_the_last_bit(source_dir, tmp_pat
     positions = torch.cat([torch.arange(0, 131072, 61), torch.tensor([8191, 8192, 131071])]).int()
     host = positions.tolist()
     for prompt_length in (0, 131072):
-        wanted = small.angles(positions, host_positions=host, prompt_length=prompt_length)
-        found = wide.angles(positions, host_positions=host, prompt_length=prompt_length)
+        wanted = small.angles(positions, small.row_frequencies(host, prompt_length))
+        found = wide.angles(positions, wide.row_frequencies(host, prompt_length))
         assert all(torch.equal(wide_[:, ::2], small_) for wide_, small_ in zip(found, wanted, strict=True))
         assert all(angle.dtype == torch.float32 for angle in found)
     assert wide.frequency_set(131072) == wide.frequency_set(8192) == 0

@@ -158,7 +158,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
         beside = run_ahead(runtime, monkeypatch, steps=4)
         said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
         assert [one.tokens for one in said] == expected and sum(beside) > 10
-        assert [cache.start(sequence) for sequence in range(3)] == [256, 0, 512]
+        assert [cache.starts[sequence] for sequence in range(3)] == [256, 0, 512]
         assert all(one.stats.accepted_by_source["draft"] > 2 for one in said)
         assert runtime.generate(prompts[0], **asked).tokens == expected[0]
 

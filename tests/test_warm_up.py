@@ -111,7 +111,7 @@ class Played:
             run(key, step)
 
         def fed(rows: PassRows) -> torch.Tensor:
-            self.fed.add((model.runner.cache.length(0) // BLOCK_TOKENS, rows.shape[1]))
+            self.fed.add((model.runner.cache.length(0) // BLOCK_TOKENS, rows.query.positions.shape[1]))
             return run_rows(rows)
 
         monkeypatch.setattr(model, "start", started)

@@ -55,16 +55,13 @@ def make_proposer(
     if draft is None:
         return NoProposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams = draft.runner, NgramProposer()
-    vocab_size, draft_vocab_size = target.config.vocab_size, draft.config.vocab_size
-    chains = DraftProposer(runner, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
+    chains = DraftProposer(runner, vocab_size=target.config.vocab_size, batch=batch)
     if budget.device.type == "cuda":
         chains.model.warm_up()
     chains.model.recorder = recorder
     if not grows_trees(runner.cache):
         return WithNgrams(chains, ngrams)
-    tree = DraftTree(
-        runner, chains.model.texts, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch
-    )  # fmt: skip
+    tree = DraftTree(runner, chains.model.texts, vocab_size=target.config.vocab_size, batch=batch)
     tree.warm_up()
     tree.recorder = recorder
     worth = StepWorth(free_s)
@@ -98,8 +95,8 @@ def _make_triforce(
         cache = draft.runner.cache
         has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft.runner, vocab_size=config.vocab_size, draft_vocab_size=draft.config.vocab_size, batch=batch,
-            window=window, max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
+            draft.runner, vocab_size=config.vocab_size, batch=batch, window=window,
+            max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
         window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,

@@ -208,7 +208,7 @@ def connect_model(
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
         kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
     )  # fmt: skip
-    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope, device), plan.shape)
+    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.shape)
     return LoadedModel(runner, weights, link_peak_gbps, rope, engine, memory)
 
 

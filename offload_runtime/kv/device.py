@@ -119,7 +119,7 @@ class DeviceKVCache:
         self.observers: list[BlockObserver] = []
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
-        self._data = allocate_blocks(budget, name, dtype, shape)
+        self._data = allocate_zeros(budget, name, dtype, shape)
 
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._data[layer, self._rows])
@@ -186,8 +186,11 @@ class DeviceKVCache:
         pass
 
 
-def allocate_blocks(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Room on the device for keys and values. Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN."""
+def allocate_zeros(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Room on the device for keys and values, and for what is kept about them.
+
+    Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         return budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
@@ -279,6 +282,10 @@ class StreamingDraftCache(DeviceKVCache):
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
         spare_slots: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
+
+    Attributes:
+        starts: Of every sequence, the tokens between the sinks and the recent ones that are not kept.
+        rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
     """
 
     def __init__(
@@ -292,16 +299,8 @@ class StreamingDraftCache(DeviceKVCache):
         )
         self.sink_tokens = sink_tokens
         self._recent_tokens = recent_tokens
-        self._starts = [0] * batch
-        self._rope_shifts = [0] * batch
-
-    def start(self, sequence: int) -> int:
-        """Tokens between the sinks and the recent ones that are not kept."""
-        return self._starts[sequence]
-
-    def rope_shift(self, sequence: int) -> int:
-        """How much further keys are rotated than their indices say."""
-        return self._rope_shifts[sequence]
+        self.starts = [0] * batch
+        self.rope_shifts = [0] * batch
 
     def start_for(self, length: int) -> int:
         """The `start` of a sequence of `length` tokens: 0 as long as it fits."""
@@ -311,22 +310,22 @@ class StreamingDraftCache(DeviceKVCache):
         """Forget the sequence; what comes is its sinks and then its tokens from `start` + `sink_tokens` on."""
         assert start % BLOCK_TOKENS == 0
         self.truncate(sequence, 0)
-        self._starts[sequence], self._rope_shifts[sequence] = start, 0
+        self.starts[sequence], self.rope_shifts[sequence] = start, 0
 
     def move(self, sequence: int, start: int) -> None:
         """Let go of the oldest recent tokens; enqueues copies on the current stream.
 
         The sinks' keys must be written anew before anything is attended to.
         """
-        dropped = start - self._starts[sequence]
+        dropped = start - self.starts[sequence]
         kept = self.length(sequence) - dropped
         assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
         first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
         for data in self._data[:, sequence]:  # [N, 2, H_kv, 256, D] of a layer
             data[:count] = data[first : first + count].clone()  # source and target overlap
         self.truncate(sequence, kept)
-        self._starts[sequence] = start
-        self._rope_shifts[sequence] += dropped
+        self.starts[sequence] = start
+        self.rope_shifts[sequence] += dropped
 
 
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:

@@ -23,7 +23,7 @@ from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.device import (
     BlockObserver,
-    allocate_blocks,
+    allocate_zeros,
     block_bytes,
     block_shape,
     check_capacity,
@@ -86,9 +86,9 @@ class HostKVCache:
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         self.blocks = HostBlocks(streamed, self._block_bytes, batch=batch, most_blocks=most_blocks, locking=locking)
         shape = (len(streamed), batch, self._ring_blocks, *block_shape(config))
-        self._rings = allocate_blocks(budget, f"{name}: open blocks", dtype, shape)
+        self._rings = allocate_zeros(budget, f"{name}: open blocks", dtype, shape)
         shape = (len(resident_layers), batch, most_blocks, *block_shape(config))
-        self._stays = allocate_blocks(budget, f"{name}: resident layers", dtype, shape)
+        self._stays = allocate_zeros(budget, f"{name}: resident layers", dtype, shape)
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
         self._ring = dict(zip(streamed, self._rings, strict=True))
         self._resident = dict(zip(resident_layers, self._stays, strict=True))

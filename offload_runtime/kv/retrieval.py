@@ -19,7 +19,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
-from offload_runtime.kv.device import DeviceKVCache, allocate_blocks, block_shape, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import DeviceKVCache, allocate_zeros, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.memory import DeviceBudget, overwrite
 
@@ -45,6 +45,10 @@ class RetrievedChunks:
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
 
+    Attributes:
+        resident: [L, B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none. After an update the
+            places in use are the first.
+
     Raises:
         OptionError: The budget or the chunk size makes no sense.
         BudgetError: The device memory is not there.
@@ -57,28 +61,21 @@ class RetrievedChunks:
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         shape = (config.num_layers, batch, num_blocks(budget_tokens), *block_shape(config))
-        self._data = allocate_blocks(budget, name, dtype, shape)
+        self._data = allocate_zeros(budget, name, dtype, shape)
         places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
-        table = budget.allocate(f"{name}: places", 4 * torch.Size(places).numel())
-        self._resident = table.view(torch.int32).view(places).fill_(-1)
+        self.resident = allocate_zeros(budget, f"{name}: places", torch.int32, places).fill_(-1)
 
     def borrow_workspace(self, nbytes: int) -> torch.Tensor | None:
         """uint8 [nbytes] of the memory of the chunks, which are forgotten; None when there is less."""
         memory = self._data.view(-1).view(torch.uint8)
         if nbytes > memory.nbytes:
             return None
-        for sequence in range(self._resident.shape[1]):
-            self.forget(sequence)
+        self.forget(slice(None))
         return memory[:nbytes]
 
     def blocks(self, layer: int) -> KVBlocks:
         """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""
         return KVBlocks(self._data[layer])
-
-    def resident(self, layer: int) -> torch.Tensor:
-        """[B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none. After an update the places in
-        use are the first."""
-        return self._resident[layer]
 
     def update(
         self, layer: int, selected: torch.Tensor, source: BlockTable, *, sequence: int = 0,
@@ -100,16 +97,16 @@ class RetrievedChunks:
         the blocks must be complete and stay as they are until it is done.
         """
         rows = slice(sequence, sequence + selected.shape[0])
-        assert rows.stop <= self._resident.shape[1]
+        assert rows.stop <= self.resident.shape[1]
         data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
-        return gather_chunks(selected, self._resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
+        return gather_chunks(selected, self.resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
 
-    def forget(self, sequence: int, length: int = 0) -> None:
+    def forget(self, sequence: int | slice, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
 
-        Until their next update layers that held such a chunk are of no use.
+        Until their next update layers that held such a chunk are of no use. A slice does so to several sequences.
         """
-        resident = self._resident[:, sequence]
+        resident = self.resident[:, sequence]
         kept_chunks = length // self.chunk_size
         resident.masked_fill_(resident >= kept_chunks, -1)
 
@@ -138,13 +135,9 @@ class RetrievalPolicy:
         self._chunk_size = chunk_size
         chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
         shape = (config.num_layers, batch, config.num_kv_heads, chunks)
-        count = torch.Size(shape).numel()
-        codes = budget.allocate("codes of chunks", config.head_dim * count).view(torch.int8)
-        factors = budget.allocate("factors of chunks", FACTOR_BYTES * count).view(torch.float16)
-        self._summaries = [
-            ChunkSummaries(*parts)
-            for parts in zip(codes.view(*shape, config.head_dim), factors.view(*shape, 2), strict=True)
-        ]
+        codes = allocate_zeros(budget, "codes of chunks", torch.int8, (*shape, config.head_dim))
+        factors = allocate_zeros(budget, "factors of chunks", torch.float16, (*shape, 2))
+        self._summaries = list(map(ChunkSummaries, codes, factors))
 
     def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """As of a `BlockObserver`: of every block of a sequence's far context."""
@@ -221,7 +214,6 @@ class RetrievalCache:
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
         self._source, self._config = source, config
-        self._batch = batch
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
         self._refresh = True  # whether the next pass chooses chunks anew
@@ -278,9 +270,8 @@ class RetrievalCache:
 
     def forget(self) -> None:
         """Other sequences begin: what was retrieved is of no use."""
-        for sequence in range(self._batch):
-            self.chunks.forget(sequence)
-        self.recent = [range(0)] * self._batch
+        self.chunks.forget(slice(None))
+        self.recent = [range(0)] * len(self.recent)
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
@@ -293,7 +284,7 @@ class RetrievalCache:
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
                 layer, q, available, scale=scale, rows_used=rows.used, sequence=first,
-                held=self.chunks.resident(layer)[first : first + count], most=self._most_available,
+                held=self.chunks.resident[layer, first : first + count], most=self._most_available,
             )  # fmt: skip
             self.chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.

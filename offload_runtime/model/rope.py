@@ -21,11 +21,12 @@ class RopeTable:
         fixed_length: Always use the frequencies of a sequence of so many tokens, for a cache that never holds more.
 
     Attributes:
+        device: Where the angles are computed.
         scaling: What cosines and sines are multiplied by: the attention scaling.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, *, fixed_length: int | None = None) -> None:
-        self._device = device
+        self.device = device
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
         # Not at the top: transformers takes longer to import than a plan may take.
@@ -51,20 +52,16 @@ class RopeTable:
         """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
         return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
 
-    def angles(
-        self, positions: torch.Tensor, *, host_positions: list[int], prompt_length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for every row.
 
         Args:
             positions: [N] int32, device; negative for padding.
-            host_positions: The same on the host.
-            prompt_length: Length of the sequence a prefill reaches; 0 for a decoding window.
+            inv_freq: [D/2] or [N, D/2] fp32, device: the frequencies of all rows, or those of each.
 
         Returns:
             cos, sin: [N, D/2] fp32, device, multiplied by the attention scaling.
         """
-        inv_freq = self._row_frequencies(host_positions, prompt_length)
         angle = positions.clamp_min(0).float()[:, None] * inv_freq
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
@@ -74,8 +71,13 @@ class RopeTable:
             return 0
         return 1 if self._type == "longrope" else length
 
-    def _row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
-        """[D/2], or [N, D/2] where rows differ."""
+    def row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
+        """Frequencies of rows: [D/2] fp32, device, or [N, D/2] where rows differ.
+
+        Args:
+            host_positions: Of the rows, on the host; negative for padding.
+            prompt_length: Length of the sequence a prefill reaches; 0 for a decoding window.
+        """
         if not self.frequency_set(max(max(host_positions, default=0) + 1, prompt_length)):
             return self._inv_freq
         lengths = [max(position + 1, prompt_length) for position in host_positions]
@@ -83,16 +85,16 @@ class RopeTable:
         length_of_set = dict(zip(sets, lengths, strict=True))
         tables = torch.stack([self.frequencies(length) for length in length_of_set.values()])
         row_of_set = {number: row for row, number in enumerate(length_of_set)}
-        return tables[torch.tensor([row_of_set[number] for number in sets], device=self._device)]
+        return tables[torch.tensor([row_of_set[number] for number in sets], device=self.device)]
 
     def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
         if self._type == "default":  # transformers keeps this one inside each model
             exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
-            return upload(1.0 / (float(self._parameters["rope_theta"]) ** exponents), self._device), 1.0
+            return upload(1.0 / (float(self._parameters["rope_theta"]) ** exponents), self.device), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
-        return upload(inv_freq.float(), self._device), float(scaling)
+        return upload(inv_freq.float(), self.device), float(scaling)
 
 
 class RowFrequencies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -51,14 +51,14 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 class PassRows:
     """Device tensors that describe the B x T rows of a pass; absent rows have position -1.
 
-    `tokens` [B*T] int32; `full` rotates, `plain` is the same without rotation (layers without positions). `present`
-    [N] int32 are the numbers of the rows that are not absent; None: all are there, or only the device knows.
+    `tokens` [B*T] int32; `query` is of shape (B, T); `full` rotates, `plain` is the same without rotation (layers
+    without positions). `present` [N] int32 are the numbers of the rows that are not absent; None: all are there, or
+    only the device knows.
     """
 
     tokens: torch.Tensor
     query: QueryRows
     full: RopeRows
-    plain: RopeRows
     prefill: bool
     present: torch.Tensor | None = None
 
@@ -76,15 +76,13 @@ class PassRows:
             tokens=step.tokens,
             query=QueryRows(step.positions, sequences, max_length, used=step.used),
             full=RopeRows(step.cos, step.sin, flat, flat, step.sequences),
-            plain=RopeRows(None, None, flat, flat, step.sequences),
             prefill=False,
         )
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        batch, num_queries = self.query.positions.shape
-        return batch, num_queries
+    @cached_property
+    def plain(self) -> RopeRows:
+        """The rows without rotation, for layers without positions."""
+        return replace(self.full, cos=None, sin=None)
 
     @property
     def num_rows(self) -> int:
@@ -96,13 +94,11 @@ class RowBuilder:
     """Makes `PassRows` for one model.
 
     Args:
-        rope: The model's rotary table.
-        device: The compute device.
+        rope: The model's rotary table, on the compute device; whoever makes rows in another way rotates by it, too.
     """
 
-    def __init__(self, rope: RopeTable, device: torch.device) -> None:
-        self._rope = rope
-        self._device = device
+    def __init__(self, rope: RopeTable) -> None:
+        self.rope = rope
 
     def build(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int], *,
@@ -133,10 +129,10 @@ class RowBuilder:
             tokens, positions, slots, [s for s in sequences for _ in range(width)], list(sequences), list(committed),
             _ancestors(windows, depths, committed) if tree else array("i"), present,
         ]  # fmt: skip
-        uploaded = unpack(upload(pack(parts), self._device), map(len, parts))
+        uploaded = unpack(upload(pack(parts), self.rope.device), map(len, parts))
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
         rotated = flat_position + rope_shift if rope_shift else flat_position
-        cos, sin = self._rope.angles(rotated, host_positions=positions, prompt_length=prompt_length)
+        cos, sin = self.rope.angles(rotated, self.rope.row_frequencies(positions, prompt_length))
         query = QueryRows(
             positions=flat_position.view(batch, width),
             sequences=sequence,
@@ -149,7 +145,6 @@ class RowBuilder:
             tokens=flat_tokens,
             query=query,
             full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
-            plain=RopeRows(None, None, flat_position, flat_slot, flat_sequence),
             prefill=prompt_length > 0,
             present=own if present else None,
         )

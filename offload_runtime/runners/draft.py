@@ -14,10 +14,9 @@ import torch
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
-from offload_runtime.model import PassRows, RopeTable, RowFrequencies
+from offload_runtime.model import PassRows, RowFrequencies
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.target import ModelRunner, window_pass
@@ -35,42 +34,39 @@ class DraftModel:
         runner: Of the small model. If its cache is a `StreamingDraftCache`, its `RowBuilder` needs a
             `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
-        draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
 
     Attributes:
         frequencies: By which every sequence's rows are rotated.
+        texts: What the cache holds of every sequence. Whoever takes steps brings it up to all of the tokens but those
+            that a first step feeds itself, and tells it afterwards of which tokens the steps have written the keys.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
+        self, runner: ModelRunner, *, vocab_size: int, batch: int = 1, window: DeviceWindow | None = None,
+        max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
         self.runner, self._batch = runner, batch
         cache = runner.cache
-        self._streaming = cache if isinstance(cache, StreamingDraftCache) else None
         self.choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
-        self._last_token = draft_vocab_size - 1
         self._device = device = cache.store(0).data.device
         self._sampling = SlotSampling(batch, device)
         self.window = window or DeviceWindow(device, batch=batch)
-        fixed_length = None if self._streaming is None else self._streaming.capacity_tokens
-        rope = RopeTable(runner.decoder.config, device, fixed_length=fixed_length)
-        self.texts = DraftKVState(runner, rope, last_token=self._last_token, batch=batch)
+        self.texts = DraftKVState(runner, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
-        self.frequencies = RowFrequencies(rope, batch)
-        self._rotation = StepRotation(self.frequencies.tensor, rope.scaling)
+        self.frequencies = RowFrequencies(runner.rows.rope, batch)
+        self._rotation = StepRotation(self.frequencies.tensor, runner.rows.rope.scaling)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
-        self._place_host = [[0, 0]] * batch
+        self._place_host = [(0, 0)] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def warm_up(self) -> None:
@@ -101,16 +97,16 @@ class DraftModel:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self.forget()
         inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
-        self.catch_up(0, [0] * inputs)
+        self.texts.catch_up(0, [0] * inputs)
         for power in range(CATCH_UP_TOKENS.bit_length()):
             inputs += 1 << power
             if inputs <= self._capacity_tokens:
-                self.catch_up(0, [0] * inputs)
+                self.texts.catch_up(0, [0] * inputs)
 
     def forget(self) -> None:
         """Empty the cache."""
         for sequence in range(self._batch):
-            self.catch_up(sequence, [])
+            self.texts.catch_up(sequence, [])
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         """From now on sequence i chooses its tokens as `slots[i]` says."""
@@ -134,14 +130,14 @@ class DraftModel:
         if not asked:
             return proposals
         for sequence in asked:
-            self.catch_up(sequence, texts[sequence])
+            self.texts.catch_up(sequence, texts[sequence])
         self.window.upload({sequence: _inputs(texts[sequence], count) for sequence, count in asked.items()})
         self.steps(max(asked.values()), longest={sequence: len(texts[sequence]) for sequence in asked})
         outputs = self.window.read()  # the only wait for the device
         for sequence, count in asked.items():
             tokens = texts[sequence]
             guesses = outputs[sequence].between(len(tokens), len(tokens) + count)
-            self.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
+            self.texts.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
             bad = next((index for index, token in enumerate(guesses) if token < 0), count)
             proposals[sequence] = guesses[:bad]  # a draft with NaN logits has nothing to say
         return proposals
@@ -149,15 +145,7 @@ class DraftModel:
     def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
         if self.room(len(tokens)) > 0:
-            self.catch_up(sequence, tokens)
-
-    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Bring the cache to all of `tokens` but those that a first step feeds itself."""
-        self.texts.catch_up(sequence, tokens)
-
-    def learned(self, sequence: int, newest: Sequence[int]) -> None:
-        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
-        self.texts.learned(sequence, newest)
+            self.texts.catch_up(sequence, tokens)
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
@@ -173,19 +161,21 @@ class DraftModel:
         cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.start(sequence)
+            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.starts[sequence]
             for sequence, end in longest.items()
         }
-        assert count > 0 and max(lengths.values()) <= self._max_tokens_with_draft
+        reach = max(lengths.values())
+        assert count > 0 and reach <= self._max_tokens_with_draft
+        if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
+            reach = graph_reach(reach, self._max_tokens_with_draft)
         for sequence, length in lengths.items():
             self.frequencies.set(sequence, length)
-        self._set_places(longest)
+        self._set_places()
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
         if self.choosing is not None:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        reach = self._reach(max(lengths.values()))
         recorder = self.recorder
         with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
             for step in range(count):
@@ -202,8 +192,8 @@ class DraftModel:
         window, num_rows = self.window, self.window.num_rows
         cursor, count = (window.end, REWRITTEN_TOKENS) if first else (self._cursor[:num_rows], 1)
         step = window.rows(
-            cursor, count, self._rotation, offset=-count, last_token=self._last_token,
-            place=None if self._streaming is None else self._place,
+            cursor, count, self._rotation, offset=-count, last_token=self.texts.last_token,
+            place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
         sequences = self._sequences[:num_rows]
         rows = PassRows.of_step(step, sequences, max_length=reach)
@@ -214,17 +204,9 @@ class DraftModel:
         token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])
 
-    def _reach(self, length: int) -> int:
-        """Keys that attention looks at."""
-        return graph_reach(length, self._max_tokens_with_draft) if self._device.type == "cuda" else length
-
-    def _set_places(self, sequences: Mapping[int, int]) -> None:
-        """Tell the device where a streaming cache stands."""
-        if self._streaming is None:
-            return
-        places = list(self._place_host)
-        for sequence in sequences:
-            places[sequence] = [self.texts.start(sequence), self.texts.rope_shift(sequence)]
+    def _set_places(self) -> None:
+        """Tell the device where a streaming cache stands; any other one stays where it has been all the time."""
+        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
         if places != self._place_host:
             overwrite(self._place, torch.tensor(places, dtype=torch.int32))
             self._place_host = places

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.model import RopeTable, RowBuilder, Window
+from offload_runtime.model import Window
 from offload_runtime.runners.target import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
@@ -25,35 +25,32 @@ class DraftKVState:
 
     Args:
         runner: Of the small model.
-        rope: Its rotary table; of a `StreamingDraftCache` for `fixed_length=cache.capacity_tokens`.
-        last_token: Of the draft's vocabulary.
         batch: Sequences.
+
+    Attributes:
+        streaming: The cache, where it lets go of tokens; None where it keeps all of them.
+        starts: Of every sequence, the tokens that a streaming cache has let go of, so that indices in it are so much
+            smaller than positions.
+        rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
+        last_token: The largest token of the draft's vocabulary, which the target's padded one may go beyond.
     """
 
-    def __init__(self, runner: ModelRunner, rope: RopeTable, *, last_token: int, batch: int) -> None:
+    def __init__(self, runner: ModelRunner, *, batch: int) -> None:
         self._runner = runner
-        self._streaming = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
-        self._last_token = last_token
-        self.rope = rope
-        self._rows = RowBuilder(rope, runner.cache.store(0).data.device)
+        self.streaming = cache = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
+        self.starts: Sequence[int] = [0] * batch if cache is None else cache.starts
+        self.rope_shifts: Sequence[int] = [0] * batch if cache is None else cache.rope_shifts
+        self.last_token = runner.decoder.config.vocab_size - 1
         # The leading tokens whose keys the cache holds, or held before it let go of them.
         self._cached: list[list[int]] = [[] for _ in range(batch)]
 
-    def start(self, sequence: int) -> int:
-        """Tokens that a streaming cache has let go of, so that indices in it are so much smaller than positions."""
-        return 0 if self._streaming is None else self._streaming.start(sequence)
-
     def start_for(self, length: int) -> int:
-        """The same of a text of `length` tokens."""
-        return 0 if self._streaming is None else self._streaming.start_for(length)
+        """What a streaming cache has let go of once a text has `length` tokens."""
+        return 0 if self.streaming is None else self.streaming.start_for(length)
 
     def num_kept(self, length: int) -> int:
         """Tokens that the cache keeps of a text of `length`."""
         return length - self.start_for(length)
-
-    def rope_shift(self, sequence: int) -> int:
-        """How much further keys are rotated than their indices say."""
-        return 0 if self._streaming is None else self._streaming.rope_shift(sequence)
 
     @torch.inference_mode()
     def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -70,8 +67,8 @@ class DraftKVState:
         """
         kept = _common_prefix(self._cached[sequence], tokens[:-1])
         target = max(kept, len(tokens) - 1 - most)
-        if self._streaming is not None and (start := self.start_for(len(tokens))):
-            target = max(target, start + self._streaming.sink_tokens)  # sinks are fed when they move, and never again
+        if self.streaming is not None and (start := self.start_for(len(tokens))):
+            target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
         self._bring(sequence, tokens, kept, target)
         return tokens[target:]
 
@@ -93,8 +90,8 @@ class DraftKVState:
         if self._must_begin_anew(sequence, len(tokens), kept):
             self._begin_anew(sequence, tokens[:target], self.start_for(len(tokens)))
         else:
-            if self.start_for(len(tokens)) > self.start(sequence):
-                self._let_go(sequence, cached, self.start_for(len(tokens)))
+            if (start := self.start_for(len(tokens))) > self.starts[sequence]:
+                self._let_go(sequence, cached, start)
             self._set_length(sequence, kept)
             self._cached[sequence] = cached
             self._feed(sequence, tokens[kept:target])
@@ -106,13 +103,9 @@ class DraftKVState:
         self._set_length(sequence, len(self._cached[sequence]) + len(newest))
         self._cached[sequence] += newest
 
-    def _begin_pass(self, sequence: int, count: int) -> None:
-        """Announce a pass that is no prefill and puts `count` tokens behind the cache's own."""
-        self._runner.cache.begin_window([sequence], [count])
-
     def _set_length(self, sequence: int, length: int) -> None:
         """Let the cache hold the sequence's first `length` tokens, whose keys have been written."""
-        cache, length = self._runner.cache, length - self.start(sequence)
+        cache, length = self._runner.cache, length - self.starts[sequence]
         if length < cache.length(sequence):
             cache.truncate(sequence, length)
         else:
@@ -120,32 +113,30 @@ class DraftKVState:
 
     def _must_begin_anew(self, sequence: int, length: int, kept: int) -> bool:
         """Whether a streaming cache has let go of what it should hold, or would be fed too much at a time."""
-        cache = self._streaming
-        if cache is None:
-            return False
-        start = cache.start_for(length)
-        if start < cache.start(sequence) or (start and kept < start + cache.sink_tokens):
-            return True
+        start = self.start_for(length)
+        if self.streaming is None or not start:
+            return start < self.starts[sequence]
         # A prompt is rotated by its indices.
-        return start > 0 and length - kept > CATCH_UP_TOKENS
+        fed_at_once = length - kept > CATCH_UP_TOKENS
+        return start < self.starts[sequence] or kept < start + self.streaming.sink_tokens or fed_at_once
 
     def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Prefill what a streaming cache keeps of `tokens`, and nothing else."""
-        assert self._streaming is not None
-        self._streaming.reset(sequence, start)
-        kept = kept_positions(len(tokens), start, self._streaming.sink_tokens)
+        assert self.streaming is not None
+        self.streaming.reset(sequence, start)
+        kept = kept_positions(len(tokens), start, self.streaming.sink_tokens)
         if kept:
             self._runner.prefill(sequence, self._clamped([tokens[position] for position in kept]))
 
     def _let_go(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Move a streaming cache on, and compute its sinks where they now belong."""
-        cache = self._streaming
+        cache = self.streaming
         assert cache is not None
         self._set_length(sequence, len(tokens))
         cache.move(sequence, start)
         sinks = Window(tuple(self._clamped(tokens[: cache.sink_tokens])))
-        self._begin_pass(sequence, 0)  # over what is in the cache already
-        rows = self._rows.build([sinks], [0], [sequence], rope_shift=cache.rope_shift(sequence))
+        cache.begin_window([sequence], [0])  # over what is in the cache already
+        rows = self._runner.rows.build([sinks], [0], [sequence], rope_shift=cache.rope_shifts[sequence])
         self._runner.run_rows(rows)
 
     def _feed(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -154,15 +145,15 @@ class DraftKVState:
         if len(new) > CATCH_UP_TOKENS:
             self._runner.prefill(sequence, new)
         elif new:
-            self._begin_pass(sequence, len(new))
-            committed, shift = cache.length(sequence), self.rope_shift(sequence)
-            rows = self._rows.build([Window(tuple(new))], [committed], [sequence], rope_shift=shift)
+            cache.begin_window([sequence], [len(new)])
+            committed, shift = cache.length(sequence), self.rope_shifts[sequence]
+            rows = self._runner.rows.build([Window(tuple(new))], [committed], [sequence], rope_shift=shift)
             self._runner.run_rows(rows)
             cache.commit(sequence, len(new))
 
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""
-        return [min(token, self._last_token) for token in tokens]
+        return [min(token, self.last_token) for token in tokens]
 
 
 def _common_prefix(left: list[int], right: Sequence[int]) -> int:

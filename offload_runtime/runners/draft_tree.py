@@ -81,7 +81,7 @@ class Children:
 class StepLine:
     """The rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
 
-    Positions, slots and `committed` are the cache's: the text's less `start`. Keys are rotated `rope_shift` further.
+    Positions, slots and `committed` are the cache's: the text's less what a streaming cache has let go of.
     """
 
     sequence: int
@@ -91,8 +91,6 @@ class StepLine:
     paths: list[list[int]]
     fed: int
     committed: int
-    start: int
-    rope_shift: int
 
 
 def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]:
@@ -111,26 +109,24 @@ class DraftTree:
             has spare slots.
         texts: What the cache holds, shared with whoever else drafts with it.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
-        draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences.
         graphs: False runs every step launch by launch on CUDA too.
         fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
     """
 
     def __init__(
-        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, draft_vocab_size: int, batch: int = 1,
-        graphs: bool = True, fixed_shapes: bool | None = None,
+        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, batch: int = 1, graphs: bool = True,
+        fixed_shapes: bool | None = None,
     ) -> None:  # fmt: skip
         cache = runner.cache
         assert grows_trees(cache)
         self._runner, self._cache, self.texts = runner, cache, texts
-        self._streams = isinstance(cache, StreamingDraftCache)
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
-        self._vocab_size, self._last_token = vocab_size, draft_vocab_size - 1
-        self._children = min(CHILDREN, vocab_size, draft_vocab_size)
+        draft_vocab_size = runner.decoder.config.vocab_size
+        self._vocab_size, self._children = vocab_size, min(CHILDREN, vocab_size, draft_vocab_size)
         self._device = device = cache.store(0).data.device
         self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
-        self._rope = texts.rope
+        self._rope = runner.rows.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self.graphs = StepGraphs(device if captured else torch.device("cpu"))
         self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
@@ -141,16 +137,14 @@ class DraftTree:
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._inputs_read = torch.cuda.Event() if device.type == "cuda" else None
-        self._outputs = torch.zeros(
-            rows + MOST_SPINE * batch, 2 * self._children, dtype=torch.int32, device=device
-        )  # fmt: skip
+        outputs = rows + MOST_SPINE * batch
+        self._outputs = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, device=device)
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(self._rope, rows)
 
     def room(self, length: int) -> int:
         """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
-        capacity: int = self._cache.capacity_tokens
-        return capacity - self.texts.num_kept(length)
+        return self._cache.capacity_tokens - self.texts.num_kept(length)
 
     @property
     def num_slots(self) -> int:
@@ -185,7 +179,7 @@ class DraftTree:
             return
         self._cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         count, spines = self._batch, [self._cache.spare_slots[:1]] * self._batch
-        nothing = [StepLine(s, [], [], [], [], fed=0, committed=0, start=0, rope_shift=0) for s in range(count)]
+        nothing = [StepLine(s, [], [], [], [], fed=0, committed=0) for s in range(count)]
         steps = [
             (make, shape)
             for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._cache.capacity_tokens)
@@ -238,7 +232,7 @@ class DraftTree:
             if line.fed:
                 self.texts.learned(line.sequence, asked[line.sequence].text[-line.fed :])
             # The last of the known tokens is the root where that is asked about.
-            first = number * shape.rows + line.fed - (1 if line.fed else 0)
+            first = number * shape.rows + max(0, line.fed - 1)
             last = number * shape.rows + len(line.tokens)
             rows = [*range(first, last), *range(num_rows + number, len(tokens), shape.batch)]
             answers[line.sequence] = [_children(tokens[row], scores[row]) for row in rows]
@@ -255,19 +249,16 @@ class DraftTree:
         branches = branches[: (min(width, NARROW_ROWS) if asked.spine else width) - len(fed)]
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
-        start = self.texts.start(sequence)
-        end = len(text) - start
+        end = len(text) - self.texts.starts[sequence]
         places = list(range(end - len(fed), end))
         return StepLine(
             sequence,
-            tokens=[min(token, self._last_token) for token in (*fed, *(branch.token for branch in branches))],
+            tokens=[min(token, self.texts.last_token) for token in (*fed, *(branch.token for branch in branches))],
             positions=[*places, *(end - 1 + len(path) for path in slots)],
             slots=[*places, *(path[-1] for path in slots)],
             paths=[*([] for _ in places), *slots],
             fed=len(fed),
             committed=end,
-            start=start,
-            rope_shift=self.texts.rope_shift(sequence),
         )
 
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> StepShape:
@@ -299,7 +290,8 @@ class DraftTree:
             owners[first : first + shape.rows] = line.sequence
             for row, path in enumerate(line.paths, first):
                 paths[row, : len(path)] = path
-            values = (line.sequence, line.committed, line.start, line.rope_shift, max(first, last - 1))
+            start, rope_shift = self.texts.starts[line.sequence], self.texts.rope_shifts[line.sequence]
+            values = (line.sequence, line.committed, start, rope_shift, max(first, last - 1))
             for part, value in zip(of_lines, values, strict=True):
                 part[number] = value
             spine_slots[: len(spine), number] = spine
@@ -336,7 +328,7 @@ class DraftTree:
         place, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
         positions[live], slots[live] = place, slot
-        tokens[live] = answer[:, 0].clamp(0, self._last_token)
+        tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
         ancestors.view(num_rows, shape.depth)[live, (place - committed).long()] = slot
         self._pass(shape)
         self._choose(shape, live, answer)
@@ -348,17 +340,13 @@ class DraftTree:
         """Feed the rows; their logits are in `_logits` then."""
         batch, num_rows = shape.batch, shape.batch * shape.rows
         tokens, positions, slots, owners, sequences, committed, _, shifts, _, ancestors, _, _ = self._parts(shape)
-        turned = positions + shifts.repeat_interleave(shape.rows) if self._streams else positions
-        angle = turned.clamp_min(0).float()[:, None] * self._frequencies.tensor[:num_rows]
-        cos, sin = angle.cos() * self._rope.scaling, angle.sin() * self._rope.scaling
+        turned = positions + shifts.repeat_interleave(shape.rows) if self.texts.streaming else positions
+        cos, sin = self._rope.angles(turned, self._frequencies.tensor[:num_rows])
         query = QueryRows(
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
             ancestors=ancestors.view(batch, shape.rows, shape.depth), min_committed=shape.committed,
         )  # fmt: skip
-        rows = PassRows(
-            tokens, query, RopeRows(cos, sin, positions, slots, owners), RopeRows(None, None, positions, slots, owners),
-            prefill=False,
-        )  # fmt: skip
+        rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners), prefill=False)
         runner = self._runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
         self._logits[:num_rows].copy_(logits)
@@ -367,7 +355,7 @@ class DraftTree:
         """Write the best children of some rows."""
         parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
-        if self._streams:
+        if self.texts.streaming:
             ahead = ahead + parts[6].repeat_interleave(shape.rows)
         ahead, owners = ahead[rows], owners[rows]
         scores = perturbed_logits(self._logits[rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]

@@ -60,10 +60,8 @@ class StepGraphs:
         self._most_graphs = most_graphs
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._eager = False
-        if self._on_cuda:
-            self._pool = torch.cuda.graph_pool_handle()
+        self._replays = device.type == "cuda"
+        if self._replays:
             self._stream = torch.cuda.Stream(device)
 
     @property
@@ -78,7 +76,7 @@ class StepGraphs:
             key: Equal keys mean the same launches with the same arguments.
             step: Enqueues the work; must not depend on anything but `key` and the contents of device memory.
         """
-        if not self._on_cuda or self._eager:
+        if not self._replays:
             step()
         elif key not in self._graphs:
             step()
@@ -88,28 +86,23 @@ class StepGraphs:
             self._keep(key, graph)
             graph.replay()
 
-    def capture(self, key: Hashable, step: Callable[[], None]) -> bool:
+    def capture(self, key: Hashable, step: Callable[[], None]) -> None:
         """Have the graph of a step that needs no first run, as others have used all of its kernels. Runs nothing.
 
-        Arguments as of `run`.
-
-        Returns:
-            Whether it was not there yet; on the CPU there never is anything to do.
+        Arguments as of `run`. Where the graph is there already, and on the CPU, there is nothing to do.
         """
-        if not self._on_cuda or self._eager or self._graphs.get(key) is not None:
-            return False
-        self._graphs.pop(key, None)
-        self._keep(key, self._captured(step))
-        return True
+        if self._replays and self._graphs.get(key) is None:
+            self._graphs.pop(key, None)
+            self._keep(key, self._captured(step))
 
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Meanwhile every run is an ordinary one, and nothing is kept: what is played once needs no graph."""
-        self._eager = True
+        before, self._replays = self._replays, False
         try:
             yield
         finally:
-            self._eager = False
+            self._replays = before
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph

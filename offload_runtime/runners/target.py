@@ -110,7 +110,7 @@ class ModelRunner:
         self.cache = cache
         self.shape = shape
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the passes sets it
-        self._rows = rows
+        self.rows = rows
 
     @torch.inference_mode()
     def prefill(
@@ -135,7 +135,7 @@ class ModelRunner:
         start = self.cache.length(sequence)
         step = self.shape.prefill_chunk_tokens
         pieces = [
-            self._rows.build(
+            self.rows.build(
                 [Window(tuple(tokens[offset : offset + step]))], [start + offset], [0],
                 prompt_length=start + len(tokens),
             )
@@ -170,7 +170,7 @@ class ModelRunner:
         lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
         committed = [self.cache.length(sequence) for sequence in sequences]
-        logits = self.run_rows(self._rows.build(windows, committed, sequences))
+        logits = self.run_rows(self.rows.build(windows, committed, sequences))
         if self.recorder is not None:
             self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
         return logits

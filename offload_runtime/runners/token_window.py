@@ -71,33 +71,28 @@ class DeviceWindow:
         device: The compute device.
         capacity: Most tokens of a sequence, known and proposed.
         batch: Most sequences.
+
+    Attributes:
+        device: Where it is.
+        num_rows: Sequences 0 to num_rows - 1 take part in steps.
+        end: [num_rows] int32, strided: how many tokens of each sequence are known.
+        inputs: As of the last upload.
     """
 
     def __init__(self, device: torch.device, capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> None:
         assert capacity > 0 and batch > 0
         self.capacity = capacity
-        self.num_rows = 1  # sequences 0 to num_rows - 1 take part in steps
-        self.inputs: Mapping[int, WindowInput] = {}  # as of the last upload
+        self.inputs: Mapping[int, WindowInput] = {}
         self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self._state.device
-
-    @property
-    def end(self) -> torch.Tensor:
-        """[num_rows] int32, strided: how many tokens of each sequence are known."""
-        return self._rows[:, 0]
-
-    @property
-    def _rows(self) -> torch.Tensor:
-        return self._state[: self.num_rows]
+        self.device = self._state.device
+        self.use(1)
 
     def use(self, num_rows: int) -> None:
         """Let the first `num_rows` sequences take part in steps; the window must be uploaded before the next one."""
         assert 0 < num_rows <= len(self._state)
         self.num_rows = num_rows
+        self._rows = self._state[:num_rows]
+        self.end = self._rows[:, 0]
 
     def upload(self, inputs: Mapping[int, WindowInput]) -> None:
         """Begin anew with the last known tokens of some sequences, on the current stream; never waits.

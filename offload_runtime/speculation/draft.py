@@ -433,14 +433,13 @@ class DraftProposer(Proposer):
     Args:
         draft: Runner of the small model; the rows of its cache are the target's sequences.
         vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
-        draft_vocab_size: Rows of the draft's embedding.
         batch: Sequences.
     """
 
     name = "draft"
 
-    def __init__(self, draft: ModelRunner, *, vocab_size: int, draft_vocab_size: int, batch: int = 1) -> None:
-        self.model = DraftModel(draft, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, batch=batch)
+    def __init__(self, draft: ModelRunner, *, vocab_size: int, batch: int = 1) -> None:
+        self.model = DraftModel(draft, vocab_size=vocab_size, batch=batch)
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self.model.room, texts)

@@ -72,7 +72,7 @@ class TriForceProposer(Proposer):
         refresh = self.verifier.begin(lengths, reach)
         for request in requests:
             if self._draft is not None and request.slot in inputs:
-                self._draft.catch_up(request.slot, request.tokens)
+                self._draft.texts.catch_up(request.slot, request.tokens)
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
         proposals = []
@@ -131,7 +131,7 @@ class TriForceProposer(Proposer):
     def _proposals(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> list[int]:
         """What was agreed on for a sequence, of which the draft takes note."""
         if self._draft is not None:
-            self._draft.learned(sequence, outputs.between(inputs.base, inputs.base + outputs.end - inputs.end))
+            self._draft.texts.learned(sequence, outputs.between(inputs.base, inputs.base + outputs.end - inputs.end))
         proposals = outputs.between(inputs.end, inputs.stop)
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
         return proposals[:bad]  # a level with NaN logits has nothing to say

@@ -141,7 +141,7 @@ def make_runner(
         kv_slots=kv_slots,
     )
     shared = layout.shared.views(weights.block(None).to(device))
-    rows = RowBuilder(RopeTable(config, device), device)
+    rows = RowBuilder(RopeTable(config, device))
     runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, shape)
     return Assembled(runner, engine, weights, tuple(rings), writeback)
 

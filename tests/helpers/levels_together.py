@@ -105,5 +105,5 @@ def stored(runtime: Runtime, sequence: int) -> list[torch.Tensor]:
             draft.runner.cache.store(layer).data[sequence] for layer in range(draft.runner.decoder.config.num_layers)
         ]
     for layer in layers:
-        found += [chunks.blocks(layer).data[sequence], chunks.resident(layer)[sequence]]
+        found += [chunks.blocks(layer).data[sequence], chunks.resident[layer, sequence]]
     return [tensor.clone() for tensor in found]

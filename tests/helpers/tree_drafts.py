@@ -38,9 +38,9 @@ class TreeDraft:
         """Chains and trees that know nothing yet."""
         for sequence in range(BATCH):
             self.runner.cache.truncate(sequence, 0)
-        chains = DraftProposer(self.runner, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH)
+        chains = DraftProposer(self.runner, vocab_size=vocab_size, batch=BATCH)
         tree = DraftTree(
-            self.runner, chains.model.texts, vocab_size=vocab_size, draft_vocab_size=VOCAB_SIZE, batch=BATCH,
+            self.runner, chains.model.texts, vocab_size=vocab_size, batch=BATCH,
             graphs=graphs, fixed_shapes=fixed_shapes,
         )  # fmt: skip
         return chains, tree
@@ -75,7 +75,7 @@ def make_tree_draft(
             config, dtype, sink_tokens=kept[0], recent_tokens=kept[1], window_tokens=tree_nodes + 1, **options
         )
         rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
-    rows = RowBuilder(rope, device)
+    rows = RowBuilder(rope)
     return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, SHAPE))
 
 
@@ -89,7 +89,7 @@ def scores_by_the_book(
     """
     place, cache, seen = torch.tensor([len(text)]), draft.runner.cache, list(text)
     if isinstance(cache, StreamingDraftCache):
-        seen = [text[position] for position in kept_positions(len(text), cache.start(sequence), cache.sink_tokens)]
+        seen = [text[position] for position in kept_positions(len(text), cache.starts[sequence], cache.sink_tokens)]
     logits = all_logits(draft.hf_model, seen)[-1:]
     return perturbed_logits(logits, params, place, torch.full_like(place, sequence))[0]
 

@@ -291,7 +291,7 @@ class Session:
         verifier.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
         if draft is not None:
             for sequence, known in enumerate(start):
-                draft.catch_up(sequence, known)
+                draft.texts.catch_up(sequence, known)
         window.upload(_known(start, gamma, beyond=guesses))
         times_ms = []
         for number in range(max(1, gamma // (guesses + 1))):
@@ -308,7 +308,7 @@ class Session:
         assert window is not None and draft is not None and gamma > 0, "a chain"
         for _ in range(_TIMED_STEPS + _UNTIMED):
             for sequence, known in enumerate(start):
-                draft.catch_up(sequence, known)
+                draft.texts.catch_up(sequence, known)
             window.upload(_known(start, gamma))
             times_ms.append(self._timed_ms(partial(draft.steps, gamma, longest=_lengths(start))) / gamma)
         return percentiles(times_ms[_UNTIMED:]).median
