@@ -45,20 +45,12 @@ class Proposal:
             paths: The most promising first; no more of them are asked for than are needed.
             count: Most nodes; a path is cut where they run out.
         """
-        nodes: dict[tuple[int, int], int] = {}  # by parent and token
-        sources: list[str] = []
+        tree = cls()
         for tokens, source in paths if count > 0 else ():
-            parent = -1
-            for token in tokens:
-                if (parent, token) not in nodes:
-                    if len(nodes) >= count:
-                        break
-                    nodes[parent, token] = len(nodes)
-                    sources.append(source)
-                parent = nodes[parent, token]
-            if len(nodes) >= count:
+            tree = tree.joined(cls.chain(tokens, source), count)
+            if len(tree) >= count:
                 break
-        return cls(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
+        return tree
 
     def joined(self, other: Proposal, count: int) -> Proposal:
         """These nodes, and behind them those of another one that are not among them, up to `count` in all."""
