@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from heapq import heappush, heappushpop
+from heapq import heappushpop
 from math import inf
 from operator import neg
 
@@ -71,26 +71,6 @@ class GrownTree:
             paths[node] = path
             branches.append(Branch(tree.token(node), path))
         return Asked(self.text, branches, spine)
-
-
-class LeastOfBest:
-    """The least of the `count` largest numbers so far: what a candidate has to exceed to be among the best."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._best: list[float] = []
-
-    def add(self, number: float) -> None:
-        """One more."""
-        if len(self._best) < self._count:
-            heappush(self._best, number)
-        else:
-            heappushpop(self._best, number)
-
-    @property
-    def value(self) -> float:
-        """-inf as long as there are fewer."""
-        return self._best[0] if len(self._best) == self._count else -inf
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
@@ -278,15 +258,16 @@ class TreeDraftProposer(Proposer):
     def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
         cost-aware requests only as long as what a step may add is worth the time."""
-        least: dict[int, LeastOfBest] = {}
+        # By sequence a heap of the largest log-probabilities, as many as its window holds: what is to be among them has
+        # to exceed the first one, which is -inf as long as there are fewer.
+        best: dict[int, list[float]] = {}
         for one in grown:
-            best = least[one.request.slot] = LeastOfBest(one.request.most_nodes)
-            for node in one.window()[1]:
-                best.add(one.tree.log_probability(node))
+            found = [one.tree.log_probability(node) for node in one.window()[1]]
+            best[one.request.slot] = [-inf] * (one.request.most_nodes - len(found)) + sorted(found)
         guessed = True
         while True:
             started_s = time.perf_counter()
-            bars = {sequence: best.value for sequence, best in least.items()}
+            bars = {sequence: window[0] for sequence, window in best.items()}
             if guessed:
                 bars = {sequence: max(bar, self._expected_bar(sequence)) for sequence, bar in bars.items()}
             # Children are less probable than their parent.
@@ -294,7 +275,7 @@ class TreeDraftProposer(Proposer):
             spine = self._spine(asked, bars, lambda gamma: gamma - 1)
             # All its children together are at most as probable as a node, and each new one drives out another.
             gain = sum(
-                chance - math.exp(least[sequence].value)
+                chance - math.exp(best[sequence][0])
                 for sequence, nodes in asked.items() for chance in self._chances(sequence, nodes, spine)
             )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
@@ -309,10 +290,10 @@ class TreeDraftProposer(Proposer):
                 continue
             for sequence, found in self._expand(asked, spine).items():
                 for log_probability in found:
-                    least[sequence].add(log_probability)
+                    heappushpop(best[sequence], log_probability)
             # All that delays the pass: choosing what to ask and noting the answers, too.
             self._worth.stepped(time.perf_counter() - started_s, 1 + spine)
-        self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
+        self._bars |= {sequence: window[0] for sequence, window in best.items() if window[0] > -inf}
 
     def _promising(
         self, grown: Sequence[GrownTree], bars: Mapping[int, float], deepest: Callable[[int], int]
