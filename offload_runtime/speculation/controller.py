@@ -10,8 +10,10 @@ lost, one to proposals that are not worth it, one to finding out about others th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from offload_runtime.config import SamplingParams
@@ -123,8 +125,8 @@ class AcceptanceModel:
             size: Proposals asked for; what was not proposed counts as rejected.
             windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
         """
-        self._decay(1 - 1 / _MEMORY)
-        self.steps += 1
+        self.decay(_MEMORY)
+        self.steps, self._curve = self.steps + 1, None
         for path in windows:
             tried = min(size, len(path) + 1) if self._in_a_row else size
             for step, (low, high) in enumerate(pairwise(SIZES[: _index(size) + 1])):
@@ -132,15 +134,12 @@ class AcceptanceModel:
             for node in path:
                 self._hits[_index(node)] += 1 / len(windows)
 
-    def rest(self) -> None:
-        """A step of another mode was played: what is known becomes old."""
+    def decay(self, memory: int) -> None:
+        """A step was played, of this mode or of another one: what was known of so many becomes old."""
         if self.steps:
-            self._decay(1 - 1 / _IDLE_MEMORY)
-
-    def _decay(self, kept: float) -> None:
-        self._curve = None
-        self.steps *= kept
-        self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
+            kept, self._curve = 1 - 1 / memory, None
+            self.steps *= kept
+            self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
 
     @property
     def first_rate(self) -> float:
@@ -181,35 +180,32 @@ class LatencyModel:
         cost: Times to expect; without figures of the machine only their proportions count.
         sure: Whether it comes from such figures, so that plain decoding need not be played to hold others against it.
         before: Of other contexts, whose ratios count until there are own ones.
+
+    Attributes:
+        doubted: What is to be timed again.
     """
 
     def __init__(self, cost: Callable[[Choice], float], *, sure: bool, before: LatencyModel | None = None) -> None:
-        self._cost, self._sure, self._before = cost, sure, before
-        self._expected: dict[Choice, float] = {}  # by the cost function
+        self._expect, self._sure, self._before = cache(cost), sure, before
         self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
-        self._doubted: Choice | None = None
+        self.doubted: Choice | None = None
         self._curves: dict[str, list[float]] = {}
 
     def observe(self, choice: Choice, seconds: float) -> None:
         """A step took so long."""
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
-        suspicious, doubted = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self._doubted
-        self._doubted = None
+        suspicious, doubted = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.doubted
+        self.doubted = None
         if suspicious and count >= _ENOUGH:
             seconds = _SUSPICIOUS * usual_s
         elif suspicious and doubted != choice:
-            self._doubted = choice
+            self.doubted = choice
             return
         count = min(count + 1, _TIMES)
         self._ratios[choice] = ratio + (seconds / self._expect(choice) - ratio) / count, count
         if choice == PLAIN:
             self._curves.clear()
         self._curves.pop(choice.mode, None)
-
-    @property
-    def doubted(self) -> Choice | None:
-        """What is to be timed again."""
-        return self._doubted
 
     @property
     def knows_plain(self) -> bool:
@@ -249,11 +245,6 @@ class LatencyModel:
             return min(ratio for ratio, _ in self._ratios.values())
         return 1.0 if self._before is None else self._before.ratio(choice)
 
-    def _expect(self, choice: Choice) -> float:
-        if choice not in self._expected:
-            self._expected[choice] = self._cost(choice)
-        return self._expected[choice]
-
 
 @dataclass(frozen=True)
 class _Standing:
@@ -269,7 +260,7 @@ class _Standing:
 class _Account:
     """What is known of texts that are sampled in one way, and what may be lost to finding out more."""
 
-    def __init__(self, modes: Iterable[str]) -> None:
+    def __init__(self, modes: Collection[str]) -> None:
         self.models = {mode: AcceptanceModel(mode) for mode in modes}
         self.credit = _FIRST_LOSS  # against plain decoding
         self.probing = _MOST_CREDIT  # against the best
@@ -284,9 +275,11 @@ class Controller:
         streamed: Whether a pass brings anything over the link.
     """
 
-    def __init__(self, modes: Iterable[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
-        self._modes, self._cost, self._streamed = tuple(modes), cost, streamed
-        self._accounts: dict[SamplingParams, _Account] = {}
+    def __init__(self, modes: Collection[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
+        self._cost = cost or (lambda choice, *_: guessed_cost(choice, streamed=streamed))
+        self._sure = cost is not None
+        # By how tokens are chosen, but for the noise.
+        self._accounts: defaultdict[SamplingParams, _Account] = defaultdict(lambda: _Account(modes))
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
 
     def choose(
@@ -300,7 +293,7 @@ class Controller:
             num_sequences: That take part.
             context_tokens: Of the longest.
         """
-        account = self._account(sampling)
+        account = self._accounts[sampling.without_noise]
         latency = self._latency(num_sequences, context_tokens)
         if not latency.knows_plain:
             return PLAIN
@@ -311,9 +304,8 @@ class Controller:
         if chain is not None and tree is not None:
             chain.expect(tree)
             tree.expect(chain)
-        found = [_Standing(PLAIN, 1.0, 1.0, 1.0)]
-        for mode, largest in limits.items():
-            found.append(self._best_of(mode, largest, account, latency))
+        windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
+        found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         other = max(found, key=lambda one: one.speed if one is best else one.hope)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
@@ -332,15 +324,13 @@ class Controller:
         gains, times, plain_s = model.curve(), latency.curve(mode), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
         allowed = account.credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
-        best = _Standing(PLAIN, 0.0, 1.0, 0.0)
+        best, luck = _Standing(PLAIN, 0.0, 1.0, 0.0), 1 + _LUCK * (model.steps + 0.1) ** -0.5
         for step in range(1, _index(largest) + 1):
             cost = times[step] / plain_s
+            speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.
-            if cost - 1 <= (account.credit if step == 1 else allowed) and (1 + gains[step]) / cost > best.speed:
-                speed = (1 + gains[step]) / cost
-                best = _Standing(
-                    Choice(mode, SIZES[step]), speed, cost, speed * (1 + _LUCK * (model.steps + 0.1) ** -0.5)
-                )
+            if cost - 1 <= (account.credit if step == 1 else allowed) and speed > best.speed:
+                best = _Standing(Choice(mode, SIZES[step]), speed, cost, speed * luck)
         return best
 
     def observe(
@@ -355,14 +345,14 @@ class Controller:
             tokens: New ones of a sequence, on average.
             seconds: The step's; None where its windows could not be as large as that.
         """
-        account, latency = self._account(sampling), self._latency(num_sequences, context_tokens)
+        account, latency = self._accounts[sampling.without_noise], self._latency(num_sequences, context_tokens)
         usual_s = latency.seconds(choice)
         if seconds is not None:
             latency.observe(choice, seconds)
             usual_s = min(seconds, _SUSPICIOUS * latency.seconds(choice))
         for mode, model in account.models.items():
             if mode != choice.mode:
-                model.rest()
+                model.decay(_IDLE_MEMORY)
             elif windows:
                 model.observe(choice.size, windows)
         cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
@@ -372,32 +362,19 @@ class Controller:
 
     def first_rate(self, sampling: SamplingParams, mode: str) -> float:
         """How often the first proposal of a mode is accepted."""
-        return self._account(sampling).models[mode].first_rate
-
-    def _account(self, sampling: SamplingParams) -> _Account:
-        way = sampling.without_noise
-        if way not in self._accounts:
-            self._accounts[way] = _Account(self._modes)
-        return self._accounts[way]
+        return self._accounts[sampling.without_noise].models[mode].first_rate
 
     def _latency(self, num_sequences: int, context_tokens: int) -> LatencyModel:
         """Of steps about so many sequences, the longest of which has so many tokens; it begins with what was measured
         of the nearest length."""
         octave = (context_tokens // _SHORT_TOKENS).bit_length()
-        found = self._latencies.get((num_sequences, octave))
-        if found is None:
-            timed = [length for number, length in self._latencies if number == num_sequences]
-            nearest = min(timed, key=lambda length: abs(length - octave), default=None)
-            before = None if nearest is None else self._latencies[num_sequences, nearest]
-            tokens, cost = _SHORT_TOKENS * 3 << octave >> 2, self._cost  # a length in the middle of an octave
-
-            def expected(choice: Choice) -> float:
-                if cost is None:
-                    return guessed_cost(choice, streamed=self._streamed)
-                return cost(choice, num_sequences, tokens)
-
-            found = LatencyModel(
-                expected, sure=cost is not None or (before is not None and before.knows_plain), before=before
+        key = num_sequences, octave
+        if key not in self._latencies:
+            timed = {length: model for (number, length), model in self._latencies.items() if number == num_sequences}
+            before = timed[min(timed, key=lambda length: abs(length - octave))] if timed else None
+            tokens = _SHORT_TOKENS * 3 << octave >> 2  # a length in the middle of an octave
+            sure = self._sure or (before is not None and before.knows_plain)
+            self._latencies[key] = LatencyModel(
+                lambda choice: self._cost(choice, num_sequences, tokens), sure=sure, before=before
             )
-            self._latencies[num_sequences, octave] = found
-        return found
+        return self._latencies[key]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from heapq import heappush, heappushpop
+from heapq import heappushpop
 from math import inf
 from operator import neg
 
@@ -30,7 +30,7 @@ from offload_runtime.speculation.tree import CandidateTree, Proposal
 
 @dataclass
 class GrownTree:
-    """A sequence's tree, and what it stands behind."""
+    """A sequence's tree, and the text that it stands behind, whose last token is the root."""
 
     request: DraftRequest
     tree: CandidateTree
@@ -38,11 +38,6 @@ class GrownTree:
 
     def __post_init__(self) -> None:
         self.text = list(self.request.tokens)  # the request's own list grows
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text; its last one is the root."""
-        return len(self.text)
 
     def window(self) -> tuple[Proposal, list[int]]:
         """The most probable candidates that the request may propose, and their nodes."""
@@ -62,35 +57,14 @@ class GrownTree:
         tree, branches = self.tree, []
         paths: dict[int, tuple[int, ...]] = {}
         for node, slot in placed.items():
-            if slot is None:
-                path: tuple[int, ...] = ()
-            else:
+            path: tuple[int, ...] = ()
+            if slot is not None:
                 above = tree.parent(node)
                 assert above in paths or tree.is_expanded(above), "what comes before a node has keys"
                 path = (*(paths[above] if above in paths else tree.slots(above)), slot)
             paths[node] = path
             branches.append(Branch(tree.token(node), path))
         return Asked(self.text, branches, spine)
-
-
-class LeastOfBest:
-    """The least of the `count` largest numbers so far: what a candidate has to exceed to be among the best."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._best: list[float] = []
-
-    def add(self, number: float) -> None:
-        """One more."""
-        if len(self._best) < self._count:
-            heappush(self._best, number)
-        else:
-            heappushpop(self._best, number)
-
-    @property
-    def value(self) -> float:
-        """-inf as long as there are fewer."""
-        return self._best[0] if len(self._best) == self._count else -inf
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
@@ -135,7 +109,8 @@ class TreeDraftProposer(Proposer):
         self.probabilities = ChildProbabilities()
         self.trees: dict[int, GrownTree] = {}
         self._lengths: dict[int, int] = {}  # by sequence, of the text behind which was last proposed
-        self._bars: dict[int, float] = {}  # by sequence, log-probability of the least probable node of its last window
+        # By sequence, log-probability of the least probable node that its next window may have, by the last one's.
+        self._expected: dict[int, float] = {}
         self._going_on: list[int] = []  # sequences whose windows are being verified
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
 
@@ -150,7 +125,7 @@ class TreeDraftProposer(Proposer):
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
             self._worth.forget()
         self._way = slots[0].without_noise
-        self._bars.clear()
+        self._expected.clear()
         self._lengths.clear()
         with self._at_work():
             self.model.start(slots)
@@ -189,13 +164,11 @@ class TreeDraftProposer(Proposer):
         """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
         with self._at_work():
             while self._going_on and pending():
-                grown, started_s = [self.trees[sequence] for sequence in self._going_on], time.perf_counter()
-                bars = dict.fromkeys(self._going_on, _NEGLIGIBLE)
+                started_s = time.perf_counter()
                 # So deep that a window behind the deepest of this one is full.
-                asked = self._promising(grown, bars, lambda gamma: 2 * gamma)
+                asked, spine = self._next_step(dict.fromkeys(self._going_on, _NEGLIGIBLE), lambda gamma: 2 * gamma)
                 if not asked:
                     return
-                spine = self._spine(asked, bars, lambda gamma: 2 * gamma)
                 self._expand(asked, spine)
                 self._worth.stepped(time.perf_counter() - started_s, 1 + spine, hidden=True)
 
@@ -218,10 +191,11 @@ class TreeDraftProposer(Proposer):
         """The tree behind a request's text: what is left of the one before, or a new one, with what n-grams say."""
         before = self.trees.pop(request.slot, None)
         one = GrownTree(request, CandidateTree(request.tokens[-1]))
-        if before is not None and list(request.tokens[: before.length]) == before.text:
-            new = request.tokens[before.length :]
-            self._learn(before, new)
-            if self._adopt(before, new) and before.tree.follow(new):
+        if before is not None and list(request.tokens[: len(before.text)]) == before.text:
+            new = request.tokens[len(before.text) :]
+            path = before.tree.walk(new)
+            self._learn(before, new, path)
+            if self._adopt(before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree}
         if self.ngrams is not None:
@@ -229,35 +203,25 @@ class TreeDraftProposer(Proposer):
         self.trees[request.slot] = one
         return one
 
-    def _learn(self, before: GrownTree, new: Sequence[int]) -> None:
-        """What the target has said tells how much scores are worth."""
-        tree, node = before.tree, before.tree.root
-        for token in new:
+    def _learn(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> None:
+        """What the target has said tells how much scores are worth: behind the root, and behind each node of the path
+        that came true, it was the child of some rank, or none of them."""
+        for node, token in zip([before.tree.root, *path], new, strict=False):
             children = before.children.get(node)
             if children is not None:
-                self._learn_rank(children.scores, children.tokens.index(token) if token in children.tokens else None)
-            path = tree.walk([token], node)
-            if not path:
-                return
-            node = path[0]
+                rank = children.tokens.index(token) if token in children.tokens else None
+                self.probabilities.observe(children.scores, rank)
 
-    def _learn_rank(self, scores: Sequence[float], rank: int | None) -> None:
-        """The target said the child of this rank, or none of them (None)."""
-        self.probabilities.observe(scores, rank)
-
-    def _adopt(self, before: GrownTree, new: Sequence[int]) -> bool:
+    def _adopt(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
 
         Returns:
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
-        if before.tree.is_expanded(before.tree.root) and not self.model.holds(before.request.slot, before.text):
+        tree = before.tree
+        if tree.is_expanded(tree.root) and not self.model.holds(before.request.slot, before.text):
             return False
-        slots: tuple[int, ...] = ()
-        for node in before.tree.walk(new):
-            if not before.tree.is_expanded(node):
-                break
-            slots = before.tree.slots(node)
+        slots = max(map(tree.slots, path), key=len, default=())  # nodes that were not expanded have none
         if slots:
             self.model.adopt(before.request.slot, new[: len(slots)], slots)
         return True
@@ -265,36 +229,31 @@ class TreeDraftProposer(Proposer):
     def _add_ngrams(self, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self.ngrams is not None
-        guesses = self.ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected_bar(one.request.slot)))
-        guess, nodes = guesses.proposal, list[int]()
+        guesses = self.ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected.get(one.request.slot, -inf)))
+        guess, nodes = guesses.proposal, [one.tree.root]
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            above = nodes[parent] if parent >= 0 else one.tree.root
-            nodes.append(one.tree.add(above, token, chance, self.ngrams.name))
-
-    def _expected_bar(self, sequence: int) -> float:
-        """Log-probability of the least probable node that the window of this step may have, by the last one's."""
-        return self._bars.get(sequence, -math.inf) - _MARGIN
+            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self.ngrams.name))
 
     def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
         cost-aware requests only as long as what a step may add is worth the time."""
-        least: dict[int, LeastOfBest] = {}
+        # By sequence a heap of the largest log-probabilities, as many as its window holds: what is to be among them has
+        # to exceed the first one, which is -inf as long as there are fewer.
+        best: dict[int, list[float]] = {}
         for one in grown:
-            best = least[one.request.slot] = LeastOfBest(one.request.most_nodes)
-            for node in one.window()[1]:
-                best.add(one.tree.log_probability(node))
+            found = [one.tree.log_probability(node) for node in one.window()[1]]
+            best[one.request.slot] = [-inf] * (one.request.most_nodes - len(found)) + sorted(found)
         guessed = True
         while True:
             started_s = time.perf_counter()
-            bars = {sequence: best.value for sequence, best in least.items()}
+            thresholds = {sequence: window[0] for sequence, window in best.items()}
             if guessed:
-                bars = {sequence: max(bar, self._expected_bar(sequence)) for sequence, bar in bars.items()}
+                thresholds = {key: max(least, self._expected.get(key, -inf)) for key, least in thresholds.items()}
             # Children are less probable than their parent.
-            asked = self._promising(grown, bars, lambda gamma: gamma - 1)
-            spine = self._spine(asked, bars, lambda gamma: gamma - 1)
+            asked, spine = self._next_step(thresholds, lambda gamma: gamma - 1)
             # All its children together are at most as probable as a node, and each new one drives out another.
             gain = sum(
-                chance - math.exp(least[sequence].value)
+                chance - math.exp(best[sequence][0])
                 for sequence, nodes in asked.items() for chance in self._chances(sequence, nodes, spine)
             )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
@@ -309,39 +268,38 @@ class TreeDraftProposer(Proposer):
                 continue
             for sequence, found in self._expand(asked, spine).items():
                 for log_probability in found:
-                    least[sequence].add(log_probability)
+                    heappushpop(best[sequence], log_probability)
             # All that delays the pass: choosing what to ask and noting the answers, too.
             self._worth.stepped(time.perf_counter() - started_s, 1 + spine)
-        self._bars |= {sequence: best.value for sequence, best in least.items() if best.value > -math.inf}
+        self._expected |= {sequence: window[0] - _MARGIN for sequence, window in best.items() if window[0] > -inf}
 
-    def _promising(
-        self, grown: Sequence[GrownTree], bars: Mapping[int, float], deepest: Callable[[int], int]
-    ) -> dict[int, list[int]]:
-        """By sequence the most probable nodes to expand, as many as a step and the slots take, of those above its bar.
+    def _next_step(
+        self, thresholds: Mapping[int, float], deepest: Callable[[int], int]
+    ) -> tuple[dict[int, list[int]], int]:
+        """What the next step is about: by sequence the most probable nodes to expand, as many as a step and the slots
+        take, of those above its threshold; or the first of them, and the length of a spine behind it.
 
         Args:
-            grown: The trees.
-            bars: Log-probabilities by sequence.
+            thresholds: Log-probabilities by sequence, of all whose trees take part.
             deepest: From a request's gamma to the depth of nodes that may be expanded.
         """
         asked: dict[int, list[int]] = {}
-        width = self.model.width(len(grown))
-        for one in grown:
-            depth = self._deepest(one, deepest)
+        depths: dict[int, int] = {}
+        width = self.model.width(len(thresholds))
+        for sequence, threshold in thresholds.items():
+            one = self.trees[sequence]
+            # The keys of a node that is expanded need a position.
+            depth = depths[sequence] = min(deepest(one.request.gamma), self.model.room(len(one.text)), MOST_DEPTH)
             # The root needs no slot, but is expanded alone or first.
             count = min(width, self.model.num_slots - one.tree.num_slots)
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
-            bar = bars[one.request.slot]
-            if promising := [node for node in nodes if one.tree.log_probability(node) > bar]:
-                asked[one.request.slot] = promising
-        return asked
-
-    def _deepest(self, one: GrownTree, deepest: Callable[[int], int]) -> int:
-        """Greatest depth of a node that may be expanded: its keys need a position."""
-        return min(deepest(one.request.gamma), self.model.room(one.length), MOST_DEPTH)
+            if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
+                asked[sequence] = promising
+        spine = self._spine(asked, thresholds, depths)
+        return {sequence: nodes[:1] if spine else nodes for sequence, nodes in asked.items()}, spine
 
     def _spine(
-        self, asked: Mapping[int, Sequence[int]], bars: Mapping[int, float], deepest: Callable[[int], int]
+        self, asked: Mapping[int, Sequence[int]], thresholds: Mapping[int, float], depths: Mapping[int, int]
     ) -> int:
         """Nodes behind the most probable one of each sequence, best child after best child, that the next step had
         better be about; 0 where it had better be about all that is asked.
@@ -352,44 +310,36 @@ class TreeDraftProposer(Proposer):
         """
         length = MOST_SPINE
         for sequence, (node, *_) in asked.items():
-            one = self.trees[sequence]
-            tree, chance = one.tree, one.tree.log_probability(node)
+            tree = self.trees[sequence].tree
+            margin = thresholds[sequence] - tree.log_probability(node)
             length = min(
                 length,
-                self._deepest(one, deepest) - tree.depth(node),
+                depths[sequence] - tree.depth(node),
                 self.model.num_slots - tree.num_slots - 1,
-                math.floor(min(MOST_SPINE, (bars[sequence] - chance) / math.log(self._best_rate))),
+                math.floor(min(MOST_SPINE, margin / math.log(self._best_rate))),
             )
         if not asked or length <= 0:
             return 0
         spine_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)
         if spine_s is None or step_s is None:
             return length if spine_s is None else 0  # find out how long it takes
-        deep, wide = (
-            sum(sum(self._chances(sequence, nodes, spine)) for sequence, nodes in asked.items())
-            for spine in (length, 0)
-        )
+        deep = sum(sum(self._chances(sequence, nodes[:1], length)) for sequence, nodes in asked.items())
+        wide = sum(sum(self._chances(sequence, nodes, 0)) for sequence, nodes in asked.items())
         return length if deep / spine_s > wide / step_s else 0
 
     def _chances(self, sequence: int, nodes: Sequence[int], spine: int) -> list[float]:
-        """Probabilities of what a step is about: of these nodes, or of the first of them and its spine."""
-        tree = self.trees[sequence].tree
-        if not spine:
-            return [math.exp(tree.log_probability(node)) for node in nodes]
-        first = math.exp(tree.log_probability(nodes[0]))
-        return [first * self._best_rate**level for level in range(1 + spine)]
+        """Probabilities of what a step is about: of these nodes and of what is on the spine behind each."""
+        firsts = [math.exp(self.trees[sequence].tree.log_probability(node)) for node in nodes]
+        return [first * self._best_rate**level for first in firsts for level in range(1 + spine)]
 
     def _expand(self, asked: Mapping[int, Sequence[int]], spine: int) -> dict[int, list[float]]:
-        """Ask the draft what follows some nodes of each sequence, or the first of them and so many behind it, in one
-        go, and put it into the trees.
+        """Ask the draft what follows some nodes of each sequence, and so many behind the last of them, in one go, and
+        put it into the trees.
 
         Returns:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
-        placed = {
-            sequence: self.trees[sequence].placed(nodes[:1] if spine else nodes, spine)
-            for sequence, nodes in asked.items()
-        }
+        placed = {sequence: self.trees[sequence].placed(nodes, spine) for sequence, nodes in asked.items()}
         answers = self.model.expand(
             {sequence: self.trees[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
         )

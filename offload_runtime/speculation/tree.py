@@ -45,20 +45,12 @@ class Proposal:
             paths: The most promising first; no more of them are asked for than are needed.
             count: Most nodes; a path is cut where they run out.
         """
-        nodes: dict[tuple[int, int], int] = {}  # by parent and token
-        sources: list[str] = []
+        tree = cls()
         for tokens, source in paths if count > 0 else ():
-            parent = -1
-            for token in tokens:
-                if (parent, token) not in nodes:
-                    if len(nodes) >= count:
-                        break
-                    nodes[parent, token] = len(nodes)
-                    sources.append(source)
-                parent = nodes[parent, token]
-            if len(nodes) >= count:
+            tree = tree.joined(cls.chain(tokens, source), count)
+            if len(tree) >= count:
                 break
-        return cls(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
+        return tree
 
     def joined(self, other: Proposal, count: int) -> Proposal:
         """These nodes, and behind them those of another one that are not among them, up to `count` in all."""
@@ -114,7 +106,7 @@ class Node:
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
     expanded: bool = False
     slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
-    offer: Offer | None = None  # where there is something left of it
+    offer: Offer | None = None  # where there may be something left of it
 
 
 class CandidateTree:
@@ -253,27 +245,21 @@ class CandidateTree:
         self._wait(node)
         return node
 
-    def _make_next(self, parent: int) -> int | None:
-        """The likeliest of the children that were only offered so far is a node now."""
-        above = self._nodes[parent]
+    def _make_sibling(self, node: int) -> int | None:
+        """The likeliest of the children that were only offered so far is a node now, if it is the one that is to be
+        asked for after this node."""
+        parent = self._nodes[node].parent
+        above = self._nodes.get(parent)
+        if above is None or above.offer is None or above.offer.last != node:
+            return None
         offer = above.offer
-        assert offer is not None
         for place in range(offer.next, len(offer.tokens)):
             if offer.tokens[place] not in above.children:
                 offer.next = place + 1
                 offer.last = self._make(parent, offer.tokens[place], offer.log_probabilities[place], offer.source)
-                if offer.next == len(offer.tokens):
-                    above.offer = None
                 return offer.last
         above.offer = None
         return None
-
-    def _make_sibling(self, node: int) -> int | None:
-        """The node that is now to be asked for after this one, if it was not there."""
-        above = self._nodes.get(self._nodes[node].parent)
-        if above is None or above.offer is None or above.offer.last != node:
-            return None
-        return self._make_next(self._nodes[node].parent)
 
     def _raise(self, top: int, parent: int, log_probability: float) -> None:
         """Make a node and all below it more probable, if this is more than it has, given its parent."""
@@ -342,7 +328,6 @@ class CandidateTree:
         """
         limit = self._nodes[self.root].depth + depth
         chosen: dict[int, int] = {self.root: -1}
-        parents: list[int] = []
         heap: list[tuple[float, int]] = []
         last = self.root
         while len(chosen) <= count:
@@ -355,11 +340,11 @@ class CandidateTree:
             sibling = self._make_sibling(last)
             if sibling is not None:
                 heappush(heap, (-self._nodes[sibling].log_probability, sibling))
-            parents.append(chosen[self._nodes[last].parent])
             chosen[last] = len(chosen) - 1
         nodes = list(chosen)[1:]
-        tokens, sources = ([getattr(self._nodes[node], name) for node in nodes] for name in ("token", "source"))
-        return Proposal(tuple(tokens), tuple(parents), tuple(sources)), nodes
+        found = [self._nodes[node] for node in nodes]
+        tokens, sources = tuple(node.token for node in found), tuple(node.source for node in found)
+        return Proposal(tokens, tuple(chosen[node.parent] for node in found), sources), nodes
 
     def walk(self, tokens: Sequence[int], start: int | None = None) -> list[int]:
         """The nodes below `start` (None: the root) of a path that begins as these tokens do, as far as there is one."""

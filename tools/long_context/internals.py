@@ -34,6 +34,7 @@ from offload_runtime.speculation import (
     TriForceProposer,
     drafting,
 )
+from offload_runtime.speculation.calibration import ChildProbabilities
 
 
 def target_of(runtime: Runtime) -> LoadedModel:
@@ -214,17 +215,17 @@ def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
     proposer = proposer_of(runtime)
     proposer = drafting(proposer)
     assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
-    told, ranks = proposer._learn_rank, []
+    observe, ranks = ChildProbabilities.observe, []
 
-    def learn(scores: Sequence[float], rank: int | None) -> None:
-        ranks.append(rank)
-        told(scores, rank)
+    def observe_and_keep(self: ChildProbabilities, scores: Sequence[float], child: int | None) -> None:
+        ranks.append(child)
+        observe(self, scores, child)
 
-    proposer._learn_rank = learn  # type: ignore[method-assign]
+    ChildProbabilities.observe = observe_and_keep  # type: ignore[method-assign]
     try:
         yield ranks
     finally:
-        proposer._learn_rank = told  # type: ignore[method-assign]
+        ChildProbabilities.observe = observe  # type: ignore[method-assign]
 
 
 class Rig:
