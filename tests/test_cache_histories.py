@@ -223,7 +223,8 @@ class PlayedOnHost:
             own = self.expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
             for layer in range(LAYERS):
                 ring = self._ring(layer, block)
-                there = self.cache.blocks.block(layer, 0, block) if block < on_host else ring.view(-1).view(torch.uint8)
+                host = self.cache.blocks.memory(layer, 0, range(block, block + 1)) if block < on_host else None
+                there = ring.view(-1).view(torch.uint8) if host is None else host
                 assert held(there.view(torch.float32).view(ring.shape), layer, len(own)) == own
 
     def check_all(self) -> None:

@@ -180,7 +180,7 @@ def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block:
     ring = cache._ring[layer][sequence]
     if block >= cache.length(sequence) // BLOCK_TOKENS:
         return ring[block % len(ring)].cpu()
-    host = cache.blocks.block(layer, sequence, block)
+    host = cache.blocks.memory(layer, sequence, range(block, block + 1))
     return host.view(ring.dtype).view(ring.shape[1:]).clone()
 
 
