@@ -80,8 +80,8 @@ MUTATIONS = (
     Mutation(
         "position: after a move the sinks are rotated as if nothing had been let go of",
         f"{_KV}/device.py",
-        "self._rope_shifts[sequence] += dropped",
-        "self._rope_shifts[sequence] += 0",
+        "self.rope_shifts[sequence] += dropped",
+        "self.rope_shifts[sequence] += 0",
         ("tests/test_draft_model.py::test_other_numbers_of_sinks_and_recent_tokens[1-2]",),
     ),
     Mutation(

@@ -224,7 +224,8 @@ class PlayedOnHost:
             own = self.expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
             for layer in range(LAYERS):
                 ring = self._ring(layer, block)
-                there = self.cache.blocks.block(layer, 0, block) if block < on_host else ring.view(-1).view(torch.uint8)
+                host = self.cache.blocks.memory(layer, 0, range(block, block + 1)) if block < on_host else None
+                there = ring.view(-1).view(torch.uint8) if host is None else host
                 assert held(there.view(torch.float32).view(ring.shape), layer, len(own)) == own
 
     def check_all(self) -> None:
@@ -413,7 +414,7 @@ def test_the_first_step_chooses_and_the_others_use() -> None:
             for layer in range(LAYERS):
                 q = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(100 * len(held) + layer))
                 cache.attend(layer, q, rows, prefill=False)
-            held.append([cache.chunks.resident(layer).clone() for layer in range(LAYERS)])
+            held.append([cache.chunks.resident[layer].clone() for layer in range(LAYERS)])
     for layer in range(LAYERS):
         first, *others = (of_layers[layer] for of_layers in held)
         assert all(torch.equal(one, first) for one in others[:2]), "chosen by another step than the first"

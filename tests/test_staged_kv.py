@@ -163,7 +163,7 @@ def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.Monk
     blocks.grow(0, 4)
     blocks.grow(1, 5)
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096
-    assert [pageable.locked_bytes(blocks.block(layer, 1, 2, 3)) for layer in range(3)] == [0, 3 * 4096, 0]
+    assert [pageable.locked_bytes(blocks.memory(layer, 1, range(2, 5))) for layer in range(3)] == [0, 3 * 4096, 0]
     with monkeypatch.context() as patch:
         patch.setattr(host_io, "HostArena", raising(BudgetError("no more"), after=2, then=HostArena))
         with pytest.raises(BudgetError, match="could not grow"):

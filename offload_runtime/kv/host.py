@@ -125,7 +125,7 @@ class HostKVCache:
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
         runs = self._runs(layer, snapshot) if layer in self._ring else ()
-        return [((layer, run.sequence, run.first_block), self.blocks.block(layer, *run)) for run in runs]
+        return [((layer, run.sequence, run.blocks.start), self.blocks.memory(layer, *run)) for run in runs]
 
     def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
         """A pass begins; its pieces come out of the schedule."""
@@ -146,9 +146,9 @@ class HostKVCache:
         schedule = self._schedule
         assert schedule is not None, "a pass begins before it reads"
         for run in self._runs(layer, self._snapshot):
-            buffer = schedule.take(KV, (layer, run.sequence, run.first_block))
-            data = buffer[: run.num_blocks * self._block_bytes].view(self._dtype)
-            yield run, KVBlocks(data.view(1, run.num_blocks, *block_shape(self._config)), run.first_block)
+            buffer = schedule.take(KV, (layer, run.sequence, run.blocks.start))
+            data = buffer[: len(run.blocks) * self._block_bytes].view(self._dtype)
+            yield run, KVBlocks(data.view(1, len(run.blocks), *block_shape(self._config)), run.blocks.start)
             # Not in a `finally`: what an interrupted pass holds is let go of when the next one begins.
             schedule.release(KV)
 
@@ -191,7 +191,7 @@ class HostKVCache:
         for run, piece in self._passing(layer):
             if run.sequence in self._window:
                 # The same memory whichever batch row is looked up.
-                kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.first_block)
+                kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.blocks.start)
                 attend(run.sequence, kv, run.blocks)
         ring = KVBlocks(self._ring[layer])
         for sequence in self._window:
@@ -314,9 +314,9 @@ class HostKVCache:
         end = self.blocks.num_blocks(sequence)
         for run in self.blocks.runs(sequence, first, end, self.blocks.most_blocks) if self._tables else ():
             for layer in self._ring:
-                memory = self.blocks.block(layer, *run).view(self._dtype)
-                memory = memory.view(run.num_blocks, *block_shape(self._config))
-                self._tables[layer].put(sequence, run.first_block, memory)
+                memory = self.blocks.memory(layer, *run).view(self._dtype)
+                memory = memory.view(len(run.blocks), *block_shape(self._config))
+                self._tables[layer].put(sequence, run.blocks.start, memory)
 
     def _grow(self, sequence: int, blocks: int) -> None:
         """Make room on the host for the first `blocks` blocks."""
@@ -331,10 +331,7 @@ class HostKVCache:
         if not full:
             return
         for block in full:
-            copies = (
-                (layer, self.blocks.block(layer, sequence, block), self._in_ring(layer, sequence, block))
-                for layer in self._ring
-            )
+            copies = ((layer, *self._places(layer, sequence, block)) for layer in self._ring)
             self.writes.send(sequence, block, copies)
         for layer, data in (self._ring | self._resident).items():
             self._notify(layer, sequence, KVBlocks(data), sequence, full)
@@ -344,17 +341,18 @@ class HostKVCache:
         compact_path((self._rings[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
         self.commit(sequence, len(rows))
 
-    def _in_ring(self, layer: int, sequence: int, block: int) -> torch.Tensor:
-        """Where the ring has, or would have, a block: uint8 [block_bytes]."""
-        return self._ring[layer][sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
+    def _places(self, layer: int, sequence: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a block lies on the host, and where the ring has it, or would have it: uint8 [block_bytes] each."""
+        host = self.blocks.memory(layer, sequence, range(block, block + 1))
+        return host, self._ring[layer][sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
 
     def _bring_back(self, sequence: int, blocks: range, layers: Iterable[int]) -> None:
         """Copy blocks of some layers from the host into the ring. The driver takes what is pageable before it returns:
         slow, but these are a few blocks."""
         for layer in layers:
             for block in blocks:
-                host = self.blocks.block(layer, sequence, block)
-                self._in_ring(layer, sequence, block).copy_(host, non_blocking=True)
+                host, ring = self._places(layer, sequence, block)
+                ring.copy_(host, non_blocking=True)
 
     def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""

@@ -51,13 +51,7 @@ class Run(NamedTuple):
     """Consecutive blocks of a sequence, contiguous in host memory in every layer."""
 
     sequence: int
-    first_block: int
-    num_blocks: int
-
-    @property
-    def blocks(self) -> range:
-        """Their numbers."""
-        return range(self.first_block, self.first_block + self.num_blocks)
+    blocks: range
 
 
 class _Extent(NamedTuple):
@@ -151,19 +145,19 @@ class HostBlocks:
                 self.locking.pageable.forget(arena.buffer)
             arena.close()
 
-    def block(self, layer: int, sequence: int, block: int, count: int = 1) -> torch.Tensor:
-        """`count` blocks from `block` on, which must lie in one extent: uint8 [count * block_bytes], host."""
-        extent = next(extent for extent in self._extents[sequence] if block in extent.blocks)
-        offset = block - extent.blocks.start
-        assert offset + count <= len(extent.blocks)
-        return extent.arenas[layer].buffer[offset * self.block_bytes : (offset + count) * self.block_bytes]
+    def memory(self, layer: int, sequence: int, blocks: range) -> torch.Tensor:
+        """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host."""
+        extent = next(extent for extent in self._extents[sequence] if blocks.start in extent.blocks)
+        assert blocks.stop <= extent.blocks.stop
+        first, stop = (self.block_bytes * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
+        return extent.arenas[layer].buffer[first:stop]
 
     def runs(self, sequence: int, start: int, stop: int, most_blocks: int) -> Iterator[Run]:
         """Cut blocks `start` to `stop` into runs of at most `most_blocks` that each lie in one extent."""
         for extent in self._extents[sequence]:
             end = min(stop, extent.blocks.stop)
             for first in range(max(start, extent.blocks.start), end, most_blocks):
-                yield Run(sequence, first, min(most_blocks, end - first))
+                yield Run(sequence, range(first, min(first + most_blocks, end)))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -298,9 +292,9 @@ class HostPrefill:
         full = end // BLOCK_TOKENS
         self.writeback.compute_record(self._read)
         for run in self.blocks.runs(self.sequence, self._blocks_written, full, self.piece_blocks):
-            target = self.blocks.block(self.layer, *run)
+            target = self.blocks.memory(self.layer, *run)
             source = self.workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
-            label = "kv", (self.layer, self.sequence, run.first_block)
+            label = "kv", (self.layer, self.sequence, run.blocks.start)
             self.writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:

@@ -5,9 +5,7 @@ from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTre
 from offload_runtime.runners.graphs import (
     StepGraphs,
     draft_graph_bytes,
-    step_activation_bytes,
     step_graph_bytes,
-    tree_buffer_bytes,
     tree_slots,
     warm_up_batches,
     warm_up_lengths,

@@ -250,13 +250,13 @@ class DraftTree:
         slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
         assert all(path and len(path) <= MOST_DEPTH for path in slots)
         end = len(text) - self.texts.starts[sequence]
-        places = list(range(end - len(fed), end))
+        indices = list(range(end - len(fed), end))
         return StepLine(
             sequence,
             tokens=[min(token, self.texts.last_token) for token in (*fed, *(branch.token for branch in branches))],
-            positions=[*places, *(end - 1 + len(path) for path in slots)],
-            slots=[*places, *(path[-1] for path in slots)],
-            paths=[*([] for _ in places), *slots],
+            positions=[*indices, *(end - 1 + len(path) for path in slots)],
+            slots=[*indices, *(path[-1] for path in slots)],
+            paths=[*([] for _ in indices), *slots],
             fed=len(fed),
             committed=end,
         )
@@ -323,18 +323,18 @@ class DraftTree:
         """Go on from each sequence's last row with its best child, whose keys go to the next slot of its spine; its own
         children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
         batch, num_rows, answer = shape.batch, shape.batch * shape.rows, self._last_outputs[: shape.batch]
-        tokens, positions, slots, _, _, committed, _, _, last, ancestors, spine_slots, made = self._parts(shape)
-        live, step = last.long(), made.long()  # [B], [1]
-        place, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
+        tokens, positions, slots, _, _, committed, _, _, last, ancestors, spine_slots, steps_done = self._parts(shape)
+        live, step = last.long(), steps_done.long()  # [B], [1]
+        position, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
-        positions[live], slots[live] = place, slot
+        positions[live], slots[live] = position, slot
         tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
-        ancestors.view(num_rows, shape.depth)[live, (place - committed).long()] = slot
+        ancestors.view(num_rows, shape.depth)[live, (position - committed).long()] = slot
         self._pass(shape)
         self._choose(shape, live, answer)
         found = self._outputs[num_rows : num_rows + MOST_SPINE * batch].view(MOST_SPINE, batch, -1)
         found.index_copy_(0, step, answer[None])
-        made += 1
+        steps_done += 1
 
     def _pass(self, shape: StepShape) -> None:
         """Feed the rows; their logits are in `_logits` then."""
@@ -361,9 +361,9 @@ class DraftTree:
         scores = perturbed_logits(self._logits[rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
         first = sample(scores, self._greedy, ahead, owners)
-        place = first.clamp_min(0)[:, None]
-        first_score = scores.gather(1, place)
-        others, tokens_of_others = scores.scatter_(1, place, -torch.inf).topk(self._children - 1, dim=1)
+        chosen = first.clamp_min(0)[:, None]
+        first_score = scores.gather(1, chosen)
+        others, tokens_of_others = scores.scatter_(1, chosen, -torch.inf).topk(self._children - 1, dim=1)
         out[:, 0] = first
         out[:, 1 : self._children] = tokens_of_others
         out[:, self._children :] = torch.cat((first_score, others), dim=1).view(torch.int32)

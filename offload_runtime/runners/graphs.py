@@ -198,9 +198,7 @@ class StepShape:
     committed: int
 
 
-def captured_shape(
-    batch: int, rows: int, reach: int, committed: int, *, width: int, capacity_tokens: int
-) -> StepShape:  # fmt: skip
+def captured_shape(batch: int, rows: int, reach: int, committed: int, *, width: int, capacity_tokens: int) -> StepShape:
     """The shape that a step is rounded up to where every shape is a CUDA graph: few rows or all, by powers of two.
 
     Args:

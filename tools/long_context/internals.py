@@ -203,9 +203,9 @@ def _full_blocks(
     else:
         shape = block_shape(runtime.config)
         for run in cache.blocks.runs(sequence, 0, count, cache._piece_blocks):
-            host = cache.blocks.block(layer, *run)
-            piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, run.num_blocks, *shape)
-            yield KVBlocks(piece, run.first_block), 0, run.blocks
+            host = cache.blocks.memory(layer, *run)
+            piece = host.to(runtime.device, non_blocking=True).view(runtime.dtype).view(1, len(run.blocks), *shape)
+            yield KVBlocks(piece, run.blocks.start), 0, run.blocks
 
 
 @contextmanager
