@@ -87,7 +87,46 @@ class KVCache(LayerCache, Protocol):
         """Give host memory back."""
 
 
-class DeviceKVCache:
+class BlockCache:
+    """What caches of whole sequences have in common: how long these are, and who is told about full blocks.
+
+    Args:
+        config: The model's shape.
+        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
+        batch: Sequences.
+    """
+
+    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int) -> None:
+        self._config = config
+        self.capacity_tokens = capacity_tokens
+        self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.observers: list[BlockObserver] = []
+        self._lengths = [0] * batch
+        self._ends = [0] * batch  # tokens that the announced window reaches
+        self._rows = slice(None)  # of the batch, that the running pass is about
+        self._tables: dict[int, BlockTable] = {}  # of layers, once somebody asks for one
+
+    def length(self, sequence: int) -> int:
+        return self._lengths[sequence]
+
+    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._ends[sequence] = self._lengths[sequence] + count
+            check_capacity(self._ends[sequence], self.max_tokens_with_draft)
+        self._rows = slice(None)
+
+    def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+        """Attention to all that queries see, which lies in one place."""
+        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
+        return attention(q, kv, rows, scale=scale, sliding_window=window, prefill=prefill)
+
+    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """Tell the observers about blocks that have become full."""
+        for observer in self.observers if blocks else ():
+            observer.on_blocks(layer, sequence, kv, row, blocks)
+
+
+class DeviceKVCache(BlockCache):
     """A cache that lives on the compute device.
 
     Rolling back is only a length: what lies behind it is overwritten later.
@@ -108,15 +147,8 @@ class DeviceKVCache:
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
-        self._config = config
-        self.capacity_tokens = capacity_tokens
-        self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
         self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
-        self._lengths = [0] * batch
-        self._tables: dict[int, BlockTable] = {}
-        self._rows = slice(None)  # of the batch, that the running pass is about
-        self._ends = [0] * batch  # tokens that the running pass reaches
-        self.observers: list[BlockObserver] = []
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
         self._data = allocate_zeros(budget, name, dtype, shape)
@@ -125,17 +157,7 @@ class DeviceKVCache:
         return KVBlocks(self._data[layer, self._rows])
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
-        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
-        return attention(q, self.store(layer), rows, scale=scale, sliding_window=window, prefill=prefill)
-
-    def length(self, sequence: int) -> int:
-        return self._lengths[sequence]
-
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._ends[sequence] = self._lengths[sequence] + count
-            check_capacity(self._ends[sequence], self.max_tokens_with_draft)
-        self._rows = slice(None)
+        return self._attend_to(self.store(layer), layer, q, rows, prefill=prefill)
 
     def begin_prefill(self, sequence: int, count: int) -> None:
         check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
@@ -149,9 +171,8 @@ class DeviceKVCache:
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[sequence] += count
         full = filled_blocks(before, self._lengths[sequence])
-        for observer in self.observers if full else ():
-            for layer in range(self._data.shape[0]):
-                observer.on_blocks(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
+        for layer in range(self._data.shape[0]) if full else ():
+            self._notify(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         compact_path((self._data[:, sequence],), self._lengths[sequence], rows)

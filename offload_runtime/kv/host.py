@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -22,7 +22,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.device import (
-    BlockObserver,
+    BlockCache,
     allocate_zeros,
     block_bytes,
     block_shape,
@@ -45,7 +45,7 @@ class Snapshot:
     lengths: tuple[int, ...]
 
 
-class HostKVCache:
+class HostKVCache(BlockCache):
     """A cache whose full blocks live in host memory.
 
     Args:
@@ -69,13 +69,10 @@ class HostKVCache:
         piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
-        self.capacity_tokens = capacity_tokens
-        self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
-        self.observers: list[BlockObserver] = []
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
         # Lends device memory that nothing else uses during a prefill, uint8 [nbytes], or None when it has less. It is
         # the lender's again when the prefill ends, its contents lost.
         self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
-        self._config = config
         self._dtype = dtype
         self._device = budget.device
         self._stop_writing = weakref.finalize(self, writeback.close)
@@ -94,14 +91,10 @@ class HostKVCache:
         self._resident = dict(zip(resident_layers, self._stays, strict=True))
         if streamed and workspace_bytes:
             budget.reserve(f"{name}: prefill workspace", workspace_bytes)
-        self._lengths = [0] * batch
-        self._ends = [0] * batch  # tokens that the announced window reaches
         self._ring_from = [0] * batch  # first block that the ring holds
         self.writes = HostWrites(writeback, batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
-        self._tables: dict[int, BlockTable] = {}  # of every layer, once somebody asks for one
-        # Of the running pass: rows of the batch, its window's sequences and their own query rows, what is streamed.
-        self._rows = slice(None)
+        # Of the running pass: its window's sequences and their own query rows, what is streamed.
         self._prefill: HostPrefill | None = None
         self._window: Sequence[int] = ()
         self._views: tuple[QueryRows, list[QueryRows]] | None = None
@@ -169,8 +162,8 @@ class HostKVCache:
         running = None if layer in self._resident else self._prefill
         if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows)
-        kv, scale, window = self.store(layer), self._config.attention_scale, self._config.layer_windows[layer]
-        out = attention(q, kv, rows, scale=scale, sliding_window=window, prefill=prefill)
+        kv = self.store(layer)
+        out = self._attend_to(kv, layer, q, rows, prefill=prefill)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.sequence]):
             self._notify(layer, running.sequence, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
@@ -270,17 +263,12 @@ class HostKVCache:
     def pinned_bytes(self) -> int:
         return self.blocks.pinned_bytes
 
-    def length(self, sequence: int) -> int:
-        return self._lengths[sequence]
-
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         self._abandon_prefill()
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._ends[sequence] = end = self._lengths[sequence] + count
-            check_capacity(end, self.max_tokens_with_draft)
-            self._grow(sequence, end // BLOCK_TOKENS)
+        super().begin_window(sequences, counts)
+        for sequence in sequences:
+            self._grow(sequence, self._ends[sequence] // BLOCK_TOKENS)
         self.writes.collect()
-        self._rows = slice(None)
         self._window, self._views = tuple(sequences), None
         for sequence in sequences:
             oldest = num_blocks(self._ends[sequence]) - self._ring_blocks
@@ -353,11 +341,6 @@ class HostKVCache:
             for block in blocks:
                 host, ring = self._places(layer, sequence, block)
                 ring.copy_(host, non_blocking=True)
-
-    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """Tell the observers about blocks that have become full."""
-        for observer in self.observers if blocks else ():
-            observer.on_blocks(layer, sequence, kv, row, blocks)
 
     def truncate(self, sequence: int, length: int) -> None:
         assert 0 <= length <= self._lengths[sequence]

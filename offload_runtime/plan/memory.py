@@ -33,7 +33,7 @@ from offload_runtime.plan.request import (
 from offload_runtime.runners import PassShape, draft_graph_bytes, step_graph_bytes, tree_slots
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
-from offload_runtime.runners.target import draft_shape, target_shape, workspace_bytes
+from offload_runtime.runners.target import DRAFT_SHAPES, target_shape, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.weights import ModelLayout, packed_bytes
 
@@ -463,7 +463,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     layout, placement = ModelLayout.plain(config, dtype), all_resident(config.num_layers)
     target = ModelPlan(config, layout, shape, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
-    draft = _plan_draft(request, target, draft_shape(device_type), tree_nodes) if has_draft else None
+    draft = _plan_draft(request, target, DRAFT_SHAPES[device_type], tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
 
 

@@ -112,6 +112,9 @@ class DraftTree:
         batch: Sequences.
         graphs: False runs every step launch by launch on CUDA too.
         fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
+
+    Attributes:
+        num_slots: Nodes of a sequence that can have keys at a time.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class DraftTree:
         cache = runner.cache
         assert grows_trees(cache)
         self._runner, self._cache, self.texts = runner, cache, texts
+        self.num_slots = len(cache.spare_slots)
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
         draft_vocab_size = runner.decoder.config.vocab_size
         self._vocab_size, self._children = vocab_size, min(CHILDREN, vocab_size, draft_vocab_size)
@@ -145,11 +149,6 @@ class DraftTree:
     def room(self, length: int) -> int:
         """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
         return self._cache.capacity_tokens - self.texts.num_kept(length)
-
-    @property
-    def num_slots(self) -> int:
-        """Nodes of a sequence that can have keys at a time."""
-        return len(self._cache.spare_slots)
 
     def width(self, num_sequences: int) -> int:
         """Most rows of each sequence in a step that serves so many."""

@@ -24,7 +24,7 @@ Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights
 class PassShape:
     """Heights of the matrix products, the same for every pass of a run (see `Weight.linear`).
 
-    `window_rows` for decoding windows, `prefill_rows` for prompts; a prompt is worked on in pieces of
+    `window_rows` are for decoding windows, `prefill_rows` for prompts; a prompt is worked on in pieces of
     `prefill_chunk_tokens`, a multiple of `prefill_rows`, which bounds the activations and changes no bit.
     """
 
@@ -45,8 +45,8 @@ _SMALL_TARGET_SHAPE = PassShape(64, 512, 1024)
 _LARGE_TARGET_SHAPE = PassShape(256, 512, 1024)
 _LARGE_TARGET_BYTES = 8 * GB
 _CPU_TARGET_SHAPE = PassShape(8, 64, 256)
-# A draft promises no bits, so its heights only have to be quick.
-_DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
+# By kind of device. A draft promises no bits, so its heights only have to be quick.
+DRAFT_SHAPES = {"cuda": PassShape(8, 256, 1024), "cpu": PassShape(1, 64, 256)}
 # Fragmentation of the allocator and rounding of its blocks, as a share of the workspace.
 _WORKSPACE_MARGIN = 1.25
 # cuBLAS takes 32 MiB a handle on Hopper, 8 MiB elsewhere; once for the compute stream, once for cublasLt.
@@ -58,11 +58,6 @@ def target_shape(weight_bytes: int, device_type: str) -> PassShape:
     if device_type == "cpu":
         return _CPU_TARGET_SHAPE
     return _LARGE_TARGET_SHAPE if weight_bytes >= _LARGE_TARGET_BYTES else _SMALL_TARGET_SHAPE
-
-
-def draft_shape(device_type: str) -> PassShape:
-    """Heights for a draft."""
-    return _DRAFT_SHAPES[device_type]
 
 
 def workspace_bytes(
