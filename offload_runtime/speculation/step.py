@@ -258,7 +258,10 @@ def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
 def _proposals(
     proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None
 ) -> list[Proposal]:  # fmt: skip
-    """What is proposed to each request; who may not have any proposals is not asked about."""
+    """What is proposed to each request; who may not have any proposals is not asked about.
+
+    A trace sees one span for all requests, with how many proposals each had room for and how many it was given.
+    """
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     if not asked:
         return [Proposal() for _ in requests]
