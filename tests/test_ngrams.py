@@ -99,7 +99,7 @@ def test_a_tree_holds_the_most_probable_continuations(shown: list[list[int]], de
     lookup = NgramLookup(rates)
     for before, tokens in zip([[], *shown], shown, strict=False):
         if tokens[: len(before)] != before:
-            lookup.begin(tokens)
+            lookup.catch_up(tokens, anew=True)
         guesses = lookup.tree(tokens, depth, nodes)
         expected = chances_by_search(tokens, depth, rates)
         paths = paths_of(guesses.proposal)
@@ -199,12 +199,12 @@ def test_nothing_is_learnt_of_what_others_wrote() -> None:
     for _ in range(50):
         lookup.chain([1, 2, 3, 1, 2], 1)
         said = [1, 2, 3, 1, 2, 9, 9]  # a generation later: the user has written something
-        lookup.begin(said)
+        lookup.catch_up(said, anew=True)
         lookup.chain(said, 1)
-        lookup.begin([])
+        lookup.catch_up([], anew=True)
         lookup.chain([1, 2, 3, 1, 2], 1)
         lookup.catch_up([8, 7, 6, 5, 4, 3, 2])  # another sequence
-        lookup.begin([])
+        lookup.catch_up([], anew=True)
     assert rates.rate(2) == MatchRates().rate(2)
 
 
@@ -260,14 +260,14 @@ def test_after_an_interrupted_entry_nothing_follows_that_did_not_come_to_be() ->
     known = [1, 2, 1]
     for longer in ([*known, 2], [*known, 2, 1]):
         lookup = NgramLookup()
-        lookup.begin(known)
+        lookup.catch_up(known, anew=True)
         with pytest.raises(KeyboardInterrupt):
             lookup.catch_up(CutOff(longer))
         text = longer[:-1]
-        lookup.begin(text)  # the same prompt once more
+        lookup.catch_up(text, anew=True)  # the same prompt once more
         for proposal in (lookup.chain(text, 3), lookup.tree(text, 3, 9).proposal):
             assert set(proposal.tokens) <= set(known)
-        lookup.begin([*longer, 1, 2])
+        lookup.catch_up([*longer, 1, 2], anew=True)
         found = lookup.tree([*longer, 1, 2], 4, 60).proposal
         assert found.tokens[:2] == NgramLookup().tree([*longer, 1, 2], 4, 60).proposal.tokens[:2]
 

@@ -43,7 +43,7 @@ class Tally:
         self._verifications = 0
         self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
         self._proposed: Counter[str] = Counter()  # by who proposes
-        self._by_depth: list[int] = []
+        self._by_depth: Counter[int] = Counter()  # from 0 on, in this order
         self._by_source: Counter[str] = Counter()
         self._windows: Counter[str] = Counter()
 
@@ -55,15 +55,13 @@ class Tally:
         self._verifications += len(sources) > 0
         self._verified.update(set(sources))
         self._proposed.update(sources)
-        self._by_depth += [0] * (len(accepted_sources) - len(self._by_depth))
-        for depth, source in enumerate(accepted_sources):
-            self._by_depth[depth] += 1
-            self._by_source[source] += 1
+        self._by_depth.update(range(len(accepted_sources)))
+        self._by_source.update(accepted_sources)
 
     @property
     def accepted_by_depth(self) -> tuple[int, ...]:
         """Proposals accepted as the first of their round, as the second, and so on."""
-        return tuple(self._by_depth)
+        return tuple(self._by_depth.values())
 
     @property
     def accepted_by_source(self) -> dict[str, int]:

@@ -18,7 +18,6 @@ _MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98, 0.99)
 _TRUST = 20
 LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
-_MATCH_CLASSES = tuple(bisect_right(_MATCHED, matched) - 1 for matched in range(LONGEST_MATCH + 1))
 # Observations that a running mean looks back on; a window brings about ten, and texts change their nature.
 _MEMORY = 200
 # Share of what was measured before that counts on with every round, or step.
@@ -98,7 +97,7 @@ class MatchRates:
 
     def observe(self, matched: int, hit: bool) -> None:
         """What followed a match of so many tokens, at least one, has come true or not."""
-        at = _MATCH_CLASSES[min(matched, LONGEST_MATCH)]
+        at = bisect_right(_MATCHED, matched) - 1
         self._observed[at] = min(self._observed[at] + 1, _MEMORY)
         rate = self._rates[at] + (hit - self._rates[at]) / self._observed[at]
         rate = self._rates[at] = min(max(rate, _LEAST_RATE), _MOST_RATE)
@@ -106,11 +105,11 @@ class MatchRates:
 
     def rate(self, matched: int) -> float:
         """That what followed so many tokens follows again."""
-        return self._rates[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
+        return self._rates[bisect_right(_MATCHED, matched) - 1]
 
     def logs(self, matched: int) -> tuple[float, float]:
         """Log-probabilities that it does and that it does not."""
-        return self._logs[_MATCH_CLASSES[min(matched, LONGEST_MATCH)]]
+        return self._logs[bisect_right(_MATCHED, matched) - 1]
 
 
 class StepWorth:

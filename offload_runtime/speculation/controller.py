@@ -126,7 +126,8 @@ class AcceptanceModel:
             windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
         """
         self.decay(_MEMORY)
-        self.steps, self._curve = self.steps + 1, None
+        self._curve = None
+        self.steps += 1
         for path in windows:
             tried = min(size, len(path) + 1) if self._in_a_row else size
             for step, (low, high) in enumerate(pairwise(SIZES[: _index(size) + 1])):
@@ -137,7 +138,8 @@ class AcceptanceModel:
     def decay(self, memory: int) -> None:
         """A step was played, of this mode or of another one: what was known of so many becomes old."""
         if self.steps:
-            kept, self._curve = 1 - 1 / memory, None
+            kept = 1 - 1 / memory
+            self._curve = None
             self.steps *= kept
             self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
 
@@ -324,7 +326,8 @@ class Controller:
         gains, times, plain_s = model.curve(), latency.curve(mode), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
         allowed = account.credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
-        best, luck = _Standing(PLAIN, 0.0, 1.0, 0.0), 1 + _LUCK * (model.steps + 0.1) ** -0.5
+        best = _Standing(PLAIN, 0.0, 1.0, 0.0)
+        luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
         for step in range(1, _index(largest) + 1):
             cost = times[step] / plain_s
             speed = (1 + gains[step]) / cost

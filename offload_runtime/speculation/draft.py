@@ -105,7 +105,7 @@ class TreeDraftProposer(Proposer):
         self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
-        self._way: SamplingParams | None = None  # how tokens are chosen, but for the noise
+        self._sampling: SamplingParams | None = None  # how tokens are chosen, but for the noise
         self.probabilities = ChildProbabilities()
         self.trees: dict[int, GrownTree] = {}
         self._lengths: dict[int, int] = {}  # by sequence, of the text behind which was last proposed
@@ -121,10 +121,10 @@ class TreeDraftProposer(Proposer):
         self._forget()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if slots[0].without_noise != self._way:
+        if slots[0].without_noise != self._sampling:
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
             self._worth.forget()
-        self._way = slots[0].without_noise
+        self._sampling = slots[0].without_noise
         self._expected.clear()
         self._lengths.clear()
         with self._at_work():

@@ -85,32 +85,28 @@ class NgramLookup:
             nodes: Most tokens in all.
             least: Log-probability that they all have, from the text's end on.
         """
-        starts = self._starts(tokens)
         made: list[_Candidate] = []
         waiting: list[_Candidate] = []
-        self._look_behind(-1, 0.0, 0, starts, waiting)
+        self._look_behind(_Candidate(0.0, 0.0, -1, -1, 0, self._starts(tokens)), -1, waiting)  # the text's end
         while waiting and len(made) < nodes and waiting[0].chance >= least:
-            best = heappop(waiting)
-            made.append(best)
-            if best.depth < depth:
-                self._look_behind(len(made) - 1, best.chance, best.depth, best.starts, waiting)
+            made.append(heappop(waiting))
+            if made[-1].depth < depth:
+                self._look_behind(made[-1], len(made) - 1, waiting)
         tokens, parents = tuple(node.token for node in made), tuple(node.parent for node in made)
         return Guesses(Proposal(tokens, parents, (NGRAM,) * len(made)), [node.given for node in made])
 
-    def _look_behind(
-        self, parent: int, chance: float, depth: int, starts: Sequence[tuple[int, int]], waiting: list[_Candidate]
-    ) -> None:
-        """Let what follows a node, so deep and so probable, take part: all continuations that have come to it go on,
-        and of those that say the same the longest match tells how probable it is."""
+    def _look_behind(self, node: _Candidate, number: int, waiting: list[_Candidate]) -> None:
+        """Let what follows a node take part: all continuations that have come to it go on, and of those that say the
+        same the longest match tells how probable it is."""
         continued: dict[int, list[tuple[int, int]]] = {}
-        for matched, start in starts:
-            continued.setdefault(self._continued(start, depth), []).append((matched, start))
+        for matched, start in node.starts:
+            continued.setdefault(self._continued(start, node.depth), []).append((matched, start))
         others = 0.0
         for token, behind in continued.items():
-            comes, fails = self.rates.logs(behind[0][0] + depth)
+            comes, fails = self.rates.logs(behind[0][0] + node.depth)
             given = others + comes
             others += fails
-            heappush(waiting, _Candidate(chance + given, given, parent, token, depth + 1, behind))
+            heappush(waiting, _Candidate(node.chance + given, given, number, token, node.depth + 1, behind))
 
     def longest(self) -> int:
         """Tokens of the ending of what is known that occurred before, up to the largest size of an n-gram; 0 where its
@@ -144,25 +140,20 @@ class NgramLookup:
             length += 1
         return length
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Compare everything that is known with a sequence that may be another one or have been cut, and enter what is
-        new."""
-        length = len(self._tokens)
-        if list(tokens[:length]) != self._tokens:
-            self._forget()
-        self._guess = None  # what follows now is not what was guessed at
-        self._enter(tokens)
+    def catch_up(self, tokens: Sequence[int], *, anew: bool = False) -> None:
+        """Enter what is new of a sequence that has only grown since the last call, and learn what came of the last
+        guess; `anew`: of one that may be another one or have been cut, which teaches nothing.
 
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        """Enter what is new of a sequence that has only grown since the last call.
-
-        So that a round costs what it adds, its newest known tokens alone are compared: where it is another sequence or
-        was cut all the same, they mostly tell, and where they do not, guesses are worse until `begin`.
+        So that a round costs what it adds, its newest known tokens alone are compared, where all are of one that begins
+        anew: where it is another sequence or was cut all the same, they mostly tell, and where they do not, guesses are
+        worse until the next one that does.
         """
         length = len(self._tokens)
-        first = max(0, length - max(_SIZES))
-        if len(tokens) < length or list(tokens[first:length]) != self._tokens[first:]:
+        first = 0 if anew else max(0, length - max(_SIZES))
+        if list(tokens[first:length]) != self._tokens[first:]:
             self._forget()
+        if anew:
+            self._guess = None  # what follows now is not what was guessed at
         self._enter(tokens)
         self._learn()
 
@@ -219,11 +210,7 @@ class NgramProposer(Proposer):
         self._followed.clear()
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        lookup = self._lookups[slot]
-        if slot in self._followed:
-            lookup.catch_up(tokens)
-            return
-        lookup.begin(tokens)
+        self._lookups[slot].catch_up(tokens, anew=slot not in self._followed)
         self._followed.add(slot)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -274,16 +261,12 @@ class WithNgrams(Proposer):
         self.ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        found: dict[int, Proposal] = {}
+        by_ngrams = [request for request in requests if request.mode == self.ngrams.name]
         drafted = [request for request in requests if request.mode != self.ngrams.name]
         self._drafted = bool(drafted)
-        for proposer, asked in (
-            (self.draft, drafted),
-            (self.ngrams, [request for request in requests if request.mode == self.ngrams.name]),
-        ):
-            if asked:
-                answers = proposer.propose(asked)
-                found |= {request.slot: proposal for request, proposal in zip(asked, answers, strict=True)}
+        found = dict(zip((request.slot for request in by_ngrams), self.ngrams.propose(by_ngrams), strict=True))
+        if drafted:
+            found |= zip((request.slot for request in drafted), self.draft.propose(drafted), strict=True)
         return [self._filled(request, found[request.slot]) for request in requests]
 
     def _filled(self, request: DraftRequest, proposal: Proposal) -> Proposal:

@@ -12,7 +12,7 @@ that windows of any lengths, of requests with options of their own, share it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -258,22 +258,25 @@ def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
 def _proposals(
     proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None
 ) -> list[Proposal]:  # fmt: skip
-    """What is proposed to each request; who may not have any proposals is not asked about."""
+    """What is proposed to each request; who may not have any proposals is not asked about.
+
+    A trace sees one span for all requests, with how many proposals each had room for and how many it was given.
+    """
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
-    answers: list[Proposal] = []
-    if asked:
-        span: AbstractContextManager[dict[str, Any]] = nullcontext({})
-        if recorder is not None:
-            span = recorder.span("propose", host=True)
-        with span as args:
-            answers = proposer.propose(asked)
-            args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
-    proposed = {request.slot: proposal for request, proposal in zip(asked, answers, strict=True)}
-    for request in asked:
-        proposal = proposed[request.slot]
+    if not asked:
+        return [Proposal() for _ in requests]
+    span: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if recorder is not None:
+        span = recorder.span("propose", host=True)
+    with span as args:
+        answers = proposer.propose(asked)
+        args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
+    proposed: dict[int, Proposal] = {}
+    for request, proposal in zip(asked, answers, strict=True):
         deepest = max(proposal.depths, default=0)
         fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_ngrams
         assert fits, "too many proposals"
+        proposed[request.slot] = proposal
     return [proposed.get(request.slot, Proposal()) for request in requests]
 
 
@@ -295,8 +298,7 @@ def _sample_windows(
     positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]
     owners = [slot for slot, own in zip(slots, depths, strict=True) for _ in own]
     rows = unpack(upload(pack([positions, owners]), logits.device), [len(positions), len(owners)])
-    tokens: list[int] = sample(logits, sampling, *rows).tolist()
-    remaining = iter(tokens)
+    remaining: Iterator[int] = iter(sample(logits, sampling, *rows).tolist())
     return [[next(remaining) for _ in own] for own in depths]
 
 

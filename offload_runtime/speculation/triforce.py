@@ -75,12 +75,8 @@ class TriForceProposer(Proposer):
                 self._draft.texts.catch_up(request.slot, request.tokens)
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
-        proposals = []
-        for request in requests:
-            one = inputs.get(request.slot)
-            guesses = [] if one is None else self._proposals(request.slot, one, outputs[request.slot])
-            proposals.append(Proposal.chain(guesses, self.name))
-        return proposals
+        agreed = {sequence: self._proposals(sequence, one, outputs[sequence]) for sequence, one in inputs.items()}
+        return [Proposal.chain(agreed.get(request.slot, ()), self.name) for request in requests]
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
@@ -123,8 +119,7 @@ class TriForceProposer(Proposer):
                 ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
                 refresh = False
             outputs = self._window.read()
-            ends = {sequence: outputs[sequence].end for sequence in ends}
-            ends = {sequence: end for sequence, end in ends.items() if end < inputs[sequence].stop}
+            ends = {s: outputs[s].end for s in ends if outputs[s].end < inputs[s].stop}
             if not ends:
                 return outputs
 
