@@ -94,7 +94,8 @@ class RowBuilder:
     """Makes `PassRows` for one model.
 
     Args:
-        rope: The model's rotary table, on the compute device; whoever makes rows in another way rotates by it, too.
+        rope: The model's rotary table, on the compute device. `DraftModel` and `DraftTree`, whose rows are made on the
+            device, rotate by it, too.
     """
 
     def __init__(self, rope: RopeTable) -> None:

@@ -114,11 +114,12 @@ class DraftKVState:
     def _must_begin_anew(self, sequence: int, length: int, kept: int) -> bool:
         """Whether a streaming cache has let go of what it should hold, or would be fed too much at a time."""
         start = self.start_for(length)
-        if self.streaming is None or not start:
-            return start < self.starts[sequence]
-        # A prompt is rotated by its indices.
-        fed_at_once = length - kept > CATCH_UP_TOKENS
-        return start < self.starts[sequence] or kept < start + self.streaming.sink_tokens or fed_at_once
+        if start < self.starts[sequence]:
+            return True
+        if self.streaming is None or not start:  # a prompt is rotated by its indices
+            return False
+        too_many = length - kept > CATCH_UP_TOKENS
+        return kept < start + self.streaming.sink_tokens or too_many
 
     def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Prefill what a streaming cache keeps of `tokens`, and nothing else."""

@@ -98,7 +98,7 @@ class DeviceWindow:
         """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
 
         Args:
-            known: By sequence; the others stand still.
+            inputs: By sequence; the others stand still.
         """
         assert inputs and all(sequence < self.num_rows for sequence in inputs)
         assert all(one.last - one.base <= self.capacity for one in inputs.values())

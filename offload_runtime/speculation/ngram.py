@@ -141,12 +141,13 @@ class NgramLookup:
         return length
 
     def catch_up(self, tokens: Sequence[int], *, anew: bool = False) -> None:
-        """Enter what is new of a sequence that has only grown since the last call, and learn what came of the last
-        guess; `anew`: of one that may be another one or have been cut, which teaches nothing.
+        """Enter what is new of the sequence, and learn what came of the last guess.
 
-        So that a round costs what it adds, its newest known tokens alone are compared, where all are of one that begins
-        anew: where it is another sequence or was cut all the same, they mostly tell, and where they do not, guesses are
-        worse until the next one that does.
+        Args:
+            tokens: The whole sequence.
+            anew: The sequence may be another one or have been cut: all known tokens are compared, and the last guess is
+                dropped. Otherwise only the newest known tokens are compared, so that a step costs what it adds; a
+                change that this misses makes guesses worse until the next call with `anew`.
         """
         length = len(self._tokens)
         first = 0 if anew else max(0, length - max(_SIZES))
@@ -264,9 +265,10 @@ class WithNgrams(Proposer):
         by_ngrams = [request for request in requests if request.mode == self.ngrams.name]
         drafted = [request for request in requests if request.mode != self.ngrams.name]
         self._drafted = bool(drafted)
-        found = dict(zip((request.slot for request in by_ngrams), self.ngrams.propose(by_ngrams), strict=True))
-        if drafted:
-            found |= zip((request.slot for request in drafted), self.draft.propose(drafted), strict=True)
+        found: dict[int, Proposal] = {}
+        for proposer, asked in ((self.draft, drafted), (self.ngrams, by_ngrams)):
+            if asked:
+                found |= zip((request.slot for request in asked), proposer.propose(asked), strict=True)
         return [self._filled(request, found[request.slot]) for request in requests]
 
     def _filled(self, request: DraftRequest, proposal: Proposal) -> Proposal:

@@ -211,10 +211,8 @@ def _full_blocks(
 @contextmanager
 def ranks_of(runtime: Runtime) -> Iterator[list[int | None]]:
     """The rank among a draft's children of each token that the target then says, None where it is none of them: a list
-    that grows while the runtime proposes trees."""
-    proposer = proposer_of(runtime)
-    proposer = drafting(proposer)
-    assert isinstance(proposer, TreeDraftProposer), "loaded for trees"
+    that grows while the runtime, the only one of the process meanwhile, proposes trees."""
+    assert isinstance(drafting(proposer_of(runtime)), TreeDraftProposer), "loaded for trees"
     observe, ranks = ChildProbabilities.observe, []
 
     def observe_and_keep(self: ChildProbabilities, scores: Sequence[float], child: int | None) -> None:
