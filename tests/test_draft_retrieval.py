@@ -12,13 +12,15 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.kv import DeviceKVCache
-from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedDraftCache, retrieved_draft_bytes
+from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.plan.memory import ModelPlan, all_resident
 from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs
+from offload_runtime.weights.layout import ModelLayout
 from tests.helpers.assembly import CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
@@ -223,7 +225,12 @@ def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
     config, budget = base.made.runner.decoder.config, DeviceBudget(CPU, None)
     sizes = {"capacity_tokens": 700, "budget_tokens": FEW, "chunk_size": CHUNK, "batch": 3}
     cache = RetrievedDraftCache(config, torch.bfloat16, **sizes, budget=budget)
-    assert budget.reserved_bytes == retrieved_draft_bytes(config, torch.bfloat16, **sizes)
+    planned = ModelPlan(
+        config, ModelLayout.plain(config, torch.bfloat16), PassShape(8, 8, 8), context_tokens=sizes["capacity_tokens"],
+        window_tokens=8, batch=3, placement=all_resident(config.num_layers),
+        options=SpeculationOptions(budget_tokens=FEW, chunk_size=CHUNK), cache="retrieval",
+    )  # fmt: skip
+    assert budget.reserved_bytes == planned.kv_bytes
     assert budget.reserved_bytes > 3 * 768 * config.kv_bytes_per_token(2) and cache.pinned_bytes == 0
     cache.begin_window([2], [768])  # what is only tentative may use the rest of the last block
     with pytest.raises(ContextLengthError, match="769 tokens"):

@@ -51,7 +51,10 @@ def _pass_s(plan: RunPlan, *, length: int, rows: int) -> float:
 
 
 def _step_s(plan: RunPlan, mode: str, size: int, *, length: int, sequences: int = 1) -> float:
-    return predicted_step_s(plan, CARD, mode, size, num_sequences=sequences, length_tokens=length)
+    return predicted_step_s(
+        plan, CARD, proposals=size, drafted=mode in ("chain", "tree"), in_tree=mode == "tree", num_sequences=sequences,
+        length_tokens=length,
+    )  # fmt: skip
 
 
 def test_plain_decoding_is_a_pass() -> None:
@@ -144,16 +147,16 @@ def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> No
         placed, length = runtime.plan, stats.prompt_tokens + 1
     assert stats.link_peak_gbps is not None and stats.predicted_s_per_pass is not None
     figures = machine_figures(load_profile("rtx4090"))
-    by_link = [
-        sum(
+    by_link = []
+    for gbps in (stats.link_peak_gbps, CARD.link_gbps):
+        machine = replace(figures, link_gbps=gbps)
+        steps = [
             predicted_step_s(
-                placed, replace(figures, link_gbps=gbps), "plain", 0, num_sequences=1, length_tokens=length + step
+                placed, machine, proposals=0, drafted=False, in_tree=False, num_sequences=1, length_tokens=length + step
             )
             for step in range(2)
-        )
-        / 2
-        for gbps in (stats.link_peak_gbps, CARD.link_gbps)
-    ]
+        ]
+        by_link.append(sum(steps) / 2)
     assert stats.predicted_s_per_pass == pytest.approx(by_link[0]) != pytest.approx(by_link[1])
 
 

@@ -14,7 +14,7 @@ import torch
 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.copy.schedule import LayerStreamer, LayerViews
+from offload_runtime.copy.schedule import CopySchedule, Item, LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
@@ -45,6 +45,36 @@ def _streamer(
 
 def _is_layer(weights: LayerViews, index: int) -> bool:
     return torch.equal(weights["w"], _layer(index))
+
+
+def test_planning_that_was_interrupted_leaves_no_plan() -> None:
+    """A generation that changes the cache plans anew; Ctrl-C may come just then, and a chat goes on."""
+    interrupted, planned = False, 0
+
+    def plan() -> list[Item]:
+        nonlocal planned
+        if interrupted:
+            raise KeyboardInterrupt
+        planned += 1
+        return [(("weights", (planned, index)), _layer(index)) for index in range(3)]
+
+    engine = ThreadCopyEngine()
+    try:
+        buffers = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(2)]
+        schedule = CopySchedule(engine, {"weights": buffers}, plan)
+        for interrupt in (False, True, False):
+            interrupted = interrupt
+            if interrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    schedule.begin_pass(is_valid=False)
+            interrupted = False
+            items = schedule.begin_pass(is_valid=True)
+            schedule.fill()
+            for (lane, key), source in items:
+                assert torch.equal(schedule.take(lane, key), source)
+                schedule.release(lane)
+    finally:
+        engine.close()
 
 
 def _run_pass(streamer: LayerStreamer, *, compute_s: float = 0.0) -> list[int]:

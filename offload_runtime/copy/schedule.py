@@ -64,14 +64,16 @@ class CopySchedule:
             for name, buffers in lanes.items()
         }
         self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
-        # Planned and not begun. Not more than one, because what it was planned by ages.
+        # Planned and not begun. Not more than one, because the state that it was planned from goes stale.
         self._planned: Sequence[Item] | None = None
         for lane in self._lanes.values():
             for slot in lane.idle:  # the allocator may hand out memory that queued kernels still use
                 engine.compute_record(slot.free)
 
     def begin_pass(self, *, is_valid: bool) -> Sequence[Item]:
-        """Start a pass, whose items are returned; what an interrupted one left behind is dropped. `fill` has to follow.
+        """Start a pass, whose items are returned; what an interrupted one left behind is dropped.
+
+        `fill` has to follow: planning another pass in here would replace the state that this one was planned from.
 
         Args:
             is_valid: Whether what was planned last still describes the pass.
@@ -82,7 +84,8 @@ class CopySchedule:
         items = self._planned
         if items is None or len(self._left) > len(items) or not is_valid:
             # Copies run in order, so a slot's next copy cannot overtake one that is dropped, and its `free` event still
-            # guards reads.
+            # guards reads. Planning may be interrupted, and then nothing is planned.
+            self._planned = None
             self._left.clear()
             for ring in self._lanes.values():
                 ring.idle.extend(ring.arriving)
@@ -182,7 +185,7 @@ class LayerStreamer:
         self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
         self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in streamed for slot in slots}
         self._kv = kv
-        self._snapshot: Any = None  # of the cache, which the pass was planned by that was planned last
+        self._snapshot: Any = None  # of the cache, from which the latest pass was planned
         self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
         self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)

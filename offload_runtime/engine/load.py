@@ -193,7 +193,7 @@ def load_runtime(
         if plan.graph_bytes:
             budget.reserve("CUDA graphs", plan.graph_bytes)
         undo.callback(budget.release)
-        undo.callback(gc.collect)  # before it, so that nothing of the runtime is left
+        undo.callback(gc.collect)  # before it, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
         gc.collect()
@@ -221,17 +221,18 @@ def load_runtime(
 
         def cost(choice: Choice, num_sequences: int, length_tokens: int) -> float:
             return predicted_step_s(
-                placed, figures, choice.mode, choice.size, num_sequences=num_sequences, length_tokens=length_tokens
-            )
+                placed, figures, proposals=choice.size, drafted=choice.drafts, in_tree=choice.mode == "tree",
+                num_sequences=num_sequences, length_tokens=length_tokens,
+            )  # fmt: skip
 
-        known_cost = None if own_figures is None else cost
+        known_cost = None if own_figures is None else cost  # without figures of this machine only plans are compared
         target.runner.recorder = target.runner.streamer.recorder = recorder
         return RuntimeParts(
             target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
             controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),
             plan=placed, cost=known_cost, placement=describe_placement(target, plan, budget, emulation),
             emulated=None if emulation is None else emulation.name,
-            recorder=recorder, give_back=undo.pop_all(),
+            recorder=recorder, resources=undo.pop_all(),
         )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def _make_queues(
     device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool
 ) -> CopyQueues:
     """The copy queues, paced as the link that is played and logged to a trace; `d2h` says whether one leads to the
-    host. They are closed where loading fails."""
+    host. `undo` closes them."""
 
     def make(pace_gbps: float | None, row: str) -> CopyEngine:
         log = None if recorder is None else CopyLog(recorder, row)

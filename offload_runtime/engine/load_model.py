@@ -141,7 +141,7 @@ def load_models(
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
     """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
 
-    What `undo` does ends the copies of both and gives their memory back, if anything fails, here or later.
+    `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
 
     def load(source: CheckpointSource, plan: ModelPlan, name: str) -> LoadedModel:

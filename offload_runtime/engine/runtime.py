@@ -364,12 +364,12 @@ class Runtime:
         if not self._stop_copies.alive:
             return
         self._let_go_of_current()
-        give_back, recorder, path = self.parts.give_back, self.parts.recorder, self.plan.request.trace
+        resources, recorder, path = self.parts.resources, self.parts.recorder, self.plan.request.trace
         try:
             self._unfreeze()
             self._stop_copies()
             del self.parts
-            give_back.close()
+            resources.close()
         finally:
             if path is not None and recorder is not None:
                 about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,

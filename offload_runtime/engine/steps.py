@@ -139,7 +139,7 @@ class RuntimeParts:
             machine.
         placement: What lives where, in a line.
         emulated: Name of the machine that this one plays.
-        give_back: Of all memory, once nothing is copied any more; the copies are ended by it, too.
+        resources: Closing it ends the copies, then frees all memory and lifts the allocator's cap.
         recorder: Of a trace, if there is one.
         clock: Seconds, by which steps are timed.
     """
@@ -156,7 +156,7 @@ class RuntimeParts:
     plan: RunPlan
     cost: Cost | None
     placement: str
-    give_back: ExitStack
+    resources: ExitStack
     emulated: str | None = None
     recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -173,7 +173,6 @@ class StepRunner:
     Attributes:
         proposer: Who proposes it.
         window: What was asked for in the last step, in words.
-        predicted_s: Seconds that the steps should have taken; None where nothing is known of the machine.
     """
 
     def __init__(
@@ -182,7 +181,13 @@ class StepRunner:
         self._parts, self._windows, self._on_logits = parts, windows, on_logits
         plain = isinstance(windows, WindowSize) and not windows.gamma
         self.proposer, self.window = NoProposer() if plain else parts.proposer, ""
-        self.predicted_s = None if parts.cost is None else 0.0
+        self._taken: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds that the steps so far should have taken; None where nothing is known of the machine."""
+        cost = self._parts.cost
+        return None if cost is None else sum(cost(*step) for step in self._taken)
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
         """One step of these requests, none of which is finished. Errors as of `run_step`."""
@@ -266,10 +271,9 @@ class StepRunner:
             recorder=parts.recorder,
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
-        if parts.cost is not None and self.predicted_s is not None:
-            # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-            actual = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
-            self.predicted_s += parts.cost(actual, len(requests), max(len(one.sequence) for one in requests))
+        # Less is proposed than was asked for where the answer ends, or nothing more is likely.
+        actual = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
+        self._taken.append((actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)))
         if parts.recorder is not None:
             parts.recorder.decided(
                 window=self.window, proposed=[result.num_proposed for result in results],

@@ -135,6 +135,7 @@ class LinkBench:
         one cached place."""
         rates = {}
         for size_mib in sizes_mib:
+            assert size_mib * MIB <= self.nbytes, "a copy larger than the buffer"
             seconds = _event_time_s(partial(self.copy_in, int(size_mib * MIB)), budget_s=budget_s)
             rates[size_mib] = self.nbytes / seconds / GB
         return rates, max(rates.values())

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ def read_cpu(proc: Path) -> CpuFigures:
     text = ""
     with suppress(OSError):
         text = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace")
-    entries = dict(reversed(re.findall(r"^([^:\n]*\w)\s*: (.*)$", text, re.MULTILINE)))  # the first core's stay
+    entries = dict(reversed(re.findall(r"^([^:\n]*\w)\s*:[ \t]*(.*)$", text, re.MULTILINE)))  # the first core's stay
     flags = set((entries.get("flags") or entries.get("Features") or "").split())
     name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
     return CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))
@@ -305,11 +305,15 @@ def try_pinnable_bytes(host: HostInfo) -> int:
         CannotMeasureError: Not one block can be locked.
         BudgetError: The system refuses to give as much.
     """
-    blocks, locked_bytes = max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB, 0
-    if blocks:
-        with closing(_written_arena(blocks * GIB)) as arena:
-            arena.lock(Registrar())
-            locked_bytes = arena.pinned_bytes
+    registrar, locked_bytes = Registrar(), 0
+    with ExitStack() as arenas:
+        # One after the other: where the system refuses early, no more than that is ever written.
+        for _ in range(max(0, host.available_bytes - kept_bytes(host.ram_bytes)) // GIB):
+            arena = arenas.enter_context(closing(_written_arena(GIB)))
+            refused = arena.lock(registrar)
+            locked_bytes += arena.pinned_bytes
+            if refused:
+                break
     if not locked_bytes:
         raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")
     return locked_bytes

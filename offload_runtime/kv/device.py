@@ -89,7 +89,7 @@ class KVCache(LayerCache, Protocol):
 
 class BlockCache:
     """What caches of whole sequences have in common: how long these are, the rows of the running pass and how far its
-    windows reach, who is told about full blocks, and the tables through which blocks are found. Children provide
+    windows reach, who is told about full blocks, and the tables through which blocks are found. Subclasses provide
     `store`, where keys and values are written, and enter their blocks into the tables.
 
     Args:

@@ -307,7 +307,7 @@ class RetrievedDraftCache(RetrievalCache):
         budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
         chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences.
-        budget: Ledger to reserve from; see `retrieved_draft_bytes`.
+        budget: Ledger to reserve from.
         name: What to call it in the ledger.
 
     Raises:
@@ -371,14 +371,3 @@ def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: i
     """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
     places = config.num_layers * batch * config.num_kv_heads * chunks_of_budget(budget_tokens, chunk_size)
     return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places
-
-
-def retrieved_draft_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int, batch: int
-) -> int:
-    """Device bytes of a `RetrievedDraftCache`: all keys and values, the retrieved ones, and what chooses them."""
-    return (
-        kv_cache_bytes(config, dtype, capacity_tokens=capacity_tokens, batch=batch)
-        + retrieved_bytes(config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch)
-        + summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=capacity_tokens, batch=batch)
-    )

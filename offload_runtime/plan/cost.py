@@ -324,24 +324,25 @@ def step_time(verify: PassTime, drafting_s: float) -> float:
 
 
 def predicted_step_s(
-    plan: RunPlan, machine: MachineFigures, mode: str, size: int, *, num_sequences: int, length_tokens: int
-) -> float:
-    """Seconds of a step that proposes so many tokens to each of several sequences.
+    plan: RunPlan, machine: MachineFigures, *, proposals: int, drafted: bool, in_tree: bool, num_sequences: int,
+    length_tokens: int,
+) -> float:  # fmt: skip
+    """Seconds of a step.
 
     Args:
         plan: What lives where, and who proposes.
         machine: Where.
-        mode: As of the controller's choices: `chain` and `tree` are drafted, all others take no time to propose.
-        size: Proposals of a window.
+        proposals: Of each sequence's window.
+        drafted: Whether a model computes them; n-grams take no time.
+        in_tree: Whether what is drafted is a tree rather than a chain.
         num_sequences: That take part.
         length_tokens: Of each of them.
     """
-    plan, rows = plan.of_batch(num_sequences), 1 + size
+    plan, rows = plan.of_batch(num_sequences), 1 + proposals
     length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
     verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
-    if mode not in ("chain", "tree"):
-        return step_time(verify, 0.0)
-    return step_time(verify, drafting_s(plan, machine, gamma=size, tree_nodes=size if mode == "tree" else 0))
+    nodes = proposals if in_tree else 0
+    return step_time(verify, drafting_s(plan, machine, gamma=proposals, tree_nodes=nodes) if drafted else 0.0)
 
 
 def hidden_s(verify: PassTime, drafting_s: float) -> float:

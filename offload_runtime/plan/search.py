@@ -189,7 +189,7 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     if triforce.short_of_host_bytes > chain.short_of_host_bytes:
         missing, limit = format_bytes_up(triforce.short_of_host_bytes), format_bytes(plan.limits.ram_bytes)
         return replace(chain, reason=f"it takes {missing} more than the {limit} of host memory")
-    chosen = _fastest(best, machine)
+    chosen = max(chain, triforce, key=lambda way: tok_per_s(way, machine))
     speed = "faster" if chosen.has_verifier else "slower"
     return replace(chosen, reason=f"predicted to be {speed}: {_comparison(triforce, chain, machine)}")
 

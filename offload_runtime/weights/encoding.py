@@ -2,7 +2,7 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. Today all are stored as they are
-computed with; another encoding is another pair of classes here, children of `Encoding` and of `Weight`, and a layout
+computed with; another encoding is another pair of classes here, subclasses of `Encoding` and of `Weight`, and a layout
 that names it.
 """
 
@@ -28,8 +28,8 @@ class Weight:
     are, and holds nothing of its own that would age when other bytes arrive there.
 
     This one is stored as its elements: `stored` is [M, K] or [M], `bias` [M] or None. One that is stored otherwise is a
-    child that says how it is decoded (`dense`) and filled; its products are those of the decoded tensor, unless it has
-    faster ones.
+    subclass that says how it is decoded (`dense`) and filled; its products are those of the decoded tensor, unless it
+    has faster ones.
     """
 
     stored: torch.Tensor
@@ -89,7 +89,7 @@ class Weight:
 class Encoding:
     """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
 
-    Another way is a child that says how many bytes it takes and which child of `Weight` sees a tensor through them.
+    Another way is a subclass that says how many bytes it takes and which subclass of `Weight` sees a tensor through them.
     """
 
     dtype: torch.dtype
