@@ -89,7 +89,7 @@ class Weight:
 class Encoding:
     """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
 
-    Another way is a subclass that says how many bytes it takes and which subclass of `Weight` sees a tensor through them.
+    Another way is a subclass that says how many bytes it takes and which `Weight` sees a tensor through them.
     """
 
     dtype: torch.dtype
