@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import GenerationParams, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
 from offload_runtime.plan import (
+    MachineFigures,
     RunPlan,
     forecast,
     known_figures,
@@ -33,6 +34,13 @@ CARD = replace(machine_figures(load_profile("rtx4090")), ram_bytes=256 * 10**9, 
 @pytest.fixture(autouse=True)
 def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def slow_memory(own_profiles: None) -> MachineFigures:
+    """A card whose memory is so slow that the keys of a small model take longer than launches; it has a profile."""
+    save_profile(replace(load_profile("rtx4090"), hbm_gbps=0.1), "slow-memory")
+    return machine_figures(load_profile("slow-memory"))
 
 
 def _plan(
@@ -211,6 +219,43 @@ def test_an_answers_prediction_is_of_the_steps_that_it_took(tmp_path: Path) -> N
     assert plain.passes == 11 and chains.windows == {"chain 4": chains.passes}
     assert plain.predicted_s_per_pass is not None and chains.predicted_s_per_pass is not None
     assert chains.predicted_s_per_pass > plain.predicted_s_per_pass > 0
+
+
+def test_a_window_that_the_answers_end_cuts_is_predicted_as_small_as_it_is(
+    tmp_path: Path, slow_memory: MachineFigures
+) -> None:
+    """A draft that is the target: every proposal is accepted, so lengths and windows are known in advance."""
+    target = write_checkpoint(tmp_path / "target")
+    with load(target, draft=target, profile=slow_memory.name) as runtime:
+        stats = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True, gamma=4, tree_nodes=0).stats
+        plan = runtime.plan
+    assert stats.windows == {"chain 4": 2} and stats.acceptance[0].proposed == stats.acceptance[0].accepted == 5
+    # Behind the first token come four proposals and the target's own, and then there is room for one and its own.
+    length = stats.prompt_tokens + 1
+    steps_s = [
+        predicted_step_s(plan, slow_memory, "chain", size, num_sequences=1, length_tokens=length + before)
+        for size, before in ((4, 0), (1, 5))
+    ]
+    assert stats.predicted_s_per_pass == pytest.approx(sum(steps_s) / 2)
+
+
+def test_steps_of_a_batch_are_predicted_for_those_that_go_on_as_long_as_the_longest(
+    tmp_path: Path, slow_memory: MachineFigures
+) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    long, short = [token % 290 + 3 for token in range(400)], [7, 8, 9]
+    wanted = [GenerationParams(max_new_tokens=count, ignore_eos=True) for count in (6, 3)]
+    for first, second in ((long, short), (short, long)):
+        with load(target, draft="none", profile=slow_memory.name, max_batch=2) as runtime:
+            results, plan = runtime.generate_batch([first, second], params=wanted), runtime.plan
+        assert [result.stats.passes for result in results] == [5, 2]
+        # Of both as long as the longer one, and then of the first alone.
+        steps = [(2, len(long))] * 2 + [(1, len(first))] * 3
+        steps_s = [
+            predicted_step_s(plan, slow_memory, "plain", 0, num_sequences=count, length_tokens=length + number)
+            for number, (count, length) in enumerate(steps, start=1)
+        ]
+        assert all(result.stats.predicted_s_per_pass == pytest.approx(sum(steps_s) / 5) for result in results)
 
 
 def test_steps_by_who_proposes() -> None:

@@ -24,9 +24,11 @@ from long_context.session import Decoding, Session, compare, target_acceptance
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from sweep import main
 
+from offload_runtime import kv as caches
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.kv import block_bytes
 from offload_runtime.speculation import NoProposer, Proposal, StepResult
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
@@ -283,29 +285,33 @@ def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtim
 
 
 class Recorder:
-    """An observer that keeps a copy of every block it is told about."""
+    """An observer that keeps a copy of every block it is told about, and of which at once."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self.pieces: dict[int, list[range]] = {}  # by layer
 
     def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        self.pieces.setdefault(layer, []).append(blocks)
         for block in blocks:
             self.blocks[layer, block] = kv.data[row, (block - kv.first_block) % kv.num_blocks].clone()
 
 
 @pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
-def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
+def test_blocks_are_told_again_as_they_were(source: Path, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = Recorder(), Recorder()
+    # A piece takes all blocks of a model this small.
+    monkeypatch.setattr(caches, "kv_piece_bytes", lambda config, dtype, _: 3 * block_bytes(config, dtype))
     with load(source, draft="none", context=2048, kv=kv.removeprefix("kv-")) as runtime:
         cache, session = target_cache(runtime), Session(runtime)
         cache.observers.append(first)
-        for length in (
-            1300,
-            1800,
-        ):  # the last two of seven blocks lie elsewhere on the host: they come in another piece
+        # The last two of seven blocks lie elsewhere on the host, and the five before are more than a piece.
+        for length in (1300, 1800):
             session.fill(0, [token % 290 + 3 for token in range(length)])
         cache.observers[:] = [again]
         tell_again(runtime)
+    pieces = [range(7)] if kv == "kv-gpu" else [range(3), range(3, 5), range(5, 7)]
+    assert again.pieces == dict.fromkeys(range(2), pieces)
     assert set(again.blocks) == {(layer, block) for layer in range(2) for block in range(7)} == set(first.blocks)
     assert all(torch.equal(again.blocks[key], data) for key, data in first.blocks.items())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import weakref
@@ -18,6 +17,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from typer.testing import CliRunner
 
+from offload_runtime import trace
 from offload_runtime.cli import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
@@ -27,7 +27,7 @@ from offload_runtime.engine.stats import PassMeter
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
-from offload_runtime.trace import CudaClock, HostClock, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.helpers.planning import stream_all_kv
@@ -263,20 +263,25 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     assert meter.hidden_draft_share() == pytest.approx(0.5)
 
 
-def assert_nobody_records(runtime: Runtime) -> None:
-    """There is no recorder and no clock for one."""
-    gc.collect()
-    assert runtime.parts.recorder is None
-    recording = (TraceRecorder, HostClock, CudaClock)
-    assert not [found for found in gc.get_objects() if type(found) in recording]
+@pytest.fixture
+def without_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recorder can be made: each needs a clock."""
+
+    def clock(*_: object) -> None:
+        raise AssertionError("somebody records")
+
+    for name in ("HostClock", "CudaClock"):
+        monkeypatch.setattr(trace, name, clock)
 
 
-def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path) -> None:
+@pytest.mark.usefixtures("without_clocks")
+def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
     for options in RUNS.values():
         with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
             stats = generate(runtime).stats
-            assert_nobody_records(runtime)
-            assert stats.hidden_draft_share is None
+            assert runtime.parts.recorder is None and stats.hidden_draft_share is None
+    with pytest.raises(AssertionError, match="somebody records"), load(target, trace=tmp_path / "trace.json"):
+        pass
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, after: int) -> None:
@@ -410,8 +415,9 @@ def test_a_trace_of_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_clocks")
 def test_a_gpu_records_no_events_without_a_trace(target: Path) -> None:
     with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
         generate(runtime)
-        assert_nobody_records(runtime)
+        assert runtime.parts.recorder is None
         torch.cuda.synchronize()

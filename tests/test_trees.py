@@ -42,12 +42,14 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A runner, and plain decoding's texts and keys and values, in the order of `PARAMS`."""
+    """A runner, and plain decoding's texts and keys and values, in the order of `PARAMS`; `resident` layers keep theirs
+    on the device."""
 
     runner: ModelRunner
     truth: list[dict[int, list[int]]]
     kv: list[dict[int, torch.Tensor]]
     blocks: list[dict[tuple[int, int, int], torch.Tensor]]
+    resident: tuple[int, ...] = ()
 
 
 def cache_of(runner: ModelRunner) -> DeviceKVCache | HostKVCache:
@@ -55,9 +57,14 @@ def cache_of(runner: ModelRunner) -> DeviceKVCache | HostKVCache:
     return runner.cache
 
 
-def all_kv(runner: ModelRunner) -> dict[int, torch.Tensor]:
-    layers = runner.decoder.config.num_layers
-    return {sequence: committed_kv(cache_of(runner), layers, sequence) for sequence in PROMPTS}
+def all_kv(runner: ModelRunner, resident: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    cache, layers = cache_of(runner), runner.decoder.config.num_layers
+    return {sequence: committed_kv(cache, layers, sequence, resident=resident) for sequence in PROMPTS}
+
+
+def resident_of(options: dict[str, Any]) -> tuple[int, ...]:
+    """Layers of a setup that keep their keys on the device, where others do not."""
+    return options["host_kv"].resident_layers if "host_kv" in options else ()
 
 
 def observed(runner: ModelRunner) -> BlockRecorder:
@@ -75,9 +82,9 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for params in PARAMS:
         recorder = observed(made.runner)
         truth.append(plain(made.runner, PROMPTS, params, count=COUNT))
-        kv.append(all_kv(made.runner))
+        kv.append(all_kv(made.runner, resident_of(options)))
         blocks.append(recorder.seen)
-    yield Setup(made.runner, truth, kv, blocks)
+    yield Setup(made.runner, truth, kv, blocks, resident_of(options))
     made.close()
 
 
@@ -95,7 +102,7 @@ def test_any_tree_gives_plain_decodings_tokens_and_keys(
     shapes = {played.proposal.is_chain for rounds in history for played in rounds.values()}
     moved = [played.path != tuple(range(len(played.path))) for rounds in history for played in rounds.values()]
     assert False in shapes and any(moved) and not all(moved)
-    for sequence, kv in all_kv(setup.runner).items():
+    for sequence, kv in all_kv(setup.runner, setup.resident).items():
         assert torch.equal(kv, setup.kv[index][sequence]), f"keys and values of sequence {sequence}"
     assert recorder.seen.keys() == setup.blocks[index].keys() and recorder.seen
     for place, block in recorder.seen.items():
@@ -189,7 +196,7 @@ def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> 
         for request, played in zip(requests, run_step(runner, params, NoProposer(), requests), strict=True):
             texts[request.slot] += played.tokens
     assert texts == truth
-    for sequence, kv in all_kv(runner).items():
+    for sequence, kv in all_kv(runner, setup.resident).items():
         assert torch.equal(kv, setup.kv[0][sequence])
 
 
@@ -203,17 +210,17 @@ def test_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     options = dict(SETUPS[name])
     model = random_model(options.pop("name"))
     made = make_runner(model, tmp_path, capacity_tokens=CAPACITY, **GPU, **options)
-    runner = made.runner
+    runner, resident = made.runner, resident_of(options)
     for index, params in enumerate(PARAMS):
         recorder = observed(runner)
         truth = plain(runner, PROMPTS, params, count=COUNT)
-        expected, blocks = all_kv(runner), recorder.seen
+        expected, blocks = all_kv(runner, resident), recorder.seen
         for gamma, nodes in ((1, 5), (4, 40), (7, 60)):
             recorder, script = observed(runner), TreeScript(truth, seed=index)
             texts, history = decode(runner, PROMPTS, params, script, count=COUNT, gamma=gamma, nodes=nodes)
             assert texts == truth
             assert {played.num_accepted for rounds in history for played in rounds.values()} == set(range(gamma + 1))
-            assert all(torch.equal(kv, expected[sequence]) for sequence, kv in all_kv(runner).items())
+            assert all(torch.equal(kv, expected[sequence]) for sequence, kv in all_kv(runner, resident).items())
             assert recorder.seen.keys() == blocks.keys()
             assert all(torch.equal(block, blocks[place]) for place, block in recorder.seen.items())
         test_logits_of_a_path_are_those_of_a_chain(Setup(runner, [truth, truth], [], []))

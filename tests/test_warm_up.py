@@ -12,7 +12,7 @@ import offload_runtime_kernels
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
-from offload_runtime_kernels.select_chunks import different_counts, select_chunks
+from offload_runtime_kernels.select_chunks import different_counts, parts_of, select_chunks
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -158,13 +158,15 @@ def test_what_needs_other_kernels() -> None:
 
 
 def test_choices_among_any_number_of_chunks_are_played() -> None:
+    def kernels(count: int) -> tuple[int, int]:
+        """What they are made for: chunks of a part, and parts rounded up to a power of two."""
+        columns, parts = parts_of(count)
+        return columns, 1 << (parts - 1).bit_length()
+
     for most in (1, 2, 511, 512, 513, 700, 5000, 40_000):
         played = different_counts(most)
         assert max(played) == most and len(played) < 10
-        # Up to 512 chunks all is one part, and beyond that kernels are made for powers of two.
-        assert {max(512, 1 << (count - 1).bit_length()) for count in played} == {
-            max(512, 1 << (count - 1).bit_length()) for count in range(1, most + 1)
-        }
+        assert {kernels(count) for count in played} == {kernels(count) for count in range(1, most + 1)}
 
 
 def played_by(

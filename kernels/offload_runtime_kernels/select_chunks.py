@@ -131,7 +131,7 @@ def _write_chosen_kernel(
     tl.store(out_ptr + head * budget_chunks + place, chunk, mask=chosen)
 
 
-def _parts(chunks: int) -> tuple[int, int]:
+def parts_of(chunks: int) -> tuple[int, int]:
     """How the chunks of a head are shared: chunks of a part, and parts."""
     columns = max(_PART_CHUNKS, triton.next_power_of_2(triton.cdiv(chunks, _MOST_PARTS)))
     return columns, triton.cdiv(chunks, columns)
@@ -151,7 +151,7 @@ def select_chunks_triton(
     require_triton("select_chunks")
     batch, num_kv_heads, chunks = scores.shape
     heads = batch * num_kv_heads
-    columns, parts = _parts(chunks)
+    columns, parts = parts_of(chunks)
     selected = torch.empty(batch, num_kv_heads, budget_chunks, dtype=torch.int32, device=scores.device)
     counted = torch.empty(heads, parts, _NUM_BINS, dtype=torch.int32, device=scores.device)
     plan = torch.empty(heads, parts, 3, dtype=torch.int32, device=scores.device)

@@ -82,6 +82,7 @@ def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     made as on a CPU, for device memory without a limit."""
 
     def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+        assert request.vram_bytes is None and request.emulate is None, "a limit that was asked for would be ignored"
         return find_plan(request, machine, replace(limits, device_bytes=None))
 
     monkeypatch.setattr(loading, "find_plan", without_limit)

@@ -161,24 +161,30 @@ def plain(
     return decode(runner, prompts, params, NoProposer(), count=count)[0]
 
 
-def committed_kv(cache: DeviceKVCache | HostKVCache, num_layers: int, sequence: int) -> torch.Tensor:
-    """Committed keys and values of a sequence, wherever they are: [L, 2, H_kv, S, D], a copy on the host."""
+def committed_kv(
+    cache: DeviceKVCache | HostKVCache, num_layers: int, sequence: int, *, resident: Sequence[int] = ()
+) -> torch.Tensor:
+    """Committed keys and values of a sequence, wherever they are: [L, 2, H_kv, S, D], a copy on the host. Between
+    passes; `resident` are the layers that a cache in host memory keeps on the device."""
+    cache.begin_window((), ())  # behind a prefill a store shows one sequence, now all of them
+    if isinstance(cache, HostKVCache):
+        cache.writes.drain()
     length = cache.length(sequence)
     layers = []
     for layer in range(num_layers):
-        blocks = [_block(cache, layer, sequence, block) for block in range(-(-length // BLOCK_TOKENS))]
+        on_host = length // BLOCK_TOKENS if isinstance(cache, HostKVCache) and layer not in resident else 0
+        blocks = [_block(cache, layer, sequence, block, on_host) for block in range(-(-length // BLOCK_TOKENS))]
         layers.append(torch.cat(blocks, dim=2)[:, :, :length])
     return torch.stack(layers)
 
 
-def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block: int) -> torch.Tensor:
-    """[2, H_kv, 256, D] on the host; a full block of a streamed layer as the host has it."""
-    if block < cache.length(sequence) // BLOCK_TOKENS:
-        if isinstance(cache, HostKVCache):
-            cache.writes.drain()
-        return cache.block_table(layer).blocks[sequence][block].cpu().clone()
+def _block(cache: DeviceKVCache | HostKVCache, layer: int, sequence: int, block: int, on_host: int) -> torch.Tensor:
+    """[2, H_kv, 256, D], a copy on the host; of the first `on_host` blocks what is read is the host's own."""
     kv = cache.store(layer)
-    return kv.data[sequence, block % kv.num_blocks].cpu()
+    if isinstance(cache, HostKVCache) and block < on_host:
+        memory = cache.blocks.memory(layer, sequence, range(block, block + 1))
+        return memory.view(kv.data.dtype).view(kv.data.shape[2:]).clone()
+    return kv.data[sequence, block % kv.num_blocks].cpu().clone()
 
 
 class BlockRecorder:
