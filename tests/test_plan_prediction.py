@@ -18,7 +18,6 @@ from offload_runtime.hardware import load_profile
 from offload_runtime.plan import (
     MachineFigures,
     RunPlan,
-    drafting_s,
     machine_figures,
     pass_time,
     plan_run,
@@ -27,6 +26,7 @@ from offload_runtime.plan import (
 from offload_runtime.plan.cost import (
     best_tree_tokens,
     draft_step_s,
+    drafting_s,
     expected_tokens,
     expected_tree_tokens,
     predict_step,

@@ -58,10 +58,12 @@ def _pass_s(plan: RunPlan, *, length: int, rows: int) -> float:
     return pass_time(plan, CARD, length_tokens=length, rows=rows).seconds
 
 
-def _step_s(plan: RunPlan, mode: str, size: int, *, length: int, sequences: int = 1) -> float:
+def _step_s(
+    plan: RunPlan, mode: str, size: int, *, length: int, sequences: int = 1, machine: MachineFigures = CARD
+) -> float:
     return predicted_step_s(
-        plan, CARD, proposals=size, drafted=mode in ("chain", "tree"), in_tree=mode == "tree", num_sequences=sequences,
-        length_tokens=length,
+        plan, machine, proposals=size, drafted=mode in ("chain", "tree"), in_tree=mode == "tree",
+        num_sequences=sequences, length_tokens=length,
     )  # fmt: skip
 
 
@@ -158,13 +160,8 @@ def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> No
     by_link = []
     for gbps in (stats.link_peak_gbps, CARD.link_gbps):
         machine = replace(figures, link_gbps=gbps)
-        steps = [
-            predicted_step_s(
-                placed, machine, proposals=0, drafted=False, in_tree=False, num_sequences=1, length_tokens=length + step
-            )
-            for step in range(2)
-        ]
-        by_link.append(sum(steps) / 2)
+        steps_s = [_step_s(placed, "plain", 0, length=length + step, machine=machine) for step in range(2)]
+        by_link.append(sum(steps_s) / 2)
     assert stats.predicted_s_per_pass == pytest.approx(by_link[0]) != pytest.approx(by_link[1])
 
 
@@ -233,13 +230,12 @@ def test_a_window_that_the_answers_end_cuts_is_predicted_as_small_as_it_is(
     # Behind the first token come four proposals and the target's own, and then there is room for one and its own.
     length = stats.prompt_tokens + 1
     steps_s = [
-        predicted_step_s(plan, slow_memory, "chain", size, num_sequences=1, length_tokens=length + before)
-        for size, before in ((4, 0), (1, 5))
+        _step_s(plan, "chain", size, length=length + before, machine=slow_memory) for size, before in ((4, 0), (1, 5))
     ]
     assert stats.predicted_s_per_pass == pytest.approx(sum(steps_s) / 2)
 
 
-def test_steps_of_a_batch_are_predicted_for_those_that_go_on_as_long_as_the_longest(
+def test_steps_of_a_batch_are_predicted_for_those_that_go_on_at_their_mean_length(
     tmp_path: Path, slow_memory: MachineFigures
 ) -> None:
     target = write_checkpoint(tmp_path / "target")
@@ -249,10 +245,10 @@ def test_steps_of_a_batch_are_predicted_for_those_that_go_on_as_long_as_the_long
         with load(target, draft="none", profile=slow_memory.name, max_batch=2) as runtime:
             results, plan = runtime.generate_batch([first, second], params=wanted), runtime.plan
         assert [result.stats.passes for result in results] == [5, 2]
-        # Of both as long as the longer one, and then of the first alone.
-        steps = [(2, len(long))] * 2 + [(1, len(first))] * 3
+        # Of both, and then of the first alone.
+        steps = [(2, (len(long) + len(short)) // 2)] * 2 + [(1, len(first))] * 3
         steps_s = [
-            predicted_step_s(plan, slow_memory, "plain", 0, num_sequences=count, length_tokens=length + number)
+            _step_s(plan, "plain", 0, length=length + number, sequences=count, machine=slow_memory)
             for number, (count, length) in enumerate(steps, start=1)
         ]
         assert all(result.stats.predicted_s_per_pass == pytest.approx(sum(steps_s) / 5) for result in results)
