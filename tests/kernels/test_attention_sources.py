@@ -196,12 +196,19 @@ def test_bounds_of_one_block(attend: Attend) -> None:
     assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 40, 129])
-def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int) -> None:
-    """256 programs are enough: the more heads, the fewer parts of three and two tiles, down to one of all keys."""
-    case, begin = _case(1, batch=2, num_kv_heads=num_kv_heads, group=1), RECENT.start * BLOCK_TOKENS
-    rows = chain_rows((begin + 40, begin + 9), (1, 1))
+@pytest.mark.parametrize(("num_kv_heads", "group", "num_queries"), [(1, 1, 1), (26, 1, 1), (65, 1, 1), (26, 2, 2)])
+def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int, group: int, num_queries: int) -> None:
+    """256 programs are enough. Of three tiles (32 keys each) of retrieved and two of recent keys, 1, 26 and 65 heads of
+    two sequences give 5, 3 and 1 parts."""
+    case = _case(num_queries, batch=2, num_kv_heads=num_kv_heads, group=group)
+    begin = RECENT.start * BLOCK_TOKENS
+    rows = chain_rows((begin + 40, begin + 9), (num_queries, num_queries))
     _check(attend_sources_triton, case, _retrieval(case, 96), rows)
+
+
+def test_more_heads_than_programs_are_enough() -> None:
+    case, begin = _case(1, batch=2, num_kv_heads=129, group=1), RECENT.start * BLOCK_TOKENS
+    _check(attend_sources_triton, case, _retrieval(case, 8)[1:], chain_rows((begin + 9, begin), (1, 1)))
 
 
 def test_more_parts_than_a_join_reads_at_a_time() -> None:
