@@ -404,3 +404,21 @@ def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) 
 def test_every_result_that_the_readme_names_is_there() -> None:
     named = set(re.findall(r"tools/results/([\w.-]+\.json)", README))
     assert len(named) > 10 and named <= {path.name for path in RESULTS.glob("*.json")}
+
+
+def test_chosen_windows_are_held_against_fixed_ones_as_measured() -> None:
+    page, speeds = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8"), dict[tuple[Any, ...], dict[str, float]]()
+    for line in (RESULTS / "commits-h200.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("bench") == "trees":
+            case = f"{row['noise']:g}", row["link"].split()[0].strip(","), row["prompt"]
+            speeds.setdefault(case, {})["before" if row["commit"] == "08ad60b" else row["how"]] = row["tok_per_s"]
+    shares = list[float]()
+    for case, found in speeds.items():
+        fixed = {how: speed for how, speed in found.items() if how.startswith(("chain", "tree"))}
+        if "auto" in found and "before" in found and len(fixed) == 3:
+            best = max(fixed, key=lambda how: fixed[how])
+            shares.append(found["auto"] / max(found["before"], fixed[best]))
+            figures = f"{found['auto']:.1f} | {found['before']:.1f} | {fixed[best]:.1f} ({best}) | {shares[-1]:.2f}"
+            assert f"| {' | '.join(case)} | {figures} |" in page
+    assert len(shares) == page.count("| own |") + page.count("| emulated |") == 8
