@@ -111,22 +111,37 @@ def writing(path: Path, way_out: str) -> Iterator[None]:
         raise StorageError(f"{path} cannot be written ({error.strerror or error}): {way_out}") from error
 
 
-def write_atomically(path: Path, text: str, *, way_out: str) -> None:
-    """Write a UTF-8 file so that a reader sees the old one or the whole new one, never a part.
+def regular_file(path: Path, *, way_out: str) -> Path:
+    """The place of a file that may be written: what symbolic links lead to, and nothing yet or a regular file.
 
     Raises:
-        StorageError: The disk is full or the place cannot be written, with the `way_out`; an older file is then
+        StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy.
+    """
+    real = Path(os.path.realpath(path))
+    if os.path.lexists(real) and not real.is_file():
+        raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
+    return real
+
+
+def write_atomically(path: Path, content: str | bytes, *, way_out: str) -> None:
+    """Write a regular file, text as UTF-8, so that a reader sees the old one or the whole new one, never a part.
+
+    Symbolic links stay, and what they lead to is written.
+
+    Raises:
+        StorageError: The disk is full or the place cannot be written, with the `way_out`; what was there is then
             untouched.
     """
+    real = regular_file(path, way_out=way_out)
     with writing(path, way_out):
         # In the same directory, because a rename is atomic only within one file system.
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}-", suffix=".part")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+            os.replace(partial, real)
         except BaseException:
             os.unlink(partial)
             raise

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload_runtime.config import write_atomically, writing
+from offload_runtime.config import regular_file, write_atomically, writing
 from offload_runtime.errors import StorageError
 
 TRACE_VERSION = 1
@@ -304,12 +304,13 @@ def require_writable(path: Path) -> None:
     """Refuse a place that a trace could not be written to, before there is one; an older file there stays.
 
     Raises:
-        StorageError: It is a directory, or nothing can be written beside it.
+        StorageError: It is a directory, a device or the like, or nothing can be written beside it.
     """
     if path.is_dir():
         raise StorageError(f"--trace {path} is a directory: name a file in it, such as {path / 'trace.json'}")
+    real = regular_file(path, way_out=_WAY_OUT)
     with writing(path, _WAY_OUT):
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=real.parent).close()
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:

@@ -69,6 +69,16 @@ def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
     assert error_lines(result) == ["error: the context is full: start over with /reset"]
 
 
+def test_a_conversation_is_saved_to_regular_files_only(runtime: FakeRuntime, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    result = chat(turns=f"one\n/save {fifo}\n")
+    assert error_lines(result) == [
+        f"error: {fifo} is not a regular file, and stays as it is: nothing was changed, choose another place"
+    ]
+    assert fifo.is_fifo()
+
+
 def test_memory_that_runs_out_keeps_what_was_said(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.before_piece, path = full_host(at_piece=2), tmp_path / "chat.json"
     result = chat(turns=f"one\n/save {path}\n")

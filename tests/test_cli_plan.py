@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -253,5 +254,8 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     assert "must end in one of" in plan("llama-3.1-8b", *arguments, str(tmp_path / "plan.doc")).stderr
     nowhere = plan("llama-3.1-8b", *arguments, str(tmp_path / "no" / "plan.png"))
     assert nowhere.exit_code == 2 and "cannot be written (No such file" in nowhere.stderr
+    fifo = tmp_path / "fifo.png"
+    os.mkfifo(fifo)
+    assert "fifo.png is not a regular file" in plan("llama-3.1-8b", *arguments, str(fifo)).stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'offload-runtime[plots]'" in plan("llama-3.1-8b", *arguments, "x.png").stderr

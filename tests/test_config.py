@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from offload_runtime.config import (
     format_bytes,
     parse_bytes,
     size_option_down,
+    write_atomically,
 )
-from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 
 @pytest.mark.parametrize(
@@ -123,3 +126,24 @@ def test_a_size_to_type_back_is_never_more_than_what_it_stands_for(size_bytes: i
     option = size_option_down(size_bytes)
     assert " " not in option
     assert 0.9 * size_bytes <= parse_bytes(option) <= size_bytes
+
+
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """A FIFO stands for devices and sockets, too: as root, a file in the place of /dev/null breaks a machine."""
+    fifo, target, link, dangling, loop = (tmp_path / name for name in ("fifo", "file", "link", "dangling", "loop"))
+    os.mkfifo(fifo)
+    target.write_text("old")
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "new")
+    loop.symlink_to(loop)
+    to_fifo = tmp_path / "to-fifo"
+    to_fifo.symlink_to(fifo)
+    for path in (fifo, to_fifo, loop, tmp_path):
+        with pytest.raises(StorageError, match=f"{path.name} is not a regular file, and stays as it is: elsewhere"):
+            write_atomically(path, "text", way_out="elsewhere")
+    assert fifo.is_fifo() and to_fifo.is_symlink() and loop.is_symlink()
+    for path in (link, dangling):
+        write_atomically(path, "ümlaut", way_out="elsewhere")
+        assert path.is_symlink() and path.read_text(encoding="utf-8") == "ümlaut"
+    assert target.read_bytes() == (tmp_path / "new").read_bytes() == "ümlaut".encode()
+    assert {path.name for path in tmp_path.iterdir()} == {"fifo", "file", "link", "dangling", "loop", "to-fifo", "new"}

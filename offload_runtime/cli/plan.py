@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, format_bytes, writing
+from offload_runtime.config import GB, format_bytes, regular_file, write_atomically
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
@@ -303,11 +304,15 @@ def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
 # --- the picture: stacked bars of what is held where, and of what a pass spends its time on
 
 
+_PLOT_ELSEWHERE = "choose another place for --plot"
+
+
 def require_plotting(path: Path) -> None:
     """Refuse a picture that could not be drawn, before anything is planned.
 
     Raises:
         OptionError: matplotlib is not installed, or the file's ending is none of its formats.
+        StorageError: What is there is not a regular file.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -316,6 +321,7 @@ def require_plotting(path: Path) -> None:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise OptionError(f"--plot {path} must end in one of {', '.join(sorted(formats))}")
+    regular_file(path, way_out=_PLOT_ELSEWHERE)
 
 
 def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) -> None:
@@ -331,8 +337,9 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
     _draw_memory(memory, plan)
     _draw_time(time, predicted)
     figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
-    with writing(path, "choose another place for --plot"):
-        figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
+    write_atomically(path, picture.getvalue(), way_out=_PLOT_ELSEWHERE)
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
