@@ -222,3 +222,8 @@ def test_a_profile_that_cannot_be_written_says_where_and_how_out(own: Path) -> N
 
 def test_the_installed_package_has_the_checkouts_profiles() -> None:
     assert {path.name for path in shipped_directory().glob("*.toml")} == {f"{name}.toml" for name in SHIPPED}
+
+
+def test_a_home_that_nobody_has_is_a_file_that_is_not_there() -> None:
+    with pytest.raises(ProfileError, match=r"~no-such-user/x\.toml cannot be read: No such file"):
+        load_profile("~no-such-user/x.toml")

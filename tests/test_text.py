@@ -11,8 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_runtime.config import GenerationParams
-from offload_runtime.engine.request import IncrementalDecoder, StopStrings
+from offload_runtime.engine.request import IncrementalDecoder, PromptRoom, StopStrings
+from offload_runtime.errors import OptionError
+from offload_runtime.weights import describe_model
 from tests.helpers.engine import byte_level_tokenizer
+from tests.helpers.planning import CONFIGS
 
 WORDS = ["the", "fox", "▁the", "▁fox", "▁", "▁日本", "▁caf", "é", ".", ","]
 
@@ -148,3 +151,14 @@ def test_a_lone_stop_string_is_not_taken_apart() -> None:
     assert GenerationParams(stop="ab").stop == ("ab",)
     assert GenerationParams(stop=["ab", "c"]).stop == ("ab", "c")
     assert GenerationParams(stop=()).stop == ()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_that_is_not_unicode_is_refused(chat: bool) -> None:
+    """What Python makes of bytes on a command line that are not UTF-8, and half of a pair in JSON."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    room = PromptRoom(tokenizer, describe_model(CONFIGS / "llama-3.1-8b").config(), context_tokens=100)
+    prompt = [{"role": "user", "content": "a\udcff"}] if chat else "a\udcff"
+    with pytest.raises(OptionError, match=r"character 1 is the lone surrogate U\+DCFF"):
+        room.encode(prompt)

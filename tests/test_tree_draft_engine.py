@@ -189,7 +189,7 @@ def test_who_proposes_is_decided_when_loading(target: Path, draft: Path, trees: 
     [
         (
             {"speculation": SpeculationOptions(draft_cache="retrieval")},
-            "--tree-nodes 8 needs a draft whose KV cache holds whole branches, .*use --draft-cache streaming or full",
+            "trees of 8 nodes need a draft whose KV cache holds whole branches, .*use --draft-cache streaming or full",
         ),
         ({"speculation": SpeculationOptions("triforce")}, "--tree-nodes 8 does nothing with --speculation triforce"),
         ({"draft": "none"}, "--tree-nodes 8 does nothing with --draft none"),

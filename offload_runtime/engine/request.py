@@ -110,14 +110,14 @@ class PromptRoom:
         """Token ids of a prompt: of text, token ids or chat messages.
 
         Raises:
-            OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+            OptionError: It is empty, not a prompt, not Unicode text, or has ids outside the vocabulary.
         """
         vocab_size = self.config.vocab_size
         if isinstance(prompt, str):
-            tokens = list(self.tokenizer.encode(prompt))
+            tokens = self._encode_text(prompt, add_special_tokens=True)
         elif prompt and all(isinstance(item, Mapping) for item in prompt):
             messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-            tokens = list(self.tokenizer.encode(self.render_chat(messages), add_special_tokens=False))
+            tokens = self._encode_text(self.render_chat(messages), add_special_tokens=False)
         else:
             tokens = [item for item in prompt if isinstance(item, int)]
             fine = len(tokens) == len(prompt)
@@ -127,6 +127,17 @@ class PromptRoom:
         if outside:
             raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         return tokens
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a byte of a command line that is not UTF-8, or half of a pair in JSON
+            code = ord(text[error.start])
+            raise OptionError(
+                f"the prompt is not Unicode text: character {error.start} is the lone surrogate U+{code:04X}: "
+                "write it in UTF-8"
+            ) from error
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:
         """Chat messages as the text the model was trained on, with the beginning of an answer."""

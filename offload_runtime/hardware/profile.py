@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -302,7 +303,7 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
         return name_or_path
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith(_SUFFIX) or Path(text).name != text:
-        return _read(Path(name_or_path).expanduser())
+        return _read(Path(os.path.expanduser(name_or_path)))  # what ~ does not stand for is not found
     files = list_profiles()
     if text not in files:
         nearest = difflib.get_close_matches(text, files, n=1)

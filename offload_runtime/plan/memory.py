@@ -484,8 +484,8 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
             cache = "retrieval" if retrieves else "streaming"
     if tree_nodes and cache == "retrieval":
         raise OptionError(
-            f"--tree-nodes {tree_nodes} needs a draft whose KV cache holds whole branches, not retrieved chunks: use "
-            "--draft-cache streaming or full, or drop --tree-nodes"
+            f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks: use "
+            "--draft-cache streaming or full, or --tree-nodes 0"
         )
     plan = ModelPlan(
         config, ModelLayout.plain(config, target.dtype), shape, context, target.window_tokens, target.batch,

@@ -143,9 +143,9 @@ def _with_tree_room(request: RuntimeConfig, machine: MachineFigures, limits: Mem
             roomy = planned(nodes)
         except BudgetError:
             continue
-        except OptionError:  # of a draft's cache that cannot grow trees, or has no positions for larger ones
+        except OptionError as error:  # of a draft's cache that cannot grow trees, or has no positions for larger ones
             if len(found) == 1:
-                refused = "the draft's KV cache has no places for branches (--draft-cache full or streaming has)"
+                refused = str(error)
             break
         if roomy.short_of_host_bytes <= lean.short_of_host_bytes:
             found.append(roomy)
