@@ -238,6 +238,8 @@ def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after
     with working_with(runtime, proposer=proposer):
         assert_interrupted(runtime, said)
         assert_usable(runtime, said)
+        again = runtime.generate(PROMPT, max_new_tokens=13, ignore_eos=True, gamma=3)
+        assert again.stats.tokens_per_pass == 4.0, "the draft knows what it has read"
     assert_usable(runtime, said)
 
 
