@@ -7,6 +7,8 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import ThreadCopyEngine
+from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -30,6 +35,7 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
+from offload_runtime.runners import ModelRunner
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
@@ -274,24 +280,33 @@ def failing_after(count: int) -> Callable[[], None]:
     return before_copy
 
 
-# Nine copies measure the link, three fill the ring, then five make a pass.
-@pytest.mark.parametrize("copies", [12, 14, 17, 29])
-def test_a_failed_copy_ends_the_generation_and_all_that_follow(
-    target: Path, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(device: torch.device, **pace_and_log: Any) -> ThreadCopyEngine:
-        return ThreadCopyEngine(pace=before_each_copy(failing_after(copies)))
+def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
+    """The same model, all of whose layers cross another queue."""
+    layout, runner = model.weights.layout, model.runner
+    streamer = LayerStreamer(
+        [model.weights.block(index) for index in range(NUM_LAYERS)], {},
+        [torch.empty(max(layout.layer_bytes), dtype=torch.uint8) for _ in range(model.placement.num_slots)],
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
+    )  # fmt: skip
+    runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.shape)
+    return replace(model, runner=runner, engine=engine)
 
-    with load(target, draft="none", resident_layers=0) as whole:
-        expected = whole.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-    monkeypatch.setattr(loading, "make_copy_engine", make)
-    with load(target, draft="none", resident_layers=0) as runtime:
+
+# Three copies fill the ring, then five make a pass.
+@pytest.mark.parametrize("copies", [3, 5, 8, 20])
+def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
+    with (
+        load(target, draft="none", resident_layers=0) as runtime,
+        closing(ThreadCopyEngine(pace=before_each_copy(failing_after(copies)))) as engine,
+    ):
+        expected = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+        runtime.parts = replace(runtime.parts, target=streamed_by(runtime.parts.target, engine))
         stream = runtime.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
         with pytest.raises(CopyError, match=r"cable fell out.*load the runtime again"):
             list(stream)
         stream.close()
         assert stream.result.tokens == expected[: len(stream.result.tokens)]
-        assert len(stream.result.tokens) <= max(0, (copies - 9) // NUM_LAYERS)
+        assert len(stream.result.tokens) <= copies // NUM_LAYERS
         with pytest.raises(CopyError, match="load the runtime again"):
             runtime.generate(PROMPT, max_new_tokens=1)
 
