@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from tests.helpers.engine import (
     PROMPT,
     load,
     one_thread,  # noqa: F401 (an autouse fixture)
+    raising,
     refuse_weights,
     write_checkpoint,
 )
@@ -269,15 +270,11 @@ def test_nan_weights_are_an_error_and_not_tokens(copy: Path, tensor: str) -> Non
                 runtime.generate(PROMPT, max_new_tokens=4)
 
 
-def failing_after(count: int) -> Callable[[], None]:
-    """Lets `count` copies through and refuses the next."""
-    copies = iter(range(count))
-
-    def before_copy() -> None:
-        if next(copies, None) is None:
-            raise RuntimeError("the cable fell out")
-
-    return before_copy
+def failing_once(*, after: int) -> ThreadCopyEngine:
+    """A queue that lets so many copies through, refuses the next, and would make all others."""
+    return ThreadCopyEngine(
+        pace=before_each_copy(raising(RuntimeError("the cable fell out"), after=after, then=lambda: None))
+    )
 
 
 def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
@@ -297,7 +294,7 @@ def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
 def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
     with (
         load(target, draft="none", resident_layers=0) as runtime,
-        closing(ThreadCopyEngine(pace=before_each_copy(failing_after(copies)))) as engine,
+        closing(failing_once(after=copies)) as engine,
     ):
         expected = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
         runtime.parts = replace(runtime.parts, target=streamed_by(runtime.parts.target, engine))
@@ -312,9 +309,7 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, cop
 
 
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(pace=before_each_copy(failing_after(4)))
-    )
+    monkeypatch.setattr(loading, "make_copy_engine", lambda *_, **__: failing_once(after=4))
     refused(CopyError, target, "cable fell out", resident_layers=0, on_progress=None)
 
 
