@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,26 @@ from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import NoProposer
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
+
+
+class FailingRunner(ModelRunner):
+    """A target whose passes fail once, after so many that went through."""
+
+    def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
+        self._verify = raising(error, after=after, then=super().verify)
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._verify(windows, sequences)
+        return logits
 
 
 def generate(runtime: Runtime, **options: Any) -> list[list[list[int]]]:
@@ -161,17 +176,15 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
 
 
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
-def test_memory_that_runs_out_costs_no_answer(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: Exception) -> None:
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:
         asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": 2}
         whole = runtime.generate_batch(PROMPTS[:3], **asked)
-        runner = runtime.parts.target.runner
-        with monkeypatch.context() as patch:
-            patch.setattr(runner, "verify", raising(error, after=2, then=runner.verify))
-            with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:
-                runtime.generate_batch(PROMPTS[:3], **asked)
+        loaded = runtime.parts.target
+        failing = replace(loaded, runner=FailingRunner(loaded.runner, error, after=2))
+        runtime.parts = replace(runtime.parts, target=failing)
+        with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:
+            runtime.generate_batch(PROMPTS[:3], **asked)
         for result, other in zip(caught.value.answers, whole, strict=True):
             assert result.finish_reason == "interrupted" and result.stats.passes == 2
             assert 3 <= len(result.tokens) < COUNT and result.tokens == other.tokens[: len(result.tokens)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import select
@@ -22,7 +23,6 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load_model as assembly
 from tests.helpers.traces import rows_of
 
 fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")
@@ -210,7 +210,13 @@ def test_without_a_command_the_help_is_shown() -> None:
 def test_verify_reads_no_weights_where_a_prompt_has_no_room(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    monkeypatch.setattr(assembly, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    def pages(file: int, *arguments: Any, **options: Any) -> mmap.mmap:
+        """The system's, but for memory, which weights are read into."""
+        assert file != -1, "weights were read"
+        return mapped(file, *arguments, **options)
+
+    mapped = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", pages)
     (tmp_path / "long").write_text("the quick brown fox " * 4000)
     given = [
         "verify",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Conversation, Runtime
-from offload_runtime.engine.generate import TokenStream
+from offload_runtime.engine.conversation import Reply
+from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.sampling import sample
-from offload_runtime.speculation import step as rounds
-from tests.helpers.engine import load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
+from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.test_engine_endings import interrupted, working_with
 
 COUNT = 12
 
@@ -33,30 +37,58 @@ def runtime(target: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
-class Spy:
-    """Remembers the tokens that go through the target's prefill, and the prompts."""
+class SpiedRunner(ModelRunner):
+    """A target that remembers the tokens that go through its prefill, and which ends the text once if it is told to."""
 
-    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runner: ModelRunner, end: int) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
         self.prefilled: list[list[int]] = []
+        self.end, self.end_at = end, -1  # the token, and where in a sequence nothing else is likely
+
+    def prefill(self, sequence: int, tokens: Sequence[int], *args: Any) -> torch.Tensor:
+        self.prefilled.append(list(tokens))
+        return super().prefill(sequence, tokens, *args)
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        logits = super().verify(windows, sequences)
+        behind = [
+            self.cache.length(sequence) + 1 + depth
+            for window, sequence in zip(windows, sequences, strict=True)
+            for depth in window.depths
+        ]
+        ends = torch.tensor(behind)[:, None] == self.end_at
+        return logits.masked_fill(ends & (torch.arange(logits.shape[1]) == self.end), 1e9)
+
+
+class Spy:
+    """Conversations whose prompts are remembered, and the tokens that go through the target's prefill."""
+
+    def __init__(self, runtime: Runtime) -> None:
         self.prompts: list[list[int]] = []
-        runner = runtime.parts.target.runner
-        prefill, start = runner.prefill, runtime.start
+        self._runtime = runtime
+        target = runtime.parts.target
+        self.runner = SpiedRunner(target.runner, runtime.tokenizer.eos_token_id)
+        runtime.parts = replace(runtime.parts, target=replace(target, runner=self.runner))
 
-        def spy_prefill(sequence: int, tokens: list[int], *args: Any) -> Any:
-            self.prefilled.append(list(tokens))
-            return prefill(sequence, tokens, *args)
+    @property
+    def prefilled(self) -> list[list[int]]:
+        return self.runner.prefilled
 
-        def spy_start(tokens: list[int], *args: Any, **options: Any) -> TokenStream:
-            self.prompts.append(list(tokens))
-            return start(tokens, *args, **options)
+    def conversation(self, system: str | None = None) -> Conversation:
+        """As of the runtime, but for whom it asks to start."""
+        room = PromptRoom(self._runtime.tokenizer, self._runtime.config, self._runtime.context_tokens)
+        return Conversation(room, self._start, system)
 
-        monkeypatch.setattr(runner, "prefill", spy_prefill)
-        monkeypatch.setattr(runtime, "start", spy_start)
+    def _start(self, tokens: list[int], *args: Any, **options: Any) -> Reply:
+        self.prompts.append(list(tokens))
+        return self._runtime.start(tokens, *args, **options)
 
 
 @pytest.fixture
-def spy(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Spy:
-    return Spy(runtime, monkeypatch)
+def spy(runtime: Runtime) -> Iterator[Spy]:
+    before = runtime.parts
+    yield Spy(runtime)
+    runtime.parts = before
 
 
 def say(conversation: Conversation, text: str, **options: Any) -> list[int]:
@@ -74,7 +106,7 @@ def assert_as_from_scratch(runtime: Runtime, prompt: list[int], tokens: list[int
 
 
 def test_only_what_is_new_goes_through_prefill(runtime: Runtime, spy: Spy) -> None:
-    conversation = runtime.conversation("slot")
+    conversation = spy.conversation("slot")
     said = [say(conversation, text) for text in ("the fox", "and the dog", "on and on")]
     assert spy.prefilled[0] == spy.prompts[0] == runtime.encode([*conversation.messages[:2]])
     for turn in (1, 2):
@@ -91,22 +123,18 @@ def test_only_what_is_new_goes_through_prefill(runtime: Runtime, spy: Spy) -> No
 
 
 def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) -> None:
-    conversation, options = runtime.conversation(), {"temperature": 0.7, "seed": 9}
+    conversation, options = spy.conversation(), {"temperature": 0.7, "seed": 9}
     said = [say(conversation, text, **options) for text in ("a link", "a layer")]
     assert len(spy.prefilled[1]) < len(spy.prompts[1])
     for prompt, tokens in zip(list(spy.prompts), said, strict=True):
         assert_as_from_scratch(runtime, prompt, tokens, **options)
 
 
-def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
-    end, last = runtime.tokenizer.eos_token_id, len(runtime.encode([{"role": "user", "content": "the fox"}])) + 5
-
-    def ending_sample(logits: Any, how: Any, positions: Any, slots: Any) -> Any:
-        """The random model never ends by itself: it does in its sixth token here."""
-        return sample(logits, how, positions, slots).masked_fill(positions == last, end)
-
-    monkeypatch.setattr(rounds, "sample", ending_sample)
-    conversation = runtime.conversation()
+def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy) -> None:
+    """The random model never ends by itself: it does in its sixth token here."""
+    end = spy.runner.end
+    spy.runner.end_at = len(runtime.encode([{"role": "user", "content": "the fox"}])) + 5
+    conversation = spy.conversation()
     turn = conversation.say("the fox", max_new_tokens=COUNT)
     list(turn)
     assert turn.result.finish_reason == "stop" and turn.result.tokens[5:] == [end]
@@ -132,7 +160,7 @@ def test_options_may_be_given_as_params(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy, pieces: int) -> None:
-    conversation = runtime.conversation()
+    conversation = spy.conversation()
     turn = conversation.say("the fox", max_new_tokens=COUNT, ignore_eos=True)
     shown = "".join(next(turn) for _ in range(pieces))
     turn.close()
@@ -147,24 +175,22 @@ def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy
 
 
 @pytest.mark.parametrize("after", [2, 7])
-def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversation = runtime.conversation()
+def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
+    conversation = spy.conversation()
     say(conversation, "the fox")
-    decoder = runtime.parts.target.runner.decoder
-    with monkeypatch.context() as patch:  # 2: within prefill, 7: within the first pass
-        patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
+    with working_with(runtime, target=interrupted(runtime.parts.target, after)):  # 2: within prefill, 7: the first pass
         turn = conversation.say("dog", max_new_tokens=COUNT, ignore_eos=True)
-        with pytest.raises(KeyboardInterrupt):
-            list(turn)
+    with pytest.raises(KeyboardInterrupt):
+        list(turn)
     turn.close()
     assert len(turn.result.tokens) == int(after == 7)
     said = say(conversation, "slot")
-    assert len(spy.prefilled[2]) < len(spy.prompts[2]) - len(spy.prompts[0])
+    assert len(spy.prefilled[-1]) < len(spy.prompts[2]) - len(spy.prompts[0])
     assert_as_from_scratch(runtime, list(spy.prompts[2]), said)
 
 
 def test_other_generations_in_between(runtime: Runtime, spy: Spy) -> None:
-    first, second = runtime.conversation("a"), runtime.conversation("b")
+    first, second = spy.conversation("a"), spy.conversation("b")
     turns = []
     for text in ("the fox", "and the dog"):
         for conversation in (first, second):
@@ -177,7 +203,7 @@ def test_other_generations_in_between(runtime: Runtime, spy: Spy) -> None:
 
 
 def test_turns_that_were_never_asked_for_or_overtaken(runtime: Runtime, spy: Spy) -> None:
-    conversation = runtime.conversation()
+    conversation = spy.conversation()
     say(conversation, "the fox")
     before = conversation.to_json()
     abandoned = conversation.say("never heard", max_new_tokens=COUNT)
@@ -193,7 +219,7 @@ def test_turns_that_were_never_asked_for_or_overtaken(runtime: Runtime, spy: Spy
 
 
 def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
-    conversation = runtime.conversation("slot")
+    conversation = spy.conversation("slot")
     first = say(conversation, "the fox")
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "slot"}] and conversation.num_tokens == 0
@@ -206,10 +232,10 @@ def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
 
 
 def test_save_and_restore(runtime: Runtime, spy: Spy) -> None:
-    conversation = runtime.conversation("slot")
+    conversation = spy.conversation("slot")
     say(conversation, "the fox")
     saved = json.loads(json.dumps(conversation.to_json()))
-    restored = runtime.conversation()
+    restored = spy.conversation()
     restored.restore(saved)
     assert restored.messages == conversation.messages
     said = say(restored, "dog")
@@ -231,10 +257,10 @@ def test_nonsense_is_not_restored(runtime: Runtime, saved: Any) -> None:
     assert conversation.messages == [{"role": "system", "content": "slot"}]
 
 
-def test_a_full_context_is_an_error_and_no_end(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_context_is_an_error_and_no_end(target: Path) -> None:
     with load(target, context=100) as runtime:
-        spy = Spy(runtime, monkeypatch)
-        conversation = runtime.conversation()
+        spy = Spy(runtime)
+        conversation = spy.conversation()
         turn = conversation.say("fox", max_new_tokens=1000, ignore_eos=True)
         list(turn)
         assert len(spy.prompts[0]) + len(turn.result.tokens) == 100  # an answer ends where the context does
@@ -248,7 +274,7 @@ def test_a_full_context_is_an_error_and_no_end(target: Path, monkeypatch: pytest
         assert_as_from_scratch(runtime, list(spy.prompts[0]), say(conversation, "fox"))
 
 
-def test_a_conversation_that_outgrows_the_short_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_outgrows_the_short_frequencies(tmp_path: Path) -> None:
     """longrope rotates all keys otherwise once the text is long: what was cached before then is of no use."""
     path = write_checkpoint(tmp_path / "target")
     config = json.loads((path / "config.json").read_text())
@@ -259,7 +285,8 @@ def test_a_conversation_that_outgrows_the_short_frequencies(tmp_path: Path, monk
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     with load(path, draft="ngram") as runtime:
-        spy, conversation = Spy(runtime, monkeypatch), runtime.conversation()
+        spy = Spy(runtime)
+        conversation = spy.conversation()
         texts = ("the fox", "jumps over the lazy dog", "and the quick", "fox", "dog")
         said = [say(conversation, text) for text in texts]
         prompts, prefilled = list(spy.prompts), list(spy.prefilled)

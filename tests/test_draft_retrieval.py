@@ -39,14 +39,17 @@ class Base:
     made: Assembled
     device: torch.device
 
-    def draft(self, budget_tokens: int | None, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> Draft:
+    def draft(
+        self, budget_tokens: int | None, params: SamplingParams = NOISY, *, num_sequences: int = 1,
+        retrieved: type[RetrievedDraftCache] = RetrievedDraftCache,
+    ) -> Draft:  # fmt: skip
         """A loop over a new cache that retrieves so much, or over a full one."""
         config, budget = self.made.runner.decoder.config, DeviceBudget(self.device, None)
         cache: DeviceKVCache | RetrievedDraftCache
         if budget_tokens is None:
             cache = DeviceKVCache(config, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budget=budget)
         else:
-            cache = RetrievedDraftCache(
+            cache = retrieved(
                 config, torch.float32, capacity_tokens=CAPACITY, budget_tokens=budget_tokens, chunk_size=CHUNK,
                 batch=BATCH, budget=budget,
             )  # fmt: skip
@@ -111,30 +114,30 @@ class Attended:
         return torch.stack(out, 1)
 
 
-def recorded(cache: RetrievedDraftCache, monkeypatch: pytest.MonkeyPatch) -> list[Attended]:
-    """From now on what layers ask of sequence 0, other than in a prefill."""
-    attend, seen = cache.attend, []
+class RecordedCache(RetrievedDraftCache):
+    """Remembers what layers ask of sequence 0, other than in a prefill."""
 
-    def record(layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool, **others: Any) -> torch.Tensor:
-        before = cache.chunks.resident[layer, 0].clone()
-        out = attend(layer, q, rows, prefill=prefill, **others)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[Attended] = []
+
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+        before = self.chunks.resident[layer, 0].clone()
+        out = super().attend(layer, q, rows, prefill=prefill)
         if not prefill:
-            first_recent = max(0, cache.length(0) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
-            stored = cache.store(layer).data[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
-            held = cache.chunks.resident[layer, 0].clone()
+            first_recent = max(0, self.length(0) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
+            stored = self.store(layer).data[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
+            held = self.chunks.resident[layer, 0].clone()
             positions = rows.positions[0].clone()
-            seen.append(Attended(layer, q[0].clone(), positions, first_recent, stored, before, held, out[0].clone()))
+            one = Attended(layer, q[0].clone(), positions, first_recent, stored, before, held, out[0].clone())
+            self.asked.append(one)
         return out
 
-    monkeypatch.setattr(cache, "attend", record)
-    return seen
 
-
-def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(
-    base: Base, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft, tokens, stale, far = base.draft(FEW), random_tokens(760, seed=1), [], set[int]()
-    asked = recorded(draft.runner.cache, monkeypatch)
+def test_steps_attend_to_chunks_of_their_first_ones_choice_and_to_recent_blocks(base: Base) -> None:
+    draft = base.draft(FEW, retrieved=RecordedCache)
+    tokens, stale, far = random_tokens(760, seed=1), [], set[int]()
+    asked = draft.runner.cache.asked
     policy, layers, steps = draft.runner.cache.observers[0], base.made.runner.decoder.config.num_layers, 5
     for request in range(12):  # over 768 tokens, where the far part grows
         asked.clear()

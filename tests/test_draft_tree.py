@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.kv import LayerCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.runners import Asked, Branch, Children, DraftTree
+from offload_runtime.model import Decoder, PassRows, Weights
+from offload_runtime.runners import Asked, Branch, Children, DraftTree, ModelRunner
 from offload_runtime.weights.encoding import Weight
-from tests.helpers.engine import one_thread, raising  # noqa: F401 (the first is an autouse fixture)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
@@ -166,18 +168,28 @@ def test_sinks_are_not_fed_again(streaming: TreeDraft, tmp_path: Path, recent_to
     draft.made.close()
 
 
-def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(
-    streaming: TreeDraft, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, tree = streaming.parts()
+class InterruptedRunner(ModelRunner):
+    """Ctrl-C comes with its next pass, once it is told."""
+
+    is_next = False
+
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        if self.is_next:
+            self.is_next = False
+            raise KeyboardInterrupt
+        return super().run_rows(rows)
+
+
+def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(streaming: TreeDraft) -> None:
+    plain = streaming.runner
+    runner = InterruptedRunner(plain.decoder, plain.streamer, plain.cache, plain.rows, plain.shape)
+    _, tree = replace(streaming, runner=runner).parts()
     growing = Growing(random_tokens(322, seed=1), 1)
     chosen = growing.choose(8, tree.num_slots)
     tree.expand({0: Asked(growing.text, list(chosen.values()))})
     growing.answered(chosen)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            streaming.runner, "run_rows", raising(KeyboardInterrupt(), after=0, then=streaming.runner.run_rows)
-        )
+    runner.is_next = True
+    with pytest.raises(KeyboardInterrupt):
         tree.adopt(0, *growing.go_on(2))
     (said,) = tree.expand({0: Asked(growing.text, [Branch(growing.text[-1])])}).values()
     assert streaming.runner.cache.starts[0] == 256
@@ -226,10 +238,22 @@ def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: Sampling
     assert chains.model.propose({2: [*text, *chain[:4]]}, {2: 5})[2] == chain[4:]
 
 
-def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tree = draft.parts()
-    head = Weight(torch.zeros_like(draft.runner.decoder.lm_head.dense))
-    monkeypatch.setattr(draft.runner.decoder, "lm_head", head)
+def shared_weights(draft: TreeDraft) -> Weights:
+    """Embedding, last norm and head, as its decoder has them."""
+    weights = draft.made.weights
+    return weights.layout.shared.views(weights.block(None))
+
+
+def decoded_by(draft: TreeDraft, decoder: Decoder) -> TreeDraft:
+    """The same draft with other maths."""
+    runner = draft.runner
+    return replace(draft, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.shape))
+
+
+def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft) -> None:
+    decoder = draft.runner.decoder
+    head = Weight(torch.zeros_like(decoder.lm_head.dense))
+    _, tree = decoded_by(draft, Decoder(decoder.config, {**shared_weights(draft), "lm_head": head})).parts()
     (children,) = tree.expand({0: Asked([5, 6], [Branch(6)])})[0]
     assert children.tokens[0] == 0 and len(set(children.tokens)) == 8 and set(children.scores) == {0.0}
 
@@ -241,20 +265,23 @@ def test_tokens_beyond_either_vocabulary(draft: TreeDraft) -> None:
     assert len(children.tokens) == 8 and max(children.tokens) < 20
 
 
-def test_nodes_with_nan_have_no_children(draft: TreeDraft, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tree = draft.parts()
-    honest = draft.runner.decoder.attend
-    text = random_tokens(12, seed=4)
-    chosen = Growing(text, 4).choose(5, tree.num_slots)
+class DamagedDecoder(Decoder):
+    """Its last layer makes NaN of the last node but one."""
 
-    def attend(index: int, weights: Any, qkv: torch.Tensor, rows: Any, cache: Any) -> torch.Tensor:
-        mixed = honest(index, weights, qkv, rows, cache)
-        if index + 1 == draft.runner.decoder.config.num_layers and rows.query.ancestors is not None:
+    def attend(
+        self, index: int, weights: Weights, qkv: torch.Tensor, rows: PassRows, cache: LayerCache
+    ) -> torch.Tensor:
+        mixed = super().attend(index, weights, qkv, rows, cache)
+        if index + 1 == self.config.num_layers and rows.query.ancestors is not None:
             mixed = mixed.clone()
             mixed[-2] = float("nan")
         return mixed
 
-    monkeypatch.setattr(draft.runner.decoder, "attend", attend)
+
+def test_nodes_with_nan_have_no_children(draft: TreeDraft) -> None:
+    _, tree = decoded_by(draft, DamagedDecoder(draft.runner.decoder.config, shared_weights(draft))).parts()
+    text = random_tokens(12, seed=4)
+    chosen = Growing(text, 4).choose(5, tree.num_slots)
     said = tree.expand({0: Asked(text, list(chosen.values()))})[0]
     assert [len(children.tokens) for children in said] == [8, 8, 8, 0, 8]
     check(draft, text, [path for n, path in enumerate(chosen) if n != 3], [*said[:3], said[4]], SamplingParams(), 0)

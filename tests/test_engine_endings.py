@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, OptionError
-from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory, write_noisy_copy  # noqa: F401
+from offload_runtime.kv import DeviceKVCache
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import Decoder
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import DraftProposer
+from offload_runtime.trace import CopyLog
+from tests.helpers.engine import PROMPT, load, one_thread, without_host_memory, write_noisy_copy  # noqa: F401
 
 COUNT = 32
 
@@ -37,6 +47,60 @@ def said(runtime: Runtime) -> list[int]:
     return result.tokens
 
 
+@contextmanager
+def working_with(runtime: Runtime, **others: Any) -> Iterator[None]:
+    """Generations that begin meanwhile work with other parts."""
+    before = runtime.parts
+    runtime.parts = replace(before, **others)
+    try:
+        yield
+    finally:
+        runtime.parts = before
+
+
+def ctrl_c(after: int) -> Callable[..., None]:
+    """A hook whose user presses Ctrl-C once, when it has been called so many times."""
+    calls = iter(range(after + 1))
+
+    def hook(*_: object) -> None:
+        if next(calls, None) == after:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+class InterruptedDecoder(Decoder):
+    """The maths of a model, with a hook of every layer, called when all but its attention is still to be done."""
+
+    def __init__(self, model: LoadedModel, hook: Callable[..., None]) -> None:
+        super().__init__(model.config, model.weights.layout.shared.views(model.weights.block(None)))
+        self._hook = hook
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        self._hook()
+        return super().attend(*args)
+
+
+def interrupted(model: LoadedModel, after: int) -> LoadedModel:
+    """The same model, in which Ctrl-C comes once: within the layer that follows so many."""
+    runner = model.runner
+    decoder = InterruptedDecoder(model, ctrl_c(after))
+    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.shape))
+
+
+class InterruptedLog(CopyLog):
+    """The time line of a queue, of which only the waits for copies matter."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def copied(self, *_: Any) -> None:
+        pass
+
+    def stalled(self, *_: Any) -> None:
+        self._hook()
+
+
 def first_places(said: list[int]) -> list[int]:
     """Where a token occurs for the first time."""
     return [place for place, token in enumerate(said) if token not in said[:place]]
@@ -48,15 +112,12 @@ def assert_usable(runtime: Runtime, said: list[int]) -> None:
         assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, speculate=speculate).tokens == said[:12]
 
 
-def test_end_of_sequence_anywhere_in_a_window(
-    runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = runtime.parts
+def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int]) -> None:
     places = first_places(said)
     assert len(places) >= 8
     for number, place in enumerate(places):
-        monkeypatch.setattr(runtime, "parts", replace(parts, eos_token_ids=frozenset({said[place]})))
-        result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
+        with working_with(runtime, eos_token_ids=frozenset({said[place]})):
+            result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
         # What the window committed behind the end is gone: all but the last token are in the cache.
@@ -131,41 +192,67 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
     assert_usable(runtime, said)
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 4])
-def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime.parts.target.runner.decoder
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=after, then=decoder.layer))
-        stream = runtime.stream(PROMPT, max_new_tokens=COUNT)
-        with pytest.raises(KeyboardInterrupt):
-            next(stream)
+@pytest.mark.parametrize("layers", [1, 2, 4, 5])
+def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], layers: int) -> None:
+    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, on_prefill=ctrl_c(layers - 1))
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
     stream.close()
     assert (stream.result.tokens, stream.result.text, stream.result.finish_reason) == ([], "", "interrupted")
     assert_usable(runtime, said)
 
 
-@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
-@pytest.mark.parametrize("where", ["target layer", "draft layer", "copy wait"])
-def test_ctrl_c_during_passes(
-    runtime: Runtime, said: list[int], where: str, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert runtime.parts.draft is not None
-    owner, name = {
-        "target layer": (runtime.parts.target.runner.decoder, "layer"),
-        "draft layer": (runtime.parts.draft.runner.cache, "attend"),
-        "copy wait": (runtime.parts.target.engine, "compute_wait"),
-    }[where]
+def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[], None] = lambda: None) -> None:
+    """Ctrl-C, which `interrupt` prepares behind the first piece, costs nothing that was said, and the runtime."""
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
     next(stream)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, raising(KeyboardInterrupt(), after=after, then=getattr(owner, name)))
-        with pytest.raises(KeyboardInterrupt):
-            for _ in stream:
-                pass
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            pass
     stream.close()
     result = stream.result
     assert result.finish_reason == "interrupted"
     assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
+def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
+    target = runtime.parts.target
+    with working_with(runtime, target=interrupted(target, target.config.num_layers + after)):  # behind the prompt
+        assert_interrupted(runtime, said)
+        assert_usable(runtime, said)
+    assert_usable(runtime, said)
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
+def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after: int) -> None:
+    assert runtime.parts.draft is not None
+    draft = interrupted(runtime.parts.draft, runtime.parts.draft.config.num_layers + after)  # behind the prompt
+    own = DeviceKVCache(
+        draft.config, runtime.dtype, capacity_tokens=runtime.context_tokens, batch=1,
+        budget=DeviceBudget(runtime.device, None),
+    )  # fmt: skip
+    runner = ModelRunner(draft.runner.decoder, draft.runner.streamer, own, draft.runner.rows, draft.runner.shape)
+    proposer = DraftProposer(runner, vocab_size=runtime.config.vocab_size)
+    with working_with(runtime, proposer=proposer):
+        assert_interrupted(runtime, said)
+        assert_usable(runtime, said)
+        again = runtime.generate(PROMPT, max_new_tokens=13, ignore_eos=True, gamma=3)
+        assert again.stats.tokens_per_pass == 4.0, "the draft knows what it has read"
+    assert_usable(runtime, said)
+
+
+@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
+def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], after: int) -> None:
+    queue = runtime.parts.target.engine
+    assert queue.log is None
+
+    def interrupt() -> None:
+        queue.log = InterruptedLog(ctrl_c(after))
+
+    assert_interrupted(runtime, said, interrupt)
+    queue.log = None
     assert_usable(runtime, said)
 
 
@@ -189,12 +276,10 @@ def test_a_host_that_is_full_in_mid_answer(
         assert paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens == whole
 
 
-def test_ctrl_c_without_closing(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = runtime.parts.target.runner.decoder
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder, "layer", raising(KeyboardInterrupt(), after=8, then=decoder.layer))
-        with pytest.raises(KeyboardInterrupt):
-            runtime.generate(PROMPT, max_new_tokens=COUNT)
+def test_ctrl_c_without_closing(runtime: Runtime, said: list[int]) -> None:
+    target = interrupted(runtime.parts.target, after=8)
+    with working_with(runtime, target=target), pytest.raises(KeyboardInterrupt):
+        runtime.generate(PROMPT, max_new_tokens=COUNT)
     assert_usable(runtime, said)
 
 
@@ -215,9 +300,8 @@ def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said:
     assert_usable(runtime, said)
 
 
-def test_stopping_figures(runtime: Runtime, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_figures(runtime: Runtime, said: list[int]) -> None:
     place = first_places(said)[4]
-    parts = replace(runtime.parts, eos_token_ids=frozenset({said[place]}))
-    monkeypatch.setattr(runtime, "parts", parts)
-    stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
+    with working_with(runtime, eos_token_ids=frozenset({said[place]})):
+        stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
     assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import ThreadCopyEngine
+from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
 from offload_runtime.engine import load as loading
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -30,6 +35,7 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
+from offload_runtime.runners import ModelRunner
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
@@ -37,6 +43,7 @@ from tests.helpers.engine import (
     PROMPT,
     load,
     one_thread,  # noqa: F401 (an autouse fixture)
+    raising,
     refuse_weights,
     write_checkpoint,
 )
@@ -263,43 +270,46 @@ def test_nan_weights_are_an_error_and_not_tokens(copy: Path, tensor: str) -> Non
                 runtime.generate(PROMPT, max_new_tokens=4)
 
 
-def failing_after(count: int) -> Callable[[], None]:
-    """Lets `count` copies through and refuses the next."""
-    copies = iter(range(count))
-
-    def before_copy() -> None:
-        if next(copies, None) is None:
-            raise RuntimeError("the cable fell out")
-
-    return before_copy
+def failing_once(*, after: int) -> ThreadCopyEngine:
+    """A queue that lets so many copies through, refuses the next, and would make all others."""
+    return ThreadCopyEngine(
+        pace=before_each_copy(raising(RuntimeError("the cable fell out"), after=after, then=lambda: None))
+    )
 
 
-# Nine copies measure the link, three fill the ring, then five make a pass.
-@pytest.mark.parametrize("copies", [12, 14, 17, 29])
-def test_a_failed_copy_ends_the_generation_and_all_that_follow(
-    target: Path, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(device: torch.device, **pace_and_log: Any) -> ThreadCopyEngine:
-        return ThreadCopyEngine(pace=before_each_copy(failing_after(copies)))
+def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
+    """The same model, all of whose layers cross another queue."""
+    layout, runner = model.weights.layout, model.runner
+    streamer = LayerStreamer(
+        [model.weights.block(index) for index in range(NUM_LAYERS)], {},
+        [torch.empty(max(layout.layer_bytes), dtype=torch.uint8) for _ in range(model.placement.num_slots)],
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
+    )  # fmt: skip
+    runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.shape)
+    return replace(model, runner=runner, engine=engine)
 
-    with load(target, draft="none", resident_layers=0) as whole:
-        expected = whole.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-    monkeypatch.setattr(loading, "make_copy_engine", make)
-    with load(target, draft="none", resident_layers=0) as runtime:
+
+# Three copies fill the ring, then five make a pass.
+@pytest.mark.parametrize("copies", [3, 5, 8, 20])
+def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
+    with (
+        load(target, draft="none", resident_layers=0) as runtime,
+        closing(failing_once(after=copies)) as engine,
+    ):
+        expected = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+        runtime.parts = replace(runtime.parts, target=streamed_by(runtime.parts.target, engine))
         stream = runtime.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
         with pytest.raises(CopyError, match=r"cable fell out.*load the runtime again"):
             list(stream)
         stream.close()
         assert stream.result.tokens == expected[: len(stream.result.tokens)]
-        assert len(stream.result.tokens) <= max(0, (copies - 9) // NUM_LAYERS)
+        assert len(stream.result.tokens) <= copies // NUM_LAYERS
         with pytest.raises(CopyError, match="load the runtime again"):
             runtime.generate(PROMPT, max_new_tokens=1)
 
 
 def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loading, "make_copy_engine", lambda *_, **__: ThreadCopyEngine(pace=before_each_copy(failing_after(4)))
-    )
+    monkeypatch.setattr(loading, "make_copy_engine", lambda *_, **__: failing_once(after=4))
     refused(CopyError, target, "cable fell out", resident_layers=0, on_progress=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from offload_runtime.copy import StagingWriteEngine
 from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache, host_io
+from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
@@ -165,7 +166,7 @@ def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.Monk
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096
     assert [pageable.locked_bytes(blocks.memory(layer, 1, range(2, 5))) for layer in range(3)] == [0, 3 * 4096, 0]
     with monkeypatch.context() as patch:
-        patch.setattr(host_io, "HostArena", raising(BudgetError("no more"), after=2, then=HostArena))
+        patch.setattr(mmap, "mmap", raising(OSError("no more"), after=2, then=mmap.mmap))  # of the system
         with pytest.raises(BudgetError, match="could not grow"):
             blocks.grow(0, 5)
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.num_blocks(0) == 4

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -266,10 +267,10 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path)
 
 @pytest.mark.usefixtures("nothing_left")
 def test_less_than_is_needed_of_what_is_available(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostInfo(CpuFigures("some", 2), 32 * GIB, 2 * GIB + 1000, None, False)
-    monkeypatch.setattr(loading, "read_host_info", lambda: host)
+    host = psutil.virtual_memory()._replace(total=4 * GIB, available=GIB // 4 + 1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     message = refused(target, resident_layers=0)
-    assert "the available host memory (2.1 GB stay with the system)" in message
+    assert "the available host memory (268.4 MB stay with the system)" in message
 
 
 @pytest.mark.usefixtures("nothing_left")

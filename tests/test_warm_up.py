@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from offload_runtime_kernels.select_chunks import different_counts, parts_of, se
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import warm_up_verifier
+from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.model import PassRows
-from offload_runtime.runners import DraftModel, warm_up_batches, warm_up_lengths
+from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
-from tests.helpers.models import random_model, random_tokens
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.planning import stream_all_kv
 from tests.helpers.sampling import numbered
 from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
@@ -78,74 +79,97 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 LENGTHS = (1, 9, 20, 34, 300, 505, 1100, 2000, 9000)
 
 
-def small_draft(kind: str, directory: Path) -> tuple[DraftModel, Any, Any]:
-    """A chain's draft over a cache of this kind, its cache, and what is to be closed."""
-    if kind == "streaming":
-        made = make_draft("llama-gqa", directory)
-        return made.model(NOISY), made.cache, made.made
-    made = make_runner(random_model("llama-gqa", seed=7), directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
-    draft = Base(made, CPU).draft(96 if kind == "retrieval" else None)
-    return draft.model, draft.runner.cache, made
-
-
 class Played:
-    """What a draft is asked from now on, and what it plays for that."""
+    """What a draft is asked, and what it plays for that."""
 
-    def __init__(self, model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.asked: set[tuple[int, int, SamplingParams]] = set()  # sequences, tokens of each, way of sampling
         self.firsts: set[bool] = set()  # of steps, whether they are the first behind a text
         self.fed: set[tuple[int, int]] = set()  # of passes that catch up, full blocks before them and tokens
-        self.choices = 0
-        start, propose, run, run_rows = model.start, model.propose, model.graphs.run, model.runner.run_rows
 
-        def started(slots: Sequence[SamplingParams]) -> None:
-            self.way = slots[0]
-            start(slots)
 
-        def proposed(texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
-            self.asked |= {(len(texts), len(text), self.way) for text in texts.values()}
-            return propose(texts, counts)
+class PlayedCache(RetrievedDraftCache):
+    """Tells when what chooses is compiled."""
 
-        def ran(key: Any, step: Any) -> None:
-            self.firsts.add(key[0])
-            run(key, step)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.choices, self._compile = 0, self.warm_up
+        self.warm_up = self._choose
 
-        def fed(rows: PassRows) -> torch.Tensor:
-            self.fed.add((model.runner.cache.length(0) // BLOCK_TOKENS, rows.query.positions.shape[1]))
-            return run_rows(rows)
-
-        monkeypatch.setattr(model, "start", started)
-        monkeypatch.setattr(model, "propose", proposed)
-        monkeypatch.setattr(model.graphs, "run", ran)
-        monkeypatch.setattr(model.runner, "run_rows", fed)
-        if model.choosing is not None:
-            monkeypatch.setattr(model.choosing, "warm_up", self.chosen)
-
-    def chosen(self) -> None:
-        """What chooses is compiled."""
+    def _choose(self) -> None:
         self.choices += 1
+        self._compile()
+
+
+class PlayedRunner(ModelRunner):
+    """Tells of the passes that catch up."""
+
+    def __init__(self, runner: ModelRunner, played: Played) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
+        self._played = played
+
+    def run_rows(self, rows: PassRows) -> torch.Tensor:
+        self._played.fed.add((self.cache.length(0) // BLOCK_TOKENS, rows.query.positions.shape[1]))
+        return super().run_rows(rows)
+
+
+class PlayedGraphs(StepGraphs):
+    """Tells of the steps."""
+
+    def __init__(self, played: Played) -> None:
+        super().__init__(CPU)
+        self._played = played
+
+    def run(self, key: Any, step: Callable[[], None]) -> None:
+        self._played.firsts.add(key[0])
+        super().run(key, step)
+
+
+class PlayedDraft(DraftModel):
+    """Tells what it is asked."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.played = Played()
+        self._way = NOISY
+        super().__init__(PlayedRunner(runner, self.played), vocab_size=VOCAB_SIZE, batch=BATCH)
+        self.graphs = PlayedGraphs(self.played)
+
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._way = slots[0]
+        super().start(slots)
+
+    def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        self.played.asked |= {(len(texts), len(text), self._way) for text in texts.values()}
+        return super().propose(texts, counts)
+
+
+def small_draft(kind: str, directory: Path) -> tuple[PlayedDraft, Any, Any]:
+    """A chain's draft over a cache of this kind, its cache, and what is to be closed."""
+    if kind == "streaming":
+        made = make_draft("llama-gqa", directory)
+        return PlayedDraft(made.runner), made.cache, made.made
+    made = make_runner(random_model("llama-gqa", seed=7), directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    runner = Base(made, CPU).draft(96 if kind == "retrieval" else None, retrieved=PlayedCache).runner
+    return PlayedDraft(runner), runner.cache, made
 
 
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
-def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
     said = []
     for warm in (False, True):
         model, cache, made = small_draft(kind, tmp_path / str(warm))
         if warm:
-            played = Played(model, monkeypatch)
             model.warm_up()
+            played = model.played
             longest = cache.capacity_tokens - 1
             every = {(1, 1, way) for way in DIFFERENT_WAYS} | {(number, 1, DIFFERENT_WAYS[0]) for number in (2, 3)}
             assert played.asked == every | {(1, min(length, longest), DIFFERENT_WAYS[0]) for length in (257, 1025)}
             blocks = (0, 1) if longest < 1024 else (0, 1, 4)  # full ones behind which it is fed
             assert played.firsts == {True, False}
             assert played.fed == {(behind, tokens) for behind in blocks for tokens in (1, 2, 4, 8, 16, 32)}
-            assert played.choices == (kind == "retrieval")
+            assert kind != "retrieval" or cache.choices == 1
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
-            monkeypatch.undo()
         model.start(numbered(NOISY, BATCH))
         said.append(model.propose(texts, {0: 9, 2: 5}))
         made.close()
