@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv.host_io import HostWrites
+from offload_runtime.kv import HostKVCache
 from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup
@@ -55,10 +55,19 @@ def dense(directory: Path) -> DenseLlama:
 
 
 def generate(runtime: Runtime, params: SamplingParams, **options: Any) -> Any:
-    return runtime.generate(
-        PROMPT, max_new_tokens=COUNT, temperature=params.temperature, seed=params.seed, gamma=GAMMA, ignore_eos=True,
-        **options,
+    """Full blocks are on the host before every pass: how long they take decides how much counts as recent."""
+    cache = runtime.parts.target.runner.cache
+
+    def wait_for_writes() -> bool:
+        if isinstance(cache, HostKVCache):
+            cache.writes.drain()
+        return False
+
+    (result,) = runtime.generate_batch(
+        [PROMPT], max_new_tokens=COUNT, temperature=params.temperature, seed=params.seed, gamma=GAMMA, ignore_eos=True,
+        should_stop=wait_for_writes, **options,
     )  # fmt: skip
+    return result
 
 
 def make_policy(config: ModelConfig) -> RetrievalPolicy:
@@ -66,18 +75,6 @@ def make_policy(config: ModelConfig) -> RetrievalPolicy:
         config, torch.float32, budget_tokens=BUDGET, chunk_size=CHUNK, capacity_tokens=CAPACITY, batch=1,
         budget=DeviceBudget(torch.device("cpu"), None),
     )  # fmt: skip
-
-
-@pytest.fixture
-def prompt_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full blocks are on the host when they are asked for: how long they take decides how much counts as recent."""
-    collect = HostWrites.collect
-
-    def collect_all(writes: HostWrites) -> None:
-        writes.engine.drain()
-        collect(writes)
-
-    monkeypatch.setattr(HostWrites, "collect", collect_all)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +103,6 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
     return find
 
 
-@pytest.mark.usefixtures("prompt_writes")
 @pytest.mark.parametrize(
     ("refresh_steps", "kv"), [(1, "gpu"), (1, "host"), (4, "host")]
 )  # fmt: skip

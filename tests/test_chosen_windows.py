@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.generate import speed_figures
-from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load as loading
-from offload_runtime.engine.request import Request
-from offload_runtime.engine.steps import StepRunner, WindowLimits, WindowSize
+from offload_runtime.engine.steps import WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.plan import MachineFigures, RunPlan, find_plan
-from offload_runtime.plan.request import MemoryLimits
-from offload_runtime.runners import DraftModel, DraftTree
-from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     PLAIN,
     Choice,
@@ -28,9 +22,11 @@ from offload_runtime.speculation import (
     NgramProposer,
     NoProposer,
     WithNgrams,
+    drafting,
     size_for,
     size_within,
 )
+from offload_runtime.trace import PASSES, Span
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.trees import Foreknown
 from tests.test_cli_fakes import make_stats
@@ -49,33 +45,37 @@ SLOW_LINK = MachineProfile(
 
 
 class WorkClock:
-    """Tells the time that the work done would have taken: passes of the target, steps of whoever drafts."""
+    """Tells the time that the work done would have taken: passes of the target, steps of whoever drafts.
 
-    def __init__(self, runtime: Runtime, patch: pytest.MonkeyPatch, *, step_s: float) -> None:
-        self.now_s, self.draft_steps, self._step_s = 0.0, 0, step_s
-        runner = runtime.parts.target.runner
-        verify = runner.verify
+    Args:
+        runtime: Loaded with a trace, which tells of the work. Its controller begins anew.
+        step_s: Of a step of whoever drafts.
+        controller: In place of one that knows nothing yet.
+    """
 
-        def timed_verify(windows: Any, sequences: Any) -> Any:
-            self.now_s += PASS_S + ROW_S * max(len(window.tokens) - 1 for window in windows)
-            return verify(windows, sequences)
-
-        patch.setattr(runner, "verify", timed_verify)
-        for owner, name in ((DraftModel, "steps"), (DraftTree, "expand"), (RetrievalVerifier, "step")):
-            self._count_steps(owner, name, patch)
+    def __init__(self, runtime: Runtime, *, step_s: float, controller: Controller | None = None) -> None:
         own = runtime.parts
-        runtime.parts = replace(own, clock=lambda: self.now_s, controller=Controller(runtime.parts.windows.by_mode))
+        assert own.recorder is not None, "load it with trace="
+        self.draft_steps, self._pass_s, self._step_s = 0, 0.0, step_s
+        self._recorder, self._seen = own.recorder, 0
+        self._new_spans()  # what came before took no time
+        runtime.parts = replace(own, clock=lambda: self.now_s, controller=controller or Controller(own.windows.by_mode))
 
-    def _count_steps(self, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
-        done = getattr(owner, name)
+    @property
+    def now_s(self) -> float:
+        """Until now."""
+        for span in self._new_spans():
+            if span.row == PASSES and span.args["kind"] == "verify":
+                self._pass_s += PASS_S + ROW_S * (max(span.args["tokens"]) - 1)
+            elif span.name in ("draft steps", "tree step", "verifier step"):
+                self.draft_steps += span.args.get("steps", 1)
+        return self._pass_s + self._step_s * self.draft_steps
 
-        def timed(drafting: Any, *args: Any, **options: Any) -> Any:
-            steps = args[0] if name == "steps" else 1
-            self.draft_steps += steps
-            self.now_s += steps * self._step_s
-            return done(drafting, *args, **options)
-
-        patch.setattr(owner, name, timed)
+    def _new_spans(self) -> Sequence[Span]:
+        self._recorder.settle()
+        new = self._recorder.spans[self._seen :]
+        self._seen += len(new)
+        return new
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +120,12 @@ def expected(plain: Runtime) -> Expected:
     [(1, "gpu", 0.002), (1, "host", 0.002), (1, "host", 0.2), ("auto", "gpu", 0.002), ("auto", "host", 0.002)],
 )
 def test_whatever_is_chosen_the_tokens_are_the_same(
-    target: Path, draft: Path, expected: Expected, kv: str, resident_layers: int | str, step_s: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    target: Path, draft: Path, expected: Expected, kv: str, resident_layers: int | str, step_s: float, tmp_path: Path
+) -> None:
     """With weights streamed, keys and values, both and neither; alone and in a batch; a turn of a conversation too."""
     options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "max_batch": 3, "profile": SLOW_LINK}
-    with load(target, draft=draft, **options) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=step_s)
+    with load(target, draft=draft, trace=tmp_path / "trace.json", **options) as runtime:
+        WorkClock(runtime, step_s=step_s)
         room = runtime.plan.tree_room
         assert room == 256 or resident_layers == "auto"
         assert [says(runtime, sampling) for sampling in SAMPLINGS] == expected.said
@@ -139,31 +138,25 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_chosen_windows_of_triforce(
-    target: Path, draft: Path, expected: Expected, kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_windows_of_triforce(target: Path, draft: Path, expected: Expected, kv: str, tmp_path: Path) -> None:
     small = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
     options = SpeculationOptions("triforce", "streaming", **small)
-    with load(target, draft=draft, kv=kv, max_batch=3, speculation=options) as runtime:
-        clock = WorkClock(runtime, monkeypatch, step_s=0.002)
+    traced = {"speculation": options, "trace": tmp_path / "trace.json"}
+    with load(target, draft=draft, kv=kv, max_batch=3, **traced) as runtime:
+        clock = WorkClock(runtime, step_s=0.002)
         assert [says(runtime, sampling) for sampling in SAMPLINGS] == expected.said
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     assert {name.split()[0] for name in result.stats.windows} <= {"chain", "plain"}
     assert result.stats.tokens_per_pass > 1.4 and clock.draft_steps > COUNT
 
 
-def window_widths(runtime: Runtime, patch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of the windows that are verified from now on."""
-    widths: list[int] = []
-    runner = runtime.parts.target.runner
-    verify = runner.verify
-
-    def noted(windows: Any, sequences: Any) -> Any:
-        widths.extend(len(window.tokens) for window in windows)
-        return verify(windows, sequences)
-
-    patch.setattr(runner, "verify", noted)
-    return widths
+def window_widths(runtime: Runtime) -> list[int]:
+    """Tokens of the windows that were verified so far, of a runtime that was loaded with a trace."""
+    recorder = runtime.parts.recorder
+    assert recorder is not None, "load it with trace="
+    recorder.settle()
+    passes = [span.args for span in recorder.spans if span.row == PASSES and span.args["kind"] == "verify"]
+    return [tokens for args in passes for tokens in args["tokens"]]
 
 
 @dataclass(frozen=True)
@@ -173,73 +166,91 @@ class Told:
     choice: Choice
     windows: Sequence[Sequence[int]]
     is_timed: bool
+    num_sequences: int
 
 
-def told_to_controller(patch: pytest.MonkeyPatch) -> list[Told]:
-    """The rounds, as they come."""
-    observe, told = Controller.observe, list[Told]()
+class NotingController(Controller):
+    """Notes the windows that it was offered and the steps that it was told of, as they come.
 
-    def noted(
-        controller: Controller,
-        sampling: SamplingParams,
-        choice: Choice,
-        windows: Sequence[Sequence[int]],
-        **figures: Any,
+    Args:
+        windows: Of the runtime that it is for.
+        always: What it chooses, whatever there is room for; None for what is best.
+    """
+
+    def __init__(self, windows: WindowLimits, always: Choice | None = None) -> None:
+        super().__init__(windows.by_mode)
+        self._always = always
+        self.offered, self.told = list[Mapping[str, int]](), list[Told]()
+
+    def choose(self, sampling: SamplingParams, limits: Mapping[str, int], **sizes: int) -> Choice:
+        self.offered.append(limits)
+        if self._always is None:
+            return super().choose(sampling, limits, **sizes)
+        return self._always
+
+    def observe(
+        self, sampling: SamplingParams, choice: Choice, windows: Sequence[Sequence[int]], **figures: Any
     ) -> None:
-        told.append(Told(choice, windows, figures["seconds"] is not None))
-        observe(controller, sampling, choice, windows, **figures)
+        self.told.append(Told(choice, windows, figures["seconds"] is not None, figures["num_sequences"]))
+        super().observe(sampling, choice, windows, **figures)
 
-    patch.setattr(Controller, "observe", noted)
-    return told
+
+def with_controller(runtime: Runtime, always: Choice | None = None) -> NotingController:
+    """Let a controller choose that notes what it is told."""
+    controller = NotingController(runtime.parts.windows, always)
+    runtime.parts = replace(runtime.parts, controller=controller)
+    return controller
 
 
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 def test_what_n_grams_add_to_chains_changes_no_token(
-    target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, tmp_path: Path
 ) -> None:
     """Of a draft that streams, over streamed weights, alone and in a batch; nor what is learnt of the chains."""
     options = SpeculationOptions("chain", "streaming", recent_tokens=64, sink_tokens=4)
-    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 20))
-    told = told_to_controller(monkeypatch)
     prompts = [plain.encode(text) for text in PROMPTS]
-    with load(target, draft=draft, max_batch=3, resident_layers=1, speculation=options) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=step_s)
-        widths = window_widths(runtime, monkeypatch)
+    traced = {"resident_layers": 1, "speculation": options, "trace": tmp_path / "trace.json"}
+    with load(target, draft=draft, max_batch=3, **traced) as runtime:
+        # As if the link took longer than windows of 20.
+        runtime.parts = replace(runtime.parts, windows=replace(runtime.parts.windows, free=19))
+        controller = NotingController(runtime.parts.windows)
+        WorkClock(runtime, step_s=step_s, controller=controller)
+        own = runtime.parts
         for sampling, (alone, *together) in zip(SAMPLINGS, expected.said, strict=True):
-            Foreknown([[*prompt, *answer] for prompt, answer in zip(prompts, together, strict=True)]).to(monkeypatch)
+            known = Foreknown([[*prompt, *answer] for prompt, answer in zip(prompts, together, strict=True)])
+            runtime.parts = replace(own, proposer=WithNgrams(drafting(own.proposer), known))
             asked = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
             results = [*runtime.generate_batch(PROMPTS, **asked), runtime.generate(PROMPT, **asked)]
             assert [result.tokens for result in results] == [*together, alone]
             assert all(result.stats.accepted_by_source["ngram"] > 0 for result in results)
             assert results[-1].stats.passes < 0.6 * COUNT
-            assert max(widths) == 20
+            assert max(window_widths(runtime)) == 20
             bare = runtime.generate(PROMPT, tree_nodes=0, **asked)
             assert bare.tokens == alone and "ngram" not in bare.stats.accepted_by_source
-    accepted = [node < one.choice.size for one in told for path in one.windows for node in path]
+    accepted = [node < one.choice.size for one in controller.told for path in one.windows for node in path]
     assert accepted and all(accepted)
 
 
-def with_room(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
-    """Make room for trees whatever the figures of a machine would say of models as small as these."""
-
-    def found(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-        return find_plan(replace(request, tree_nodes=nodes), machine, limits)
-
-    monkeypatch.setattr(loading, "find_plan", found)
+def with_room(runtime: Runtime) -> None:
+    """Let windows be chosen in what a runtime was loaded to have room for: `tree_nodes`, whatever the figures of a
+    machine would say of models as small as these."""
+    own = runtime.parts
+    assert own.windows.tree_nodes is not None
+    windows = replace(own.windows, tree_nodes=None, tree_room=own.windows.tree_nodes)
+    runtime.parts = replace(own, windows=windows)
 
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_useless_draft_is_switched_off(
-    target: Path, useless: Path, plain: Runtime, trees: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, useless: Path, plain: Runtime, trees: bool, tmp_path: Path
 ) -> None:
     """At most 1 % slower than plain decoding, by the clock that rounds are timed with."""
     asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = plain.generate(PROMPT, **asked).tokens
-    # Whatever the figures of a machine would say of models as small as these.
-    with_room(monkeypatch, 32 if trees else 0)
-    with load(target, draft=useless) as runtime:
+    with load(target, draft=useless, tree_nodes=32 if trees else 0, trace=tmp_path / "trace.json") as runtime:
+        with_room(runtime)
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
-        clock = WorkClock(runtime, monkeypatch, step_s=0.5 if trees else 0.05)
+        clock = WorkClock(runtime, step_s=0.5 if trees else 0.05)
         result = runtime.generate(PROMPT, **asked)
         assert result.tokens == expected
         assert clock.now_s < 1.01 * 256 * PASS_S and clock.draft_steps > 0
@@ -251,10 +262,10 @@ def test_a_useless_draft_is_switched_off(
         assert not trees or again.stats.windows["plain"] > 220
 
 
-def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_draft_stays_on(target: Path, draft: Path, tmp_path: Path) -> None:
     asked = {"max_new_tokens": 200, "ignore_eos": True}
-    with load(target, draft=draft, tree_nodes=0) as runtime:
-        clock = WorkClock(runtime, monkeypatch, step_s=0.05)
+    with load(target, draft=draft, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
+        clock = WorkClock(runtime, step_s=0.05)
         first = runtime.generate(PROMPT, **asked).stats
         seconds = clock.now_s
         stats = runtime.generate(PROMPT, **asked).stats
@@ -270,13 +281,11 @@ def test_a_good_draft_stays_on(target: Path, draft: Path, monkeypatch: pytest.Mo
     assert clock.now_s - before_s < 1.1 * min(fixed_s)
 
 
-def test_answers_too_short_for_proposals_do_not_speak_against_them(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_too_short_for_proposals_do_not_speak_against_them(target: Path, draft: Path, tmp_path: Path) -> None:
     passes = []
     for short in (0, 40):
-        with load(target, draft=draft, tree_nodes=0) as runtime, monkeypatch.context() as patch:
-            WorkClock(runtime, patch, step_s=0.05)
+        with load(target, draft=draft, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
+            WorkClock(runtime, step_s=0.05)
             for _ in range(short):
                 stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
                 assert stats.windows == {"plain": 1}
@@ -297,11 +306,10 @@ def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, An
 
 
 @pytest.mark.parametrize("triforce", [False, True])
-def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triforce: bool
-) -> None:
-    with load(target, **short_of_room(target, tmp_path, triforce=triforce)) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=0.002)
+def test_what_there_is_no_room_for_does_not_speak_against_a_draft(target: Path, tmp_path: Path, triforce: bool) -> None:
+    options = short_of_room(target, tmp_path, triforce=triforce)
+    with load(target, trace=tmp_path / "trace.json", **options) as runtime:
+        WorkClock(runtime, step_s=0.002)
         long = [5 + index * index % 300 for index in range(224)]
         for _ in range(2):
             runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
@@ -314,32 +322,21 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
         assert before > 0.95 and controller.first_rate(SamplingParams(), "chain") > 0.9
 
 
-def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play, num_texts, every = StepRunner.run, list[int](), told_to_controller(monkeypatch)
-
-    def noted(player: StepRunner, texts: Sequence[Request]) -> Any:
-        num_texts.append(len(texts))
-        return play(player, texts)
-
-    monkeypatch.setattr(StepRunner, "run", noted)
-    monkeypatch.setattr(Controller, "choose", lambda *_, **__: Choice("chain", 4))
+def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(target: Path, tmp_path: Path) -> None:
     with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=False)) as runtime:
+        controller = with_controller(runtime, Choice("chain", 4))
         long = [5 + index * index % 300 for index in range(226)]
         runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
-    told = [one for one, count in zip(every, num_texts, strict=True) if count == 2]
+    told = [one for one in controller.told if one.num_sequences == 2]
     assert len(told) > 4 and all(0 in window for one in told for window in one.windows)
     # The longest window decides how long a round takes.
     assert any(len(one.windows) == 1 and one.is_timed for one in told)
 
 
-def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {**short_of_room(target, tmp_path, triforce=False), "context": 512}
+def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(target: Path, tmp_path: Path) -> None:
+    options = {**short_of_room(target, tmp_path, triforce=False), "context": 512, "trace": tmp_path / "trace.json"}
     with load(target, max_batch=2, **options) as runtime:
-        clock = WorkClock(runtime, monkeypatch, step_s=0.3)
+        clock = WorkClock(runtime, step_s=0.3)
         long = [5 + index * index % 300 for index in range(226)]
         for seed in range(4):
             runtime.generate_batch([long, PROMPT], max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=seed)
@@ -347,23 +344,19 @@ def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of
 
 
 @pytest.mark.parametrize("cut", [5, 20])
-def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, cut: int
-) -> None:
-    told = told_to_controller(monkeypatch)
-    monkeypatch.setattr(Controller, "choose", lambda *_, **__: Choice("chain", 24))
+def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(target: Path, draft: Path, cut: int) -> None:
     with load(target, draft=draft, tree_nodes=0) as runtime:
+        controller = with_controller(runtime, Choice("chain", 24))
         runtime.generate(PROMPT, max_new_tokens=cut + 2, ignore_eos=True)
-    assert (told[0].choice.size, told[0].is_timed) == (size_within(cut), False)
+    first = controller.told[0]
+    assert (first.choice.size, first.is_timed) == (size_within(cut), False)
 
 
-def test_the_last_chain_reaches_to_the_end_of_an_answer(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_chain_reaches_to_the_end_of_an_answer(target: Path, tmp_path: Path) -> None:
     assert [size_for(count) for count in (0, 1, 5, 8, 30, 1024, 3000)] == [0, 1, 6, 8, 32, 1024, 1024]
     draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
-    with load(target, draft=draft, tree_nodes=0) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=0.002)
+    with load(target, draft=draft, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
+        WorkClock(runtime, step_s=0.002)
         for _ in range(3):
             runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
         stats = runtime.generate(PROMPT, max_new_tokens=32, ignore_eos=True).stats
@@ -371,34 +364,28 @@ def test_the_last_chain_reaches_to_the_end_of_an_answer(
     assert stats.windows == {"chain 32": 1} and stats.acceptance[-1].accepted == 30
 
 
-def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, tmp_path: Path) -> None:
     """And what there is no room for is not learnt from."""
-    offered = list[int]()
-
-    def choose(_: Controller, __: SamplingParams, limits: Mapping[str, int], **___: int) -> Choice:
-        offered.append(limits["tree"])
-        return Choice("tree", 64)
-
+    room, traced = 256, {"resident_layers": 1, "trace": tmp_path / "trace.json"}
     # More than is planned unasked in so short a context.
-    with_room(monkeypatch, 256)
-    with load(target, draft=draft, context=250, resident_layers=1, profile=SLOW_LINK) as runtime:
-        room = runtime.plan.tree_room
-        monkeypatch.setattr(Controller, "choose", choose)
-        told = told_to_controller(monkeypatch)
-        rows = window_widths(runtime, monkeypatch)
+    with load(target, draft=draft, context=250, tree_nodes=room, profile=SLOW_LINK, **traced) as runtime:
+        with_room(runtime)
+        controller = with_controller(runtime, Choice("tree", 64))
         tokens = len(runtime.generate([5] * 150, max_new_tokens=100, ignore_eos=True).tokens)
+        rows = window_widths(runtime)
+    offered = [limits["tree"] for limits in controller.offered]
     # The last round of an answer may have room for the target's own token alone, and asks for nothing.
     assert tokens == 100 and offered[0] == min(room, 256 - 151) and offered[-1] < 64 <= offered[0]
     assert all(width <= 1 + places for width, places in zip(rows, offered, strict=False))
-    assert all(bool(one.windows) == one.is_timed for one in told)
-    cut = [not one.windows for one in told[: len(offered)]]
+    assert all(bool(one.windows) == one.is_timed for one in controller.told)
+    cut = [not one.windows for one in controller.told[: len(offered)]]
     assert True in cut and all(cut[at] for at, places in enumerate(offered) if places < 64) and not cut[0]
 
 
-def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, tmp_path: Path) -> None:
     asked = {"max_new_tokens": COUNT, "ignore_eos": True}
-    with load(target, draft=draft, resident_layers=1, profile=SLOW_LINK) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=100.0)  # nobody would choose to draft
+    with load(target, draft=draft, resident_layers=1, profile=SLOW_LINK, trace=tmp_path / "trace.json") as runtime:
+        WorkClock(runtime, step_s=100.0)  # nobody would choose to draft
         for how, window in (
             ({"gamma": 5}, "chain 5"), ({"gamma": 3, "tree_nodes": 24}, "tree 24"), ({"tree_nodes": 30}, "tree 30"),
             ({"gamma": 5, "tree_nodes": 0}, "chain 5"), ({"speculate": False}, "plain"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftRequest, NoProposer, Proposal, Proposer, StepResult
 from offload_runtime.speculation.calibration import MatchRates
@@ -20,6 +22,7 @@ from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import Decoder, numbered, run_step
 from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, path_of, scores_by_the_book
+from tests.helpers.trees import Watched
 
 CONTEXT = 200
 PARAMS = [
@@ -251,23 +254,30 @@ def test_to_the_end_of_the_targets_context(target: ModelRunner, plain_texts: Pla
     assert said == plain
 
 
+class Interrupted:
+    """Weights of a draft, one of whose passes fails once, after so many that went through."""
+
+    def __init__(self, weights: LayerStreamer, error: BaseException, *, after: int) -> None:
+        self.num_streamed = weights.num_streamed
+        self.layers = raising(error, after=after, then=weights.layers)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
     target: ModelRunner,
     plain_texts: Plain,
     draft: TreeDraft,
-    monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     after: int,
 ) -> None:
     """Before a pass of the draft, of a window or ahead of it; then the same round is played again."""
     params, prompt = PARAMS[1], random_tokens(21, seed=1)
     plain = plain_texts(params, [prompt], 26)
-    proposer = draft.proposer(params)
-    honest = draft.runner.streamer.layers
-    calls = raising(error, after=after, then=honest)
-    monkeypatch.setattr(draft.runner.streamer, "layers", calls)
+    runner = draft.runner
+    weights = Interrupted(runner.streamer, error, after=after)
+    interrupted = ModelRunner(runner.decoder, weights, runner.cache, runner.rows, runner.shape)
+    proposer = replace(draft, runner=interrupted).proposer(params)
     target.cache.truncate(0, 0)
     decoder = Decoder(target, proposer, params, watch=steps(3))
     text, failed = [*prompt, decoder.first_token(target.prefill(0, prompt))], 0
@@ -283,14 +293,14 @@ def test_an_interruption_anywhere_changes_no_token(
 def test_a_pass_that_is_over_when_it_returns_is_not_waited_for(target: ModelRunner, draft: TreeDraft) -> None:
     """On the CPU nothing is drafted ahead unless somebody says that the pass is still running."""
     params, prompts = PARAMS[0], [random_tokens(21, seed=1)]
-    proposer, asked = draft.proposer(params), []
-    honest = proposer.ahead
+    asked = list[bool]()
 
-    def ahead(pending: Callable[[], bool]) -> None:
-        asked.append(pending())
-        honest(pending)
+    class Asking(Watched):
+        def ahead(self, pending: Callable[[], bool]) -> None:
+            asked.append(pending())
+            super().ahead(pending)
 
-    proposer.ahead = ahead  # type: ignore[method-assign]
+    proposer = Asking(draft.proposer(params))
     decoder = Decoder(target, proposer, params)
     target.cache.truncate(0, 0)
     text = [*prompts[0], decoder.first_token(target.prefill(0, prompts[0]))]
@@ -323,13 +333,23 @@ def test_ngrams_that_hardly_ever_come_true_do_not_join(draft: TreeDraft) -> None
     assert guessed and min(guessed) > math.log(0.9e-4)
 
 
+class SteadyRates(MatchRates):
+    """Matches of any length come true equally often."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self._steady = math.log(rate), math.log1p(-rate)
+
+    def logs(self, matched: int) -> tuple[float, float]:
+        return self._steady
+
+
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
-def test_a_window_holds_the_most_probable_candidates(
-    draft: TreeDraft, ngram_rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
     """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""
-    monkeypatch.setattr(MatchRates, "logs", lambda rates, matched: (math.log(ngram_rate), math.log1p(-ngram_rate)))
     both, full, proposer = 0, 0, draft.proposer(PARAMS[1], num_sequences=2, ngrams=True)
+    assert proposer.ngrams is not None
+    proposer.ngrams.rates = SteadyRates(ngram_rate)
     for seed in range(30):
         said = proposer.propose([DraftRequest(1, random_tokens(20, seed=seed), 8)])[0].tokens
         text = [*random_tokens(20, seed=seed), *said, 3, *random_tokens(20, seed=seed), *said[: seed % 5]]

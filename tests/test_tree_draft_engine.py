@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.plan import RunPlan, machine_figures, plan_run
 from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
+from offload_runtime.trace import TraceRecorder
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import (  # noqa: F401
     CONTEXT_TOKENS,
@@ -29,6 +31,7 @@ from tests.helpers.engine import (  # noqa: F401
     write_noisy_copy,
 )
 from tests.helpers.planning import stream_all_kv
+from tests.helpers.trees import Watched
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -71,25 +74,42 @@ def test_trees_change_nothing_but_the_passes(
     assert [one.tokens for one in said] == [one.tokens for one in plain.generate_batch(PROMPTS, **options)]
 
 
-def run_ahead(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> list[int]:
-    """Let every pass last as long as so many steps, which on a CPU it never does; of each pass those made beside it."""
-    proposer, made, beside = drafting(runtime), 0, list[int]()
-    assert isinstance(proposer, TreeDraftProposer)
-    expand, ahead = proposer.model.expand, proposer.ahead
+class StepCounter(TraceRecorder):
+    """Counts the steps of whoever draws a tree up."""
 
-    def counted(asked: Any) -> Any:
-        nonlocal made
-        made += 1
-        return expand(asked)
+    made = 0
 
-    def lasting(pending: Callable[[], bool]) -> None:
-        before, left = made, iter(range(steps))
-        ahead(lambda: next(left, None) is not None)
-        beside.append(made - before)
+    def span(self, name: str, **described: Any) -> Any:
+        self.made += name == "tree step"
+        return super().span(name, **described)
 
-    monkeypatch.setattr(proposer.model, "expand", counted)
-    monkeypatch.setattr(proposer, "ahead", lasting)
-    return beside
+
+class RunningAhead(Watched):
+    """Lets every pass last as long as so many steps, which on a CPU it never does.
+
+    Attributes:
+        beside: Of each pass the steps that were made beside it.
+    """
+
+    def __init__(self, inner: TreeDraftProposer, *, steps: int, device: torch.device) -> None:
+        super().__init__(inner)
+        self._steps, self._counter = steps, StepCounter(device)
+        inner.model.recorder = self._counter
+        self.beside: list[int] = []
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        before, left = self._counter.made, iter(range(self._steps))
+        super().ahead(lambda: next(left, None) is not None)
+        self.beside.append(self._counter.made - before)
+
+
+def run_ahead(runtime: Runtime, *, steps: int) -> list[int]:
+    """Let the draft run ahead for so many steps; of each pass those made beside it."""
+    both, proposer = runtime.parts.proposer, drafting(runtime)
+    assert isinstance(both, WithNgrams) and isinstance(proposer, TreeDraftProposer)
+    ahead = RunningAhead(proposer, steps=steps, device=runtime.device)
+    runtime.parts = replace(runtime.parts, proposer=WithNgrams(ahead, both.ngrams))
+    return ahead.beside
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -120,7 +140,7 @@ def test_running_ahead_changes_nothing(
     stream_all_kv(monkeypatch)
     options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "tree_nodes": 24, "max_batch": 3}
     with Runtime.load(target, draft=draft, device=device, dtype="fp32", **options) as runtime:
-        beside = run_ahead(runtime, monkeypatch, steps=4)
+        beside = run_ahead(runtime, steps=4)
         for sampling, expected in zip(SAMPLINGS, said_plainly, strict=True):
             beside.clear()
             assert say_briefly(runtime, sampling) == expected
@@ -155,7 +175,7 @@ def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
     with Runtime.load(target, draft=draft, **options) as runtime:
         cache = runtime.parts.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
-        beside = run_ahead(runtime, monkeypatch, steps=4)
+        beside = run_ahead(runtime, steps=4)
         said = runtime.generate_batch(prompts, tree_nodes=24, **asked)
         assert [one.tokens for one in said] == expected and sum(beside) > 10
         assert [cache.starts[sequence] for sequence in range(3)] == [256, 0, 512]

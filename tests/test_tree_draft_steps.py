@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation import CandidateTree, DraftRequest, StepWorth, TreeDraftProposer
+from offload_runtime.speculation import DraftRequest, StepWorth, TreeDraftProposer
+from offload_runtime.speculation.calibration import ChildProbabilities
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
 from tests.helpers.scripted_trees import SteadySteps, SureModel, steps, sure_proposer
@@ -78,10 +79,14 @@ def test_a_rejected_window_leaves_the_other_branch() -> None:
     assert set(proposal.tokens) == {script[11], 90, 91} and model.steps == before
 
 
-def test_all_that_the_target_says_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_the_target_says_is_learnt_from() -> None:
+    class Told(ChildProbabilities):
+        def observe(self, scores: Sequence[float], child: int | None) -> None:
+            told.append(child)
+
     script = random_tokens(200, seed=18)
     proposer, told = sure_proposer(SureModel(script)), list[int | None]()
-    monkeypatch.setattr(proposer.probabilities, "observe", lambda scores, said: told.append(said))
+    proposer.probabilities = Told()
     proposer.propose([DraftRequest(0, script[:10], 4, 8)])
     proposer.propose([DraftRequest(0, [*script[:13], 90], 4, 8)])  # three of the first children, then a second one
     assert told == [0, 0, 0, 1]
@@ -148,23 +153,24 @@ def test_what_chains_between_trees_bring_counts_too() -> None:
         now_s += 0.2
 
 
-def test_a_step_takes_what_delays_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_what_delays_the_pass() -> None:
     """Noting what the draft said is part of it; steps behind a pass delay nothing."""
 
-    def slowly(*arguments: Any, **named: Any) -> list[float]:
-        time.sleep(0.01)
-        return offer(*arguments, **named)
+    class Slow(ChildProbabilities):
+        def log_probabilities(self, scores: Sequence[float]) -> list[float]:
+            time.sleep(0.01)
+            return super().log_probabilities(scores)
 
     class Timed(SteadySteps):
         def stepped(self, seconds: float, levels: int = 1, *, hidden: bool = False) -> None:
             if not hidden:
                 taken_s.append(seconds)
 
-    offer, taken_s = CandidateTree.offer, list[float]()
-    monkeypatch.setattr(CandidateTree, "offer", slowly)
+    taken_s = list[float]()
     script = random_tokens(200, seed=22)
     model = SureModel(script)
     proposer = sure_proposer(model, Timed())
+    proposer.probabilities = Slow()
     proposer.propose([DraftRequest(0, script[:10], 4, 4)])
     assert len(taken_s) == model.steps == 1 and min(taken_s) > 0.039, "four nodes were noted"
     proposer.ahead(steps(3)(torch.empty(0)))

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from offload_runtime.cli.generate import speed_figures
-from offload_runtime.engine import Runtime, steps
-from offload_runtime.engine import load as loading
+from offload_runtime.engine import Runtime
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.speculation import (
-    PLAIN,
     Acceptance,
     Choice,
-    Controller,
     DraftRequest,
     NgramProposer,
     Proposal,
+    Proposer,
     Tally,
 )
-from offload_runtime.speculation import step as rounds
+from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import load, one_thread  # noqa: F401
-from tests.helpers.trees import TreeScript, pruned
+from tests.helpers.trees import TreeScript, Watched, pruned
+from tests.test_chosen_windows import with_controller
 from tests.test_cli_fakes import make_stats
 
 PROMPTS = [[5 + (3 * i * i + i // 7) % 60 for i in range(length)] for length in (230, 30, 470)]
@@ -45,37 +45,40 @@ def expected(target: Path) -> list[list[list[int]]]:
         return [generate(runtime, way) for way in SAMPLINGS]
 
 
-class Watch:
-    """The windows that are verified, and the rounds of batches and single answers."""
+class Watch(TraceRecorder):
+    """What is proposed to a runtime from now on, to batches and single answers, and how much of it is accepted.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.requests: list[DraftRequest] = []
-        self.rounds: list[rounds.StepResult] = []
-        honest = rounds.run_step
+    Args:
+        runtime: Whose rounds are watched.
+        proposer: Who proposes; None for the runtime's own.
+    """
 
-        def watched(
-            target: Any, slots: Any, proposer: Any, requests: list[DraftRequest], **options: Any
-        ) -> list[rounds.StepResult]:
-            found = honest(target, slots, proposer, requests, **options)
-            self.requests += requests
-            self.rounds += found
-            return found
+    def __init__(self, runtime: Runtime, proposer: Proposer | None = None) -> None:
+        super().__init__(runtime.device)
+        self.proposer = Watched(proposer or runtime.parts.proposer)
+        self.accepted: list[int] = []  # of every request in every round
+        runtime.parts = replace(runtime.parts, proposer=self.proposer, recorder=self)
 
-        patch.setattr(steps, "run_step", watched)
+    def decided(self, **outcome: Any) -> None:
+        self.accepted += outcome["accepted"]
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        return self.proposer.proposals
 
     @property
     def num_trees(self) -> int:
-        return sum(not played.proposal.is_chain for played in self.rounds)
+        return sum(not proposal.is_chain for proposal in self.proposals)
 
     @property
     def deepest(self) -> int:
-        return max(max(played.proposal.depths, default=0) for played in self.rounds)
+        return max(max(proposal.depths, default=0) for proposal in self.proposals)
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
 def test_a_runtime_loaded_for_trees(
-    target: Path, expected: list[list[list[int]]], kv: str, resident_layers: int | str, monkeypatch: pytest.MonkeyPatch
+    target: Path, expected: list[list[list[int]]], kv: str, resident_layers: int | str
 ) -> None:
     """Of more nodes than the deepest chain, and than a block of the KV cache has tokens; some of their paths right."""
     options = {"kv": kv, "resident_layers": resident_layers, "max_batch": 3}
@@ -88,42 +91,40 @@ def test_a_runtime_loaded_for_trees(
             truth = {number: PROMPTS[number] + answer for number, answer in enumerate(answers)}
             script = TreeScript(truth, seed=1, most_branches=90)
             for nodes, gamma in ((None, 5), (6, 3)):
-                watch = Watch(monkeypatch)
-                runtime.parts = replace(own, proposer=script)
+                runtime.parts = own
+                watch = Watch(runtime, script)
                 assert generate(runtime, way, gamma=gamma, tree_nodes=nodes) == answers
                 assert watch.num_trees and watch.deepest == gamma
-                sizes = [len(played.proposal) for played in watch.rounds]
+                sizes = [len(proposal) for proposal in watch.proposals]
                 assert 256 > max(sizes) > 100 if nodes is None else max(sizes) == nodes
-                accepted = {played.num_accepted for played in watch.rounds}
+                accepted = set(watch.accepted)
                 assert accepted == set(range(gamma + 1)) if nodes is None else {0, 1} <= accepted
-                monkeypatch.undo()
         runtime.parts = own
-        watch = Watch(monkeypatch)
+        watch = Watch(runtime)
         for way, answers in ways:
             assert generate(runtime, way) == answers
-        assert watch.num_trees and {request.tree_nodes for request in watch.requests} == {300}
+        asked = [request for played in watch.proposer.rounds for request, _ in played]
+        # As many as it was loaded for, or as the context has room for.
+        assert watch.num_trees and {request.tree_nodes for request in asked if len(request.tokens) < 200} == {300}
 
 
-def test_only_who_asks_for_trees_gets_them(
-    target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_who_asks_for_trees_gets_them(target: Path, expected: list[list[list[int]]]) -> None:
     with load(target, max_batch=3, tree_nodes=0) as runtime:
         way, answers = SAMPLINGS[1], expected[1]
-        watch = Watch(monkeypatch)
-        with monkeypatch.context() as patch:  # whatever the passes took; an answer's last windows are cut
-            patch.setattr(Controller, "choose", lambda _, __, limits, **___: Choice("ngram", 8) if limits else PLAIN)
-            assert generate(runtime, way) == answers
-        assert any(len(played.proposal) == 8 for played in watch.rounds) and not watch.num_trees
+        watch = Watch(runtime)
+        with_controller(runtime, Choice("ngram", 8))  # whatever the passes took; an answer's last windows are cut
+        assert generate(runtime, way) == answers
+        assert any(len(proposal) == 8 for proposal in watch.proposals) and not watch.num_trees
         assert generate(runtime, way, tree_nodes=40, gamma=4) == answers
         assert watch.num_trees
-        watch.rounds.clear()
+        watch.proposer.rounds.clear()
         asked = {"max_new_tokens": COUNT, "ignore_eos": True, "tree_nodes": 40, **way}
         assert runtime.generate(PROMPTS[0], **asked).tokens == answers[0] and watch.num_trees
-        watch.requests.clear()
+        watch.proposer.rounds.clear()
         text = "one two one three one two one four one"
         asked = {"max_new_tokens": 24, "ignore_eos": True}
         trees = "".join(runtime.conversation().say(text, tree_nodes=40, gamma=3, **asked))
-        assert watch.requests[0].tree_nodes == 40
+        assert watch.proposer.rounds[0][0][0].tree_nodes == 40
         assert trees == "".join(runtime.conversation().say(text, speculate=False, **asked))
 
 
@@ -181,19 +182,16 @@ def test_room_for_trees_is_planned(target: Path) -> None:
     assert plans[0].open_kv_bytes >= plans[1].open_kv_bytes
 
 
-def test_accepted_by_depth_and_source(
-    target: Path, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepted_by_depth_and_source(target: Path, expected: list[list[list[int]]]) -> None:
     """As the rounds say that were played."""
-    watch = Watch(monkeypatch)
     with load(target) as runtime:
-        runtime.parts = replace(runtime.parts, proposer=TreeScript({0: PROMPTS[0] + expected[0][0]}, seed=2))
+        watch = Watch(runtime, TreeScript({0: PROMPTS[0] + expected[0][0]}, seed=2))
         stats = runtime.generate(PROMPTS[0], max_new_tokens=COUNT, ignore_eos=True, tree_nodes=30, gamma=4).stats
-    depths = [sum(one.num_accepted > depth for one in watch.rounds) for depth in range(4)]
+    depths = [sum(accepted > depth for accepted in watch.accepted) for depth in range(4)]
     assert stats.accepted_by_depth == tuple(depths) and depths[0] > depths[3] > 0
     assert stats.accepted_by_source == {"script": sum(depths)}
     (level,) = stats.acceptance
-    assert (level.proposed, level.accepted) == (sum(one.num_proposed for one in watch.rounds), sum(depths))
+    assert (level.proposed, level.accepted) == (sum(map(len, watch.proposals)), sum(depths))
     record = stats.to_dict()
     assert record["accepted_by_depth"] == depths and record["accepted_by_source"] == stats.accepted_by_source
 
@@ -228,11 +226,13 @@ def test_the_printed_summary() -> None:
     assert "by source" not in one and "by depth" not in one
 
 
-def test_where_the_link_binds_trees_are_all_that_is_chosen(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.01, 64))
-    with load(target, draft=draft, resident_layers=0) as runtime:
+def test_where_the_link_binds_trees_are_all_that_is_chosen(target: Path, draft: Path) -> None:
+    slow = MachineProfile(
+        "slow", "made up", 1, 10**9, gpu_name="slow", vram_bytes=10**9, link_gbps=0.02,
+        link_back_gbps=0.02, hbm_gbps=1000.0, tflops={"fp32": 1.0},
+    )  # fmt: skip
+    with load(target, draft=draft, resident_layers=0, emulate=slow) as runtime:
+        assert runtime.parts.windows.free > 0 and runtime.plan.tree_room > 0
         for prompt in PROMPTS:
             windows = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True).stats.windows
             assert {window.split()[0] for window in windows} <= {"tree", "plain"} and sum(windows.values()) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load as loading
+from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import NoProposer
+from offload_runtime.speculation import NoProposer, WithNgrams, drafting
 from offload_runtime.verify.replay import loaded_proposers
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.trees import Foreknown
@@ -61,20 +62,31 @@ def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list
     assert said == [tokens[:BRIEFLY] for tokens in expected]
 
 
+def wait_for_link(runtime: Runtime, *, free: int) -> None:
+    """As if the link took longer than windows of so many proposals: n-grams may fill them."""
+    own = runtime.parts
+    proposer = make_proposer(own.plan, own.target, own.draft, own.budget, recorder=own.recorder, free_rows=free + 1)
+    runtime.parts = replace(own, proposer=proposer, windows=replace(own.windows, free=free))
+
+
 def test_what_n_grams_add_changes_no_token(
-    target: Path, draft: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     """Where passes wait for the link they fill windows, which are accepted along other branches than a chain; never
     beyond the end of a context or an answer."""
     sources: set[str] = set()
-    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
-    options = SpeculationOptions("triforce", "streaming", **SMALL)
-    with load(target, draft=draft, context=len(PROMPT) + COUNT, kv="host", speculation=options) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=0.06)  # so dear that chains leave room
+    options: dict[str, Any] = {"context": len(PROMPT) + COUNT, "kv": "host", "trace": tmp_path / "trace.json"}
+    options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, **options) as runtime:
+        wait_for_link(runtime, free=63)
+        WorkClock(runtime, step_s=0.06)  # so dear that chains leave room
+        own, before = runtime.parts, 0
         for sampling, said in zip(SAMPLINGS, expected, strict=True):
-            Foreknown([[*PROMPT, *said]]).to(monkeypatch)
-            widths = window_widths(runtime, monkeypatch)
+            known = Foreknown([[*PROMPT, *said]])
+            runtime.parts = replace(own, proposer=WithNgrams(drafting(own.proposer), known, alone=False))
             result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling)
+            widths = window_widths(runtime)[before:]
+            before += len(widths)
             assert result.tokens == said and 8 < max(widths) < COUNT
             assert result.stats.passes < 0.5 * COUNT
             sources |= set(result.stats.accepted_by_source)
@@ -82,14 +94,15 @@ def test_what_n_grams_add_changes_no_token(
 
 
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loading, "link_slack", lambda *_, **__: (0.0, 64))
-    options = SpeculationOptions("triforce", "streaming", **SMALL)
-    with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
-        WorkClock(runtime, monkeypatch, step_s=0.002)
-        widths = window_widths(runtime, monkeypatch)
+    options: dict[str, Any] = {"context": CONTEXT, "kv": "host", "trace": tmp_path / "trace.json"}
+    options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
+    with load(target, draft=draft, **options) as runtime:
+        wait_for_link(runtime, free=63)
+        WorkClock(runtime, step_s=0.002)
         stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
+        widths = window_widths(runtime)
         assert runtime.parts.proposer.modes({0: [1, 2, 3, 1, 2]}) == ("chain",)
     assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}
     # Beside what the retrieval verifier proposed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.runners import DeviceWindow, DraftModel
-from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
-from offload_runtime.speculation import DraftRequest, TriForceProposer
+from offload_runtime.runners import DeviceWindow
+from offload_runtime.speculation import DraftRequest, Proposal
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.levels_together import Task, play, stored, verifier_of
 from tests.helpers.sampling import numbered
+from tests.helpers.trees import Watched
 
 CONTEXT, GAMMA_DRAFT = 900, 2
 TEXT = [3 + (7 * i * i + i // 5) % 290 for i in range(1000)]
@@ -132,68 +133,84 @@ def test_each_sequence_is_proposed_what_it_is_proposed_alone(
     assert len(accepted) > 2, "ragged"
 
 
-class Launches:
-    """Steps that were launched, and those that each sequence took, by rounds."""
+class Launches(Watched):
+    """Steps that were launched, and those that each sequence took, by rounds.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[int, int, list[int]]] = []  # of the draft, of the retrieval verifier, of each sequence
-        self.reads: list[int] = []  # how often the host looked at the window in each round
-        self._counted = {DraftModel: 0, RetrievalVerifier: 0, DeviceWindow: 0}
-        for level, name in ((DraftModel, "_step"), (RetrievalVerifier, "_step"), (DeviceWindow, "read")):
-            patch.setattr(level, name, self._counting(level, getattr(level, name)))
-        propose = TriForceProposer.propose
+    Args:
+        runtime: Loaded with a trace, which tells of the steps; it proposes to the runtime from now on.
+    """
 
-        def watched(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[list[int]]:
-            self._counted = dict.fromkeys(self._counted, 0)
-            before = proposer.verifier.counts
-            answers = propose(proposer, requests)
-            taken = [after[0] - earlier[0] for after, earlier in zip(proposer.verifier.counts, before, strict=True)]
-            self.rounds.append((self._counted[DraftModel], self._counted[RetrievalVerifier], taken))
-            self.reads.append(self._counted[DeviceWindow])
-            return answers
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.parts.proposer)
+        assert runtime.parts.recorder is not None, "load it with trace="
+        self.launched: list[tuple[int, int, list[int]]] = []  # of the draft, of the verifier, of each sequence
+        self._recorder, self._verifier = runtime.parts.recorder, verifier_of(runtime)
+        runtime.parts = replace(runtime.parts, proposer=self)
 
-        patch.setattr(TriForceProposer, "propose", watched)
-
-    def _counting(self, level: type, method: Any) -> Any:
-        def counted(*arguments: Any) -> Any:
-            self._counted[level] += 1
-            return method(*arguments)
-
-        return counted
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._recorder.settle()
+        first, before = len(self._recorder.spans), self._verifier.counts
+        proposals = super().propose(requests)
+        self._recorder.settle()
+        spans = self._recorder.spans[first:]
+        drafted = sum(span.args["steps"] for span in spans if span.name == "draft steps")
+        verified = sum(span.name == "verifier step" for span in spans)
+        taken = [after[0] - earlier[0] for after, earlier in zip(self._verifier.counts, before, strict=True)]
+        self.launched.append((drafted, verified, taken))
+        return proposals
 
 
-def test_a_batch_takes_the_steps_of_its_slowest_sequence(
-    models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SpeculationOptions("triforce", "streaming", **SMALL)
+class Reads:
+    """How often the host looked at the window of the levels in each round of `launches`."""
+
+    def __init__(self, launches: Launches, patch: pytest.MonkeyPatch) -> None:
+        self._rounds, self._launches, read = list[int](), launches, DeviceWindow.read
+
+        def counted(window: DeviceWindow) -> Any:
+            self._rounds.append(len(launches.launched))
+            return read(window)
+
+        patch.setattr(DeviceWindow, "read", counted)
+
+    @property
+    def most(self) -> int:
+        """In one round."""
+        return max(map(self._rounds.count, self._rounds))
+
+
+def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kv": "gpu", "max_batch": 6, "trace": tmp_path / "trace.json"}
+    options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
     target, draft = models["gqa"]
-    with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
-        launches = Launches(monkeypatch)
+    with load(target, draft=draft, context=CONTEXT, **options) as runtime:
+        launches = Launches(runtime)
         play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
-    for drafted, verified, taken in launches.rounds:
+    for drafted, verified, taken in launches.launched:
         assert verified == max(taken) and drafted == GAMMA_DRAFT * verified
-    assert sum(len([count for count in taken if count]) > 2 for _, _, taken in launches.rounds) > 3
-    assert any(len({count for count in taken if count}) > 2 for _, _, taken in launches.rounds), (
+    assert sum(len([count for count in taken if count]) > 2 for _, _, taken in launches.launched) > 3
+    assert any(len({count for count in taken if count}) > 2 for _, _, taken in launches.launched), (
         "all had enough at once"
     )
-    together = sum(verified for _, verified, _ in launches.rounds)
-    assert together < 0.75 * sum(sum(taken) for _, _, taken in launches.rounds), "there was something to share"
+    together = sum(verified for _, verified, _ in launches.launched)
+    assert together < 0.75 * sum(sum(taken) for _, _, taken in launches.launched), "there was something to share"
 
 
 def test_levels_that_always_agree_take_no_step_too_many(
-    models: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft that is the target, under a retrieval verifier that sees everything."""
-    options = SpeculationOptions("triforce", "full", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
+    options: dict[str, Any] = {"kv": "gpu", "max_batch": 6, "trace": tmp_path / "trace.json"}
+    options["speculation"] = SpeculationOptions("triforce", "full", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
     target, _ = models["gqa"]
-    with load(target, draft=target, context=CONTEXT, kv="gpu", speculation=options, max_batch=6) as runtime:
-        launches = Launches(monkeypatch)
+    with load(target, draft=target, context=CONTEXT, **options) as runtime:
+        launches = Launches(runtime)
+        reads = Reads(launches, monkeypatch)
         played = play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
-    for number, (_, verified, taken) in enumerate(launches.rounds):
+    for number, (_, verified, taken) in enumerate(launches.launched):
         asked = [min(task.gamma, task.count - 1 - number * (task.gamma + 1)) for task in TASKS.values()]
         needed = [max(0, -(-count // (GAMMA_DRAFT + 1))) for count in asked]
         assert taken[:5] == needed and verified == max(needed)
-    assert max(launches.reads) <= 2, "one for whole steps, one for what is left"
+    assert reads.most <= 2, "one for whole steps, one for what is left"
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
 

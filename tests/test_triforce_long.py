@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.speculation import DraftRequest, Proposal
-from offload_runtime.speculation.triforce import TriForceProposer
 from tests.helpers.dense_levels import count_accepted
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.levels_together import verifier_of
+from tests.helpers.trees import Watched
 
 # From 512 tokens on there is something far: at the end two blocks, each of which came while decoding.
 CONTEXT, COUNT, GAMMA = 1280, 300, 4
@@ -34,26 +34,23 @@ def draft(target: Path) -> Path:
     return write_noisy_copy(target, target.parent / "draft", noise=0.02)
 
 
-class Watch:
-    """Keeps what a runtime proposed to its target, and how many blocks chunks were chosen from."""
+class Watch(Watched):
+    """Keeps what a runtime proposed to its target, and how many blocks chunks were chosen from.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.windows: list[tuple[int, list[int]]] = []
+    Args:
+        runtime: Which it proposes to from now on.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime.parts.proposer)
         self.far_blocks: set[int] = set()
-        propose, begin_steps = TriForceProposer.propose, RetrievalCache.begin_steps
+        self._cache = verifier_of(runtime).cache
+        runtime.parts = replace(runtime.parts, proposer=self)
 
-        def watched_propose(proposer: TriForceProposer, requests: Sequence[DraftRequest]) -> list[Proposal]:
-            (request,), (proposal,) = requests, propose(proposer, requests)
-            self.windows.append((len(request.tokens), list(proposal.tokens)))
-            return [proposal]
-
-        def watched_begin(cache: RetrievalCache, *arguments: Any) -> bool:
-            grown = begin_steps(cache, *arguments)
-            self.far_blocks.add(cache.recent[0].start)
-            return grown
-
-        patch.setattr(TriForceProposer, "propose", watched_propose)
-        patch.setattr(RetrievalCache, "begin_steps", watched_begin)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        proposals = super().propose(requests)
+        self.far_blocks.add(self._cache.recent[0].start)
+        return proposals
 
 
 def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> list[int]:
@@ -63,9 +60,7 @@ def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> 
     return tokens
 
 
-def test_a_rejection_at_every_place_and_new_chunks_in_between(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rejection_at_every_place_and_new_chunks_in_between(target: Path, draft: Path) -> None:
     with (
         load(target, draft="none", context=CONTEXT) as plain,
         load(target, draft=draft, context=CONTEXT, kv="host", speculation=OPTIONS, max_gamma=GAMMA) as runtime,
@@ -73,12 +68,13 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(
         # How heads share keys and how tokens are chosen have nothing to do with each other.
         temperature = 0.6 if runtime.config.num_kv_heads == 2 else 0.0
         expected = generate(plain, temperature)
-        watch = Watch(monkeypatch)
+        watch = Watch(runtime)
         assert generate(runtime, temperature, GAMMA) == expected
-        monkeypatch.undo()
         truth = START + expected
         accepted = {
-            count_accepted(proposals, truth[length:]) for length, proposals in watch.windows if len(proposals) == GAMMA
+            count_accepted(list(proposal.tokens), truth[len(request.tokens) :])
+            for ((request, proposal),) in watch.rounds
+            if len(proposal) == GAMMA
         }
         assert accepted == set(range(GAMMA + 1))
         assert watch.far_blocks == {0, 1, 2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -31,19 +31,19 @@ def pruned(tree: Proposal, count: int) -> Proposal:
     return Proposal(tree.tokens[:count], tree.parents[:count], tree.sources[:count])
 
 
-class Foreknown:
-    """What a text said before, of texts that go on as these do: right up to a depth that takes every value in turn,
-    with a wrong branch behind each of its first tokens.
+class Foreknown(NgramProposer):
+    """N-grams of texts that go on as these do: they say so up to a depth that takes every value in turn, with a wrong
+    branch behind each of the first tokens.
 
     Args:
         texts: Prompt and continuation of each sequence.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__()
         self._texts, self.asked = texts, 0
 
-    def guesses(self, ngrams: NgramProposer, request: DraftRequest, least: float) -> Guesses:
-        """As `NgramProposer.guesses`."""
+    def guesses(self, request: DraftRequest, least: float) -> Guesses:
         self.asked += 1
         text, end = self._texts[request.slot], len(request.tokens)
         right = list(text[end : end + self.asked % 40])
@@ -51,9 +51,39 @@ class Foreknown:
         tree = Proposal.of_paths(((path[: request.gamma], "ngram") for path in [right, *wrong]), request.most_nodes)
         return Guesses(tree, [-1.0] * len(tree))
 
-    def to(self, patch: pytest.MonkeyPatch) -> None:
-        """Let all n-grams say this from now on."""
-        patch.setattr(NgramProposer, "guesses", lambda *asked: self.guesses(*asked))
+
+class Watched(Proposer):
+    """Another proposer, of which is kept what it was asked for and what it proposed, round by round."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner, self.name = inner, inner.name
+        self.rounds: list[list[tuple[DraftRequest, Proposal]]] = []
+
+    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+        return self.inner.modes(texts)
+
+    def start(self, slots: Sequence[SamplingParams]) -> None:
+        self.inner.start(slots)
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        self.inner.prepare(slot, tokens)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        asked = [replace(request, tokens=tuple(request.tokens)) for request in requests]  # a request's own list grows
+        proposals = self.inner.propose(requests)
+        self.rounds.append(list(zip(asked, proposals, strict=True)))
+        return proposals
+
+    def ahead(self, pending: Callable[[], bool]) -> None:
+        self.inner.ahead(pending)
+
+    def counts(self, slot: int) -> Sequence[Acceptance]:
+        return self.inner.counts(slot)
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """All of them."""
+        return [proposal for played in self.rounds for _, proposal in played]
 
 
 class TreeScript:
