@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import weakref
 from collections import Counter
@@ -329,10 +330,13 @@ def test_a_trace_spans_all_generations_of_a_runtime(target: Path, tmp_path: Path
 def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     for place, words in (
         (tmp_path / "absent" / "t.json", "No such file"),
         (file / "t.json", "Not a directory"),
         (tmp_path, "is a directory: name a file in it"),
+        (fifo, "is not a regular file"),
     ):
         with pytest.raises(StorageError, match=words):
             Runtime.load(tmp_path / "no model", device="cpu", trace=place)
@@ -340,7 +344,7 @@ def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path
             app, ["generate", "--target", str(tmp_path / "no model"), "--prompt", "a", "--trace", str(place)]
         )
         assert result.exit_code == 2 and words in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file"] and fifo.is_fifo()
 
 
 def copying() -> set[threading.Thread]:
