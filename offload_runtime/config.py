@@ -457,6 +457,10 @@ class RuntimeConfig:
         for name, what in wanted.items():
             value = getattr(self, name)
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
+        try:
+            object.__setattr__(self, "context", self.context if self.context == "auto" else int(self.context))
+        except (TypeError, ValueError, OverflowError):
+            raise OptionError(f"context must be auto or a number of tokens, not {self.context!r}") from None
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         require_positive("max_batch", self.max_batch)
         require_positive("max_gamma", self.max_gamma)

@@ -63,6 +63,18 @@ def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
         RuntimeConfig("a model", kv="disk")
 
 
+@pytest.mark.parametrize("context", [None, "long", [4096], float("nan"), float("inf")])
+def test_a_context_is_a_number_or_auto(context: Any) -> None:
+    with pytest.raises(OptionError, match="context must be auto or a number of tokens, not"):
+        RuntimeConfig("a model", context=context)
+
+
+def test_a_context_may_be_typed() -> None:
+    assert [RuntimeConfig("a model", context=context).context for context in ("auto", "4096", 4096)] == [
+        "auto", 4096, 4096,
+    ]  # fmt: skip
+
+
 def test_sampling_knows_what_it_is() -> None:
     assert SamplingParams().greedy and not SamplingParams().filtered
     assert not SamplingParams(temperature=0.5, seed=(1 << 64) - 1).greedy

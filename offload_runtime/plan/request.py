@@ -80,10 +80,7 @@ def resolve_context(context: int | str, config: ModelConfig, *, kv: str) -> int:
     if context == "auto":
         longest = config.max_position_embeddings
         return longest if kv == "host" else min(longest, AUTO_CONTEXT_TOKENS)
-    try:
-        tokens = int(context)
-    except ValueError:
-        raise OptionError(f"context must be auto or a number of tokens, not {context!r}") from None
+    tokens = int(context)
     if tokens < 2:
         raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
     longest = longest_context(config)
