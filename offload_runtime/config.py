@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import reprlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,21 +25,21 @@ GB = 1_000_000_000
 GIB = 1 << 30
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
+_MOST_BYTES = 10**18  # no machine has as much memory
 
 
 def parse_bytes(text: str | float) -> int:
     """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer. Decimal units unless written with an `i`."""
-    if isinstance(text, (int, float)):
-        number, unit = float(text), ""
-    else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text)
+    number, unit, shown = text, "", reprlib.repr(text)  # a word may be of any length
+    if isinstance(number, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", number)
         if match is None or match[2].lower() not in _SIZE_UNITS:
-            raise OptionError(f"{text!r} is not a size: write it like 24GB, 512MiB or a number of bytes")
+            raise OptionError(f"{shown} is not a size: write it like 24GB, 512MiB or a number of bytes")
         number, unit = float(match[1]), match[2].lower()
-    require(math.isfinite(number), f"a size must be a finite number, not {text!r}")
-    size_bytes = round(number * _SIZE_UNITS[unit])  # 4.1 * 10**6 is a little less than what was meant
-    require(size_bytes > 0, f"a size must be positive, not {text!r}")
-    return size_bytes
+    size = number * _SIZE_UNITS[unit]
+    fine = size < _MOST_BYTES and round(size) > 0
+    require(fine, f"a size must be positive and less than {format_bytes(_MOST_BYTES)}, not {shown}")
+    return round(size)  # 4.1 * 10**6 is a little less than what was meant
 
 
 def format_bytes(size_bytes: float) -> str:

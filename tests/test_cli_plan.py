@@ -259,3 +259,10 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     assert "fifo.png is not a regular file" in plan("llama-3.1-8b", *arguments, str(fifo)).stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'offload-runtime[plots]'" in plan("llama-3.1-8b", *arguments, "x.png").stderr
+
+
+def test_a_terminal_of_no_columns_is_shown_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--context", "4096", "--profile", "rtx4090")
+    usual = plan("llama-2-13b", *arguments).stdout
+    monkeypatch.setenv("COLUMNS", "0")
+    assert plan("llama-2-13b", *arguments).stdout == usual != ""

@@ -53,7 +53,8 @@ def _writing() -> Iterator[None]:
 
 def console(output: TextIO) -> Console:
     """Return a console on a stream; colours only on a terminal and without NO_COLOR."""
-    return Console(file=output, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    width = None if os.environ.get("COLUMNS", "80").strip("0 ") else 80  # in no columns rich prints nothing
+    return Console(file=output, width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def status_line(text: str) -> None:
