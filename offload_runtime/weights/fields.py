@@ -20,11 +20,13 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxlevel = 2
+_MOST_SHOWN = 64
 
 
 def shown(value: object) -> str:
     """A value from a file, or an error that quotes one, as short as a message needs it, on one line."""
-    return _SHORT.repr(str(value))[1:-1] if isinstance(value, BaseException) else _SHORT.repr(value)
+    text = _SHORT.repr(str(value))[1:-1] if isinstance(value, BaseException) else _SHORT.repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 class Fields:

@@ -36,7 +36,7 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """
     name = str(reference)
     with _located(reference, CHECKPOINT_FILES) as path:
-        return open_gguf(path, reference=name) if path.is_file() else open_safetensors(path, reference=name)
+        return open_safetensors(path, reference=name) if path.is_dir() else open_gguf(path, reference=name)
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
@@ -50,7 +50,7 @@ def describe_model(reference: str | Path) -> DescribedModel:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _located(reference, ("config.json",)) as path:
-        if path.is_file():
+        if not path.is_dir():
             raw = config_from_gguf(read_gguf_header(path))
             return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
         raw = read_json(path / "config.json")

@@ -154,8 +154,9 @@ def gguf_tokenizer(fields: Fields) -> Any:
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.items("tokenizer.ggml.tokens", str))]
     types = fields.items("tokenizer.ggml.token_type", int) or [0] * len(tokens)
     if len(set(tokens)) < len(tokens) or len(types) != len(tokens) or max(map(len, tokens)) > _MOST_CHARACTERS:
-        what = f"no token twice, none of more than {_MOST_CHARACTERS} characters, and a type for each"
-        fields.refuse("tokenizer.ggml.tokens", tokens, what)
+        fields.refuse(
+            "tokenizer.ggml.tokens", tokens, f"each once, of up to {_MOST_CHARACTERS} characters, with a type"
+        )
     with _readable(fields.where, "download or convert it again"):
         from tokenizers import AddedToken
         from transformers import PreTrainedTokenizerFast
