@@ -23,7 +23,15 @@ from offload_runtime.engine.steps import RuntimeParts, WindowLimits
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.memory import DeviceBudget, HostArena, current_device, device_memory_used_by_others, resolve_device
+from offload_runtime.memory import (
+    DeviceBudget,
+    HostArena,
+    Registrar,
+    current_device,
+    device_memory_used_by_others,
+    make_registrar,
+    resolve_device,
+)
 from offload_runtime.plan import (
     MachineFigures,
     ModelPlan,
@@ -153,8 +161,12 @@ def _describe_kv(plan: ModelPlan) -> str:
 def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+    registrar: Registrar | None = None, find: Callable[..., RunPlan] = find_plan,
 ) -> RuntimeParts:  # fmt: skip
-    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`."""
+    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
+
+    `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan.
+    """
     if config.trace is not None:
         require_writable(config.trace)
     emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
@@ -163,8 +175,8 @@ def load_runtime(
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
     assembly.require_kernels(device)
-    page_locks = assembly.make_registrar(device) is not None
-    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
+    registrar = registrar or make_registrar(device)
+    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=registrar is not None)
     limit_bytes = config.vram_bytes
     if emulation is not None:
         require_memory(emulation, device)
@@ -183,7 +195,7 @@ def load_runtime(
         draft = config.draft if draft_source is None else draft_source
         request = replace(config, target=target_source, draft=draft, device=device.type)
         limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
-        plan = find_plan(request, figures, limits)
+        plan = find(request, figures, limits)
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
@@ -208,8 +220,9 @@ def load_runtime(
             (plan.proposer != "none" or plan.has_verifier) and config.tree_nodes != 0
         )  # fmt: skip
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
-        )
+            target_source, draft_source, plan, budget, queues, registrar=registrar, on_progress=on_progress,
+            trees=branches, undo=undo,
+        )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)

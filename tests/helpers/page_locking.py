@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.load import load_runtime
 from offload_runtime.memory import Registrar
 
 REFUSED = 2  # CUDA's code for memory that cannot be had
@@ -56,3 +60,15 @@ class LimitedRegistrar:
         del self.locked[address]
         if self._real is not None:
             self._real.unregister(address)
+
+
+def load_locked_by(
+    registrar: LimitedRegistrar, target: Any, *, on_progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Runtime:  # fmt: skip
+    """A runtime for whose memory `registrar` is the system, on the CPU unless asked otherwise and without a draft.
+
+    Options as of `RuntimeConfig`.
+    """
+    config = RuntimeConfig(target, **{"device": "cpu", "draft": "none", **options})
+    return Runtime(load_runtime(config, on_progress=on_progress, registrar=registrar))  # type: ignore[arg-type]
