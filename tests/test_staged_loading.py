@@ -18,7 +18,6 @@ from offload_runtime.copy import StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.copy.queue import CudaCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
@@ -252,9 +251,8 @@ def test_a_failure_while_loading_ends_the_threads_and_unlocks(
 
     registrar = LimitedRegistrar(4 * layer_bytes)
     vram_bytes = whole.device_bytes - (1 if where == "connect" else 0)
-    config = RuntimeConfig(target, "none", device="cpu", resident_layers=0, vram_bytes=vram_bytes)
     with pytest.raises(BudgetError if where == "connect" else _LaterError):
-        load_runtime(config, registrar=registrar, find=find)  # type: ignore[arg-type]
+        load_locked_by(registrar, target, resident_layers=0, vram_bytes=vram_bytes, find=find)
     assert registrar.num_calls > 4 and not registrar.locked
 
 

@@ -9,6 +9,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.memory import Registrar
+from offload_runtime.plan import RunPlan, find_plan
 
 REFUSED = 2  # CUDA's code for memory that cannot be had
 
@@ -63,12 +64,11 @@ class LimitedRegistrar:
 
 
 def load_locked_by(
-    registrar: LimitedRegistrar, target: Any, *, on_progress: Callable[[str, int, int], None] | None = None,
-    **options: Any,
+    registrar: LimitedRegistrar | None, target: Any, *, find: Callable[..., RunPlan] = find_plan,
+    on_progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Runtime:  # fmt: skip
-    """A runtime for whose memory `registrar` is the system, on the CPU unless asked otherwise and without a draft.
-
-    Options as of `RuntimeConfig`.
-    """
+    """A runtime for whose memory `registrar` is the system, planned by `find`; without a draft and on the CPU unless
+    asked otherwise. Options as of `RuntimeConfig`."""
     config = RuntimeConfig(target, **{"device": "cpu", "draft": "none", **options})
-    return Runtime(load_runtime(config, on_progress=on_progress, registrar=registrar))  # type: ignore[arg-type]
+    parts = load_runtime(config, on_progress=on_progress, registrar=registrar, find=find)  # type: ignore[arg-type]
+    return Runtime(parts)
