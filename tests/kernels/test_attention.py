@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import offload_runtime_kernels.attention_triton as attention_module
 import pytest
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention_triton
@@ -21,9 +20,13 @@ from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poison
 BF16 = torch.bfloat16
 
 
-def _run(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> torch.Tensor:
+def _run(
+    case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False, **limits: int
+) -> torch.Tensor:
     with poisoned_outputs():
-        return attention_triton(case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill)
+        return attention_triton(
+            case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill, **limits
+        )
 
 
 def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> None:
@@ -128,16 +131,15 @@ def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
 
 
 @pytest.mark.parametrize("least_splits", [1, 16])
-def test_a_small_workspace_changes_nothing(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_workspace_changes_nothing(least_splits: int) -> None:
     case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
     chain, tree = chain_rows((300, 5), (9, 4)), tree_rows(TREE_PARENTS, (300, 60))
     whole = [_run(case, rows) for rows in (chain, tree)]
     # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time, or for eight and
     # one split.
-    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 4 * (2 * 2 * 3 * 17 * 4))
-    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
+    nbytes = 4 * (2 * 2 * 3 * 17 * 4)
     for rows, expected in zip((chain, tree), whole, strict=True):
-        assert_within(_run(case, rows), expected, atol=1e-6)
+        assert_within(_run(case, rows, workspace_bytes=nbytes, least_splits=least_splits), expected, atol=1e-6)
 
 
 # From here on: bitwise equality on the GPU in bf16, which is what makes speculation exact.
@@ -216,9 +218,7 @@ def test_prefill_bits_do_not_depend_on_chunks(window: int | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("least_splits", [1, 16])
-def test_bits_do_not_depend_on_the_workspace(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_workspace(least_splits: int) -> None:
     case, rows = _big_case(64), chain_rows((900,), (64,))
     expected = _run(case, rows)
-    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 1 << 16)
-    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
-    assert torch.equal(_run(case, rows), expected)
+    assert torch.equal(_run(case, rows, workspace_bytes=1 << 16, least_splits=least_splits), expected)
