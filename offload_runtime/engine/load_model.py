@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +144,11 @@ def load_models(
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
-
-    def load(source: CheckpointSource, plan: ModelPlan, name: str) -> LoadedModel:
-        return load_model(
-            source, plan, budget, queues, name=name, registrar=registrar, on_progress=on_progress, undo=undo
-        )
-
-    draft = load(draft_source, plan.draft, "draft") if draft_source is not None and plan.draft is not None else None
-    target = load(target_source, plan.target, "target")
+    load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
+    draft = None
+    if draft_source is not None and plan.draft is not None:
+        draft = load(draft_source, plan.draft, name="draft")
+    target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
         if draft is not None:
