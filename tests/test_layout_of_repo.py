@@ -333,6 +333,72 @@ def test_private_names_are_found() -> None:
     assert not _private_names("from _pytest import x\nfrom tests import _y\nself._z = torch.cuda._sleep")
 
 
+# Whose insides belong to themselves: the packages, and the modules of `tools/`, which tests import by their own names.
+OUR_MODULES = {
+    "offload_runtime", KERNELS,
+    *(path.stem for folder in ("tools", "tools/peers") for path in (ROOT / folder).iterdir()),
+}  # fmt: skip
+
+
+def _imported_names(source: str) -> dict[str, str]:
+    """The dotted name of everything of `OUR_MODULES` that a source imports, by what it is called there."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: path for name, path in found.items() if path.split(".")[0] in OUR_MODULES}
+
+
+def _patched(source: str) -> set[str]:
+    """What of our modules and classes a source replaces: by pytest, by `mock` or by hand, of a name or an object."""
+    imported, targets = _imported_names(source), list[ast.expr]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            targets.append(node.value)
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")
+            if called[-1] in ("setattr", "delattr") or "patch" in called[-2:]:
+                targets.append(node.args[0])
+    found = set()
+    for target in targets:
+        if isinstance(target, ast.Constant) and isinstance(target.value, str):
+            found |= {target.value} if target.value.split(".")[0] in OUR_MODULES else set()
+            continue
+        whole, root = ast.unparse(target), target
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        found |= {whole} if isinstance(root, ast.Name) and root.id in imported else set()
+    return found
+
+
+def test_tests_replace_nothing_inside_a_room() -> None:
+    found = {str(path.relative_to(ROOT)): _patched(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}, "hand it in, or provoke it from outside"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from offload_runtime.engine import load as own\nmonkeypatch.setattr(own, 'find_plan', f)", {"own"}),
+        ("from offload_runtime.runners import DeviceWindow\npatch.setattr(DeviceWindow, 'read', f)", {"DeviceWindow"}),
+        ("from offload_runtime import sampling\nmp.setattr(sampling.noise_ops, 'x', f)", {"sampling.noise_ops"}),
+        ("import offload_runtime_kernels.attention_cpu as a\nmonkeypatch.delattr(a, 'x')", {"a"}),
+        ("import offload_runtime.plan\nsetattr(offload_runtime.plan, 'x', 1)", {"offload_runtime.plan"}),
+        ("import compare\ncompare.run_system = f", {"compare"}),
+        ("from sweeping import family\ndel family.x", {"family"}),
+        ("monkeypatch.setattr('offload_runtime.memory.arena.PAGE', 1)", {"offload_runtime.memory.arena.PAGE"}),
+        ("from unittest import mock\nmock.patch('compare.draw')", {"compare.draw"}),
+        ("from unittest.mock import patch\nfrom models import x\npatch.object(x, 'y')", {"x"}),
+        ("import os, psutil\nfrom offload_runtime.engine import Runtime\npatch.setattr(os, 'fsync', f)\n"
+         "runtime = Runtime()\npatch.setattr(runtime.parts.target.runner, 'verify', f)\nruntime.parts = f", set()),
+    ],
+)  # fmt: skip
+def test_what_is_replaced_inside_a_room_is_found(line: str, found: set[str]) -> None:
+    assert _patched(line) == found
+
+
 def test_no_file_names_a_path_of_one_machine() -> None:
     files = [path for path in ROOT.rglob("*") if _is_ours(path)]
     assert Path(__file__).resolve() in files
