@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar, make_registrar
+from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar
 from offload_runtime.memory.arena import LOCK_BLOCK_BYTES
 from tests.helpers.page_locking import REFUSED, LimitedRegistrar
 
@@ -70,11 +70,6 @@ def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
     del arena
     gc.collect()
     assert not registrar.locked
-
-
-def test_a_cpu_locks_nothing() -> None:
-    assert make_registrar(torch.device("cpu")) is None
-    assert isinstance(make_registrar(torch.device("cuda")), Registrar)
 
 
 @pytest.mark.gpu

@@ -29,7 +29,6 @@ from offload_runtime.memory import (
     Registrar,
     current_device,
     device_memory_used_by_others,
-    make_registrar,
     resolve_device,
 )
 from offload_runtime.plan import (
@@ -175,7 +174,8 @@ def load_runtime(
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
     assembly.require_kernels(device)
-    registrar = registrar or make_registrar(device)
+    # A CPU reads any memory as fast.
+    registrar = registrar or (Registrar() if device.type == "cuda" else None)
     limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=registrar is not None)
     limit_bytes = config.vram_bytes
     if emulation is not None:

@@ -145,9 +145,7 @@ def load_models(
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
     load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
-    draft = None
-    if draft_source is not None and plan.draft is not None:
-        draft = load(draft_source, plan.draft, name="draft")
+    draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)

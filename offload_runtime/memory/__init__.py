@@ -10,7 +10,6 @@ from offload_runtime.memory.arena import (
     Registrar,
     check_host_memory,
     host_memory,
-    make_registrar,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,

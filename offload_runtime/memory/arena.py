@@ -59,11 +59,6 @@ class Registrar:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def make_registrar(device: torch.device) -> Registrar | None:
-    """What locks pages for copies to `device`; None for a CPU, which reads any memory as fast."""
-    return Registrar() if device.type == "cuda" else None
-
-
 # --- arenas
 
 
