@@ -1,0 +1,173 @@
+"""Standard streams that are full, closed or nobody's, and words that are no text or far too large."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from offload_runtime import engine
+from offload_runtime.cli import app
+from tests.helpers.engine import write_checkpoint
+from tests.test_cli_fakes import FakeRuntime
+
+CONFIG = str(Path(__file__).parent / "data" / "configs" / "llama-3.1-8b")
+PLAN = ("plan", "--target", CONFIG, "--profile", "rtx4090", "--context", "4096")
+ANSWER = ("--target", "some/model")
+COMMANDS = {
+    "help": ["--help"],
+    "help of a command": ["generate", "--help"],
+    "version": ["--version"],
+    "plan": [*PLAN],
+    "plan in JSON": [*PLAN, "--json"],
+    "plan that does not fit": [*PLAN, "--vram", "2GB"],
+    "generate": ["generate", *ANSWER, "--prompt", "Hi"],
+    "generate in JSON": ["generate", *ANSWER, "--prompt", "Hi", "--json"],
+    "chat": ["chat", *ANSWER],
+    "chat in JSON": ["chat", *ANSWER, "--json"],
+}
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr(engine, "Runtime", fake)
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+    return fake
+
+
+@contextmanager
+def full_disk() -> Iterator[TextIO]:
+    """A file that takes nothing."""
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a disk that is always full")
+    yield from _open_in_vain(os.open("/dev/full", os.O_WRONLY))
+
+
+@contextmanager
+def pipe_without_reader() -> Iterator[TextIO]:
+    """What `| head` leaves behind."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield from _open_in_vain(writer)
+
+
+def _open_in_vain(descriptor: int) -> Iterator[TextIO]:
+    file = open(descriptor, "w", encoding="utf-8")  # noqa: SIM115 (its end may fail)
+    yield file
+    file.close()  # what was not written must not come up again: the interpreter would fail on it
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    """What Python makes of `>&-`."""
+    yield None
+
+
+def run(monkeypatch: pytest.MonkeyPatch, words: list[str], *, out: object, err: object) -> int:
+    """Run a command with these standard streams; return its exit code."""
+    streams = {"stdin": io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")), "stdout": out, "stderr": err}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as leaving:
+        for name, stream in streams.items():
+            patch.setattr(sys, name, stream)
+        app(words)
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_stdout_that_takes_nothing_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, words: list[str]
+) -> None:
+    for stream, why in ((full_disk, "No space left on device"), (closed, "it is closed")):
+        with stream() as out:
+            said = io.StringIO()
+            assert run(monkeypatch, words, out=out, err=said) == 2
+        assert said.getvalue().count("error: ") == 1
+        last = f"error: stdout cannot be written ({why}): free some space or send it elsewhere"
+        assert said.getvalue().splitlines()[-1] == last
+    assert len(runtime.loads) <= 1, "a model was loaded for nobody"
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_reader_that_left_ends_a_command_without_a_word(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    with pipe_without_reader() as out:
+        said = io.StringIO()
+        assert run(monkeypatch, words, out=out, err=said) == 141
+    assert "error" not in said.getvalue()
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("stream", [full_disk, pipe_without_reader, closed])
+def test_stderr_that_takes_nothing_does_not_lose_the_answer(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], stream: Callable[[], contextmanager[TextIO]]
+) -> None:
+    usual, answer = io.StringIO(), io.StringIO()
+    code = run(monkeypatch, words, out=usual, err=io.StringIO())
+    with stream() as err:
+        assert run(monkeypatch, words, out=answer, err=err) == code
+    assert answer.getvalue().replace("a library that cannot keep quiet\n", "") == usual.getvalue().replace(
+        "a library that cannot keep quiet\n", ""
+    )
+    assert answer.getvalue()
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("columns", ["0", "", "1", "7"])
+def test_terminals_of_few_columns_are_shown_something(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    answer = io.StringIO()
+    run(monkeypatch, words, out=answer, err=io.StringIO())
+    assert answer.getvalue().strip()
+
+
+SHELL = {
+    "full": (">/dev/full", 2, "error: stdout cannot be written (No space left on device)"),
+    "closed": (">&-", 2, "error: stdout cannot be written (it is closed)"),
+    "all closed": ("<&- >&- 2>&-", 2, ""),
+    "no stderr": ("2>&-", 0, ""),
+    "full stderr": ("2>/dev/full", 0, ""),
+    "no reader": ("| true; exit ${PIPESTATUS[0]}", 141, ""),
+    "no reader of stderr": ("2> >(true)", 0, ""),
+}
+
+
+SHELL_RUNS = [
+    *((command, how) for command in ("--version", "plan") for how in SHELL),
+    *(("generate", how) for how in ("full", "no stderr", "full stderr", "no reader")),
+    *(("verify", how) for how in ("full", "no stderr")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "how"), SHELL_RUNS)
+def test_streams_of_a_shell(target: Path, command: str, how: str) -> None:
+    """With descriptors that are closed or full indeed, up to the interpreter's end."""
+    redirection, code, complaint = SHELL[how]
+    loaded = ["--target", str(target), "--device", "cpu"]
+    words = {
+        "--version": ["--version"],
+        "plan": [*PLAN],
+        "generate": ["generate", *loaded, "--prompt", "the quick", "--max-new-tokens", "3"],
+        "verify": ["verify", *loaded, "--quick", "--tokens", "8", "--seeds", "8"],
+    }[command]
+    script = f'"$@" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-m", "offload_runtime", *words],
+        capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert complaint in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert bool(done.stdout) == (code == 0)
